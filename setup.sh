@@ -1,0 +1,165 @@
+#!/usr/bin/env bash
+# Makes or refreshes .venv, the Python environment of this checkout; does nothing when nothing changed.
+#   bash setup.sh           what `stoker` needs, and torch
+#   bash setup.sh --test    that and what test.sh needs
+# PYTHON=python3.12         the Python to build on (default: python3). If it has torch 2.9 or later, that torch is used.
+# STOKER_SETUP_TORCH=skip   no torch and nothing that needs it: enough to launch, for the static checks and for tests without torch.
+set -euo pipefail
+CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"
+
+say() { printf 'setup: %s\n' "$*"; }
+refuse() { # exit code, one line
+  printf 'setup.sh: %s\n' "$2" >&2
+  exit "$1"
+}
+
+case "$*" in
+  '') extent=plain ;;
+  --test) extent='test' ;;
+  *) refuse 64 "unknown arguments: $*; usage: bash setup.sh [--test]" ;;
+esac
+case "${STOKER_SETUP_TORCH:-}" in
+  '' | skip) ;;
+  *) refuse 64 "STOKER_SETUP_TORCH is '$STOKER_SETUP_TORCH'; leave it unset or set it to skip" ;;
+esac
+
+# With .venv activated python3 is .venv's own, and that one can't rebuild itself.
+outside=
+IFS=: read -ra entries <<<"$PATH"
+for entry in "${entries[@]}"; do
+  [[ $entry -ef .venv/bin ]] || outside+="${outside:+:}$entry"
+done
+export PATH="$outside"
+
+python=${PYTHON:-python3}
+command -v "$python" >/dev/null || refuse 69 "no $python found; install Python 3.11, 3.12 or 3.13, or name one: PYTHON=/path/to/python3.12 bash setup.sh"
+command -v flock >/dev/null || refuse 69 "no flock found; install util-linux"
+
+# Any Python, however old, must get as far as its refusal. Torch is looked up by its metadata: importing it takes seconds.
+# If this Python lives in a virtual environment, --system-site-packages would reach past that to the Python below it, so its folder is asked for too.
+facts=$("$python" - "$python" <<'PY'
+import sys
+
+def refuse(line):
+    sys.stderr.write("setup.sh: %s is Python %d.%d.%d%s\n" % ((sys.argv[1],) + tuple(sys.version_info[:3]) + (line,)))
+    sys.exit(69)
+
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    refuse("; Stoker needs 3.11, 3.12 or 3.13: install one of them, or name one: PYTHON=/path/to/python3.12 bash setup.sh")
+
+import importlib.metadata, importlib.util, os, re, sysconfig
+
+if os.path.realpath(sys.prefix) == os.path.realpath(".venv"):
+    refuse(" of .venv itself; name the one to build on: PYTHON=/usr/bin/python3 bash setup.sh")
+if not (importlib.util.find_spec("venv") and importlib.util.find_spec("ensurepip")):
+    refuse(" without its venv module; Debian and Ubuntu have it in a package: apt-get install python%d.%d-venv" % sys.version_info[:2])
+
+torch = ""
+if importlib.util.find_spec("torch"):
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        pass  # a folder that happens to be called torch
+numbers = re.match(r"(\d+)\.(\d+)", torch)
+if not numbers or tuple(map(int, numbers.groups())) < (2, 9):
+    torch = ""
+print(sys.executable)
+print("%d.%d.%d" % sys.version_info[:3])
+print(torch)
+print(sysconfig.get_path("purelib") if sys.prefix != sys.base_prefix else "")
+PY
+)
+mapfile -t facts <<<"$facts"
+executable=${facts[0]} version=${facts[1]} found_torch=${facts[2]-} packages_below=${facts[3]-}
+[[ -z ${STOKER_SETUP_TORCH:-} ]] || found_torch=
+
+stamp=.venv/setup.stamp
+base="$PWD, $executable, Python $version, torch ${STOKER_SETUP_TORCH:-${found_torch:-ours}}"
+files=$(cat pyproject.toml constraints.txt setup.sh | sha256sum)
+
+read_stamp() {
+  was_base='' was_files='' was_extent=''
+  if [[ -f $stamp ]]; then
+    { read -r was_base && read -r was_files && read -r was_extent; } <"$stamp" || was_base=''
+  fi
+}
+finished() {
+  read_stamp
+  [[ $was_base == "$base" && $was_files == "$files" && ($was_extent == "$extent" || $was_extent == test) &&
+    -x .venv/bin/python && -x .venv/bin/stoker ]]
+}
+if finished; then exit 0; fi
+
+# pip inherits the lock: if this script is killed, the next one waits until that pip is gone too.
+exec 9>.venv.lock
+if ! flock --nonblock 9; then
+  say "waiting for another setup of this checkout"
+  flock 9
+fi
+if finished; then exit 0; fi
+
+started=$SECONDS
+make_venv() {
+  local how=(--clear) output
+  if [[ -e .venv ]]; then say ".venv is unfinished or made for something else: starting over"; fi
+  say "making .venv with Python $version"
+  if [[ -n $found_torch ]]; then
+    say "using torch $found_torch of $executable"
+    how+=(--system-site-packages)
+  fi
+  output=$("$executable" -m venv "${how[@]}" .venv 2>&1) || refuse "$?" "$executable -m venv failed: $output"
+  if [[ $version == 3.11.* ]]; then
+    # Its venv comes with setuptools 65, which would hide the newer one that the Python below has for its torch.
+    output=$(.venv/bin/python -m pip --disable-pip-version-check uninstall --yes setuptools 2>&1) || refuse "$?" "removing setuptools from .venv failed: $output"
+  fi
+  if [[ -n $found_torch && -n $packages_below ]]; then
+    .venv/bin/python -c 'import sys, sysconfig; print(sys.argv[1], file=open(sysconfig.get_path("purelib") + "/below.pth", "w"))' "$packages_below"
+  fi
+}
+rm -f "$stamp"
+if [[ $was_base == "$base" && -x .venv/bin/python ]]; then
+  if [[ $was_extent == test ]]; then extent='test'; fi
+else
+  make_venv
+fi
+
+constraints=constraints.txt
+if [[ -n $found_torch ]]; then
+  # What that Python already has stays as it is: a pin of ours would only put a second copy in front of what its torch was tested with.
+  constraints=.venv/constraints.txt
+  .venv/bin/python - "$found_torch" >"$constraints" <<'PY'
+import importlib.metadata, re, sys
+from pathlib import Path
+
+def canonical(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+have = {canonical(d.metadata["Name"] or "") for d in importlib.metadata.distributions() if not Path(d.locate_file("")).is_relative_to(sys.prefix)}
+if "torch" not in have:
+    sys.exit("setup.sh: .venv can't see torch %s; install our own instead: PYTHON=/path/to/a/python/without/torch bash setup.sh" % sys.argv[1])
+print("torch==" + sys.argv[1])
+for line in Path("constraints.txt").read_text().splitlines():
+    if not line.startswith("#") and canonical(line.split("==")[0]) not in have:
+        print(line)
+PY
+fi
+
+# Extras of pyproject.toml, and how they are called on the terminal.
+case "$extent ${STOKER_SETUP_TORCH:-${found_torch:+found}}" in
+  'plain ') extras='[train]' what='stoker and torch (minutes the first time)' ;;
+  plain*) extras='' what='stoker' ;;
+  'test ') extras='[train,test]' what='stoker, torch and what test.sh needs (minutes the first time)' ;;
+  'test found') extras='[test]' what='stoker and what test.sh needs' ;;
+  'test skip') extras='[check]' what='stoker and what test.sh needs without torch' ;;
+esac
+say "installing $what"
+log=.venv/setup.log rc=0
+.venv/bin/python -m pip --disable-pip-version-check --no-input install --constraint "$constraints" --editable ".$extras" >"$log" 2>&1 || rc=$?
+if ((rc)); then
+  tail -n 20 "$log" >&2
+  refuse "$rc" "installing $what failed; all of pip's output is in $log"
+fi
+
+printf '%s\n' "$base" "$files" "$extent" >"$stamp.new"
+mv "$stamp.new" "$stamp"
+say "done in $((SECONDS - started)) s"

@@ -1,0 +1,70 @@
+"""stoker attach [RUN]"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from stoker.contract import layout
+from stoker.contract.settings import Parser
+from stoker.control.launch.lines import LineCutter
+from stoker.control.record import follow, reader
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker attach", description="Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
+    )
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("--lines", "-n", type=int, default=10, metavar="N", help="begin with this many of the last lines of each rank (default: 10)")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    labels = follow.labels(run)
+    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
+        "": (follow.Tail(os.path.join(run.dir, layout.CONSOLE)), LineCutter(b"")),
+    }
+    first = True
+    try:
+        while True:
+            over = reader.status(run) != "running"
+            for _, rank, path in follow.rank_logs(run):
+                if path not in open_:
+                    skip = _start_of_last(path, told.lines) if first else 0
+                    open_[path] = follow.Tail(path, skip), LineCutter(f"{labels.get(rank, f'rank {rank}')}:".encode())
+            first = False
+            for tail, cutter in open_.values():
+                while data := tail.new():
+                    sys.stdout.buffer.write(cutter.feed(data))
+            if over:
+                break
+            sys.stdout.buffer.flush()
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        print(f"\nleft run {run.id}; it goes on. `stoker stop {run.id}` ends it", file=sys.stderr)
+        return 0
+    for _, cutter in open_.values():
+        sys.stdout.buffer.write(cutter.flush())
+    sys.stdout.buffer.flush()
+    ended = reader.load(run.dir)
+    return ended.verdict.exit_code if ended and ended.verdict else 70
+
+
+def _start_of_last(path: str, lines: int) -> int:
+    """Where the last `lines` lines of a file begin, looking back 64 KB at most."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        begin = max(0, size - (1 << 16))
+        file.seek(begin)
+        data = file.read()
+    at = len(data)
+    for _ in range(lines + 1):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            return begin
+    return begin + at + 1

@@ -1,0 +1,39 @@
+"""stoker completion bash|zsh|tcsh"""
+
+from __future__ import annotations
+
+import argparse
+from importlib import import_module
+
+from stoker.contract.settings import Parser
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker completion", description="Prints a completion script.", epilog="bash:  eval \"$(stoker completion bash)\"   # in ~/.bashrc",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
+    return made
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    from stoker.cli.main import COMMANDS
+
+    whole = argparse.ArgumentParser(prog="stoker")
+    commands = whole.add_subparsers()
+    for name, text in COMMANDS.items():
+        part = import_module(f"stoker.cli.{name}").parser()
+        made = commands.add_parser(name, help=text)
+        for action in part._actions:
+            if "-h" not in action.option_strings:
+                made._add_action(action)
+    return whole
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    import shtab
+
+    print(shtab.complete(whole_parser(), told.shell))
+    return 0

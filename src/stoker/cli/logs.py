@@ -1,0 +1,53 @@
+"""stoker logs [RUN] --rank N [--follow]"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.settings import Parser
+from stoker.control.record import follow, reader
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker logs", description="What a rank printed, byte for byte.")
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("--rank", type=int, default=0, metavar="N", help="which rank (default: 0)")
+    made.add_argument("--attempt", type=int, metavar="K", help="which attempt (default: the last)")
+    made.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    attempts = run.attempts
+    if not attempts:
+        raise Refusal(f"run {run.id} has started no rank yet", EX_NOINPUT)
+    attempt = attempts[-1] if told.attempt is None else told.attempt
+    if attempt not in attempts:
+        raise Refusal(f"run {run.id} has no attempt {attempt}; there are {attempts[0]} to {attempts[-1]}", EX_NOINPUT)
+    world = (run.data.get("plan") or {}).get("world_size", 0)
+    path = layout.rank_log(run.dir, attempt, told.rank)
+    if not 0 <= told.rank < world:
+        raise Refusal(f"run {run.id} has no rank {told.rank}; there are 0 to {world - 1}", EX_NOINPUT)
+    if not os.path.exists(path) and not told.follow:
+        raise Refusal(f"rank {told.rank} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
+    tail = follow.Tail(path)
+    while True:
+        over = reader.status(run) != "running"  # asked before the last look, so that nothing is missed
+        while data := tail.new():
+            sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+        if over or not told.follow:
+            return 0
+        newest = run.attempts[-1]
+        if told.attempt is None and newest != attempt:
+            attempt = newest
+            tail = follow.Tail(layout.rank_log(run.dir, attempt, told.rank))
+            continue
+        time.sleep(0.1)

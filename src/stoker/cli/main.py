@@ -1,0 +1,71 @@
+"""`stoker COMMAND ...`. Imports only the command that is asked for: import time is launch time."""
+
+from __future__ import annotations
+
+import sys
+
+COMMANDS = {
+    "run": "start a script on this machine's GPUs (or CPUs): torchrun's place, torchrun's flags",
+    "runs": "list the runs",
+    "why": "how a run ended, and why",
+    "logs": "what a rank printed",
+    "attach": "follow a run that is under way",
+    "stop": "end a run",
+    "completion": "print a completion script for bash, zsh or tcsh",
+}
+
+_HELP = """Stoker trains LLMs on whatever GPUs there are: one command starts only what can work, keeps it alive, and says why when it can't.
+
+usage: stoker COMMAND [options]
+
+{commands}
+
+  stoker run train.py --lr 3e-4              one rank per GPU
+  stoker run --nproc-per-node 2 train.py     two ranks
+  stoker run --gpus any:2 --wait 10m train.py
+  stoker why                                 the last run's verdict
+
+`stoker COMMAND --help` says more. Exit codes: the guilty rank's own, 128+n for a signal, 70 where that would be 0, 64-78 for a refusal.
+"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    words = sys.argv[1:] if argv is None else argv
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_HELP.format(commands="\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())), end="")
+        return 0 if words else 64
+    if words[0] in ("-V", "--version"):
+        from stoker import __version__
+
+        print(f"stoker {__version__}")
+        return 0
+    from stoker.contract.names import EX_USAGE, Refusal
+
+    command, rest = words[0], words[1:]
+    try:
+        if command not in COMMANDS:
+            from stoker.contract.settings import suggest
+
+            raise Refusal(f"no command {command!r}{suggest(command, COMMANDS)}; `stoker --help` lists them", EX_USAGE)
+        from importlib import import_module
+
+        return int(import_module(f"stoker.cli.{command}").main(rest))
+    except Refusal as refusal:
+        print(f"stoker: {refusal.line}", file=sys.stderr)
+        return refusal.code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
+        import os
+
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def entry() -> None:
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,57 @@
+"""stoker run [options] script.py [args]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.settings import Parser, add_flags, build, from_environment, from_file
+from stoker.control.launch.request import Request, RunOptions
+
+_EXAMPLES = """examples:
+  stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
+  stoker run --nproc-per-node 4 -m mypkg.train      as torchrun would
+  stoker run --gpus 0,3 train.py                    these two, as nvidia-smi counts
+  stoker run --gpus any:2 --min-free-memory 20GB --wait 10m train.py
+  stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s done me' train.py
+  stoker run --no-python ./a.out                    any program
+
+exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.
+refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, driver or port not to be had, 71 system error,
+          73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="stoker run", usage="stoker run [options] script.py [args]", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Starts a script on this machine, one process per rank. Takes torchrun's flags.",
+    )  # fmt: skip
+    add_flags(made, RunOptions)
+    made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
+    made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+def parse(argv: list[str]) -> Request:
+    made = parser()
+    found, extra = made.parse_known_args(argv)
+    if extra:
+        assert isinstance(made, Parser)
+        made.unknown(extra)
+    told = vars(found)
+    script, args = told.pop("script"), told.pop("args")
+    layers = [from_environment(RunOptions, "PET_", os.environ), told]
+    if told.get("config"):
+        layers.insert(0, from_file(RunOptions, told["config"]))
+    if not script:
+        raise Refusal("what shall run? stoker run [options] script.py [args]", EX_USAGE)
+    given = frozenset(key for layer in layers for key in layer)
+    return Request(build(RunOptions, *layers), script, tuple(args), given)
+
+
+def main(argv: list[str]) -> int:
+    request = parse(argv)
+    from stoker.control.launch.coordinator import run
+
+    return run(request)

@@ -1,0 +1,49 @@
+"""stoker runs [--runs-dir DIR] [--json]"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from stoker.contract import layout
+from stoker.contract.quantities import span
+from stoker.contract.settings import Parser
+from stoker.control.record import reader
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker runs", description="Lists the runs, newest last.")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument("--json", action="store_true", help="one JSON object with all of them")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    root = layout.runs_root(told.runs_dir, os.environ)
+    rows = [_row(run) for run in reader.all_runs(root)]
+    if told.json:
+        json.dump({"schema": 1, "runs": rows}, sys.stdout, indent=1)
+        print()
+        return 0
+    if not rows:
+        print(f"no runs in {root}")
+        return 0
+    print(f"{'RUN':<36} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
+    for row in rows:
+        print(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {span(row['seconds']) if row['seconds'] is not None else '':>12}  {row['cause'] or ''}")
+    return 0
+
+
+def _row(run: reader.Run) -> dict[str, object]:
+    status = reader.status(run)
+    last = max((float(event.get("time", 0.0)) for event in reader.events(run.dir)), default=run.started)
+    seconds = (time.time() if status == "running" else last) - run.started
+    return {
+        "run": run.id, "name": run.name, "status": status, "ranks": (run.data.get("plan") or {}).get("world_size", 0), "attempts": len(run.attempts),
+        "started": run.started, "seconds": round(seconds, 3) if run.started else None, "dir": run.dir,
+        "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
+        "exit_code": run.verdict.exit_code if run.verdict else None,
+    }  # fmt: skip

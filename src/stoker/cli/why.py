@@ -1,0 +1,53 @@
+"""stoker why [RUN] [--json]"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from stoker.contract import layout
+from stoker.contract.quantities import span
+from stoker.contract.settings import Parser
+from stoker.control.record import reader
+from stoker.control.verdict.launch import lost
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument("--json", action="store_true", help="the verdict as JSON")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    status = reader.status(run)
+    verdict = run.verdict if status not in ("running", "unknown") else None
+    if verdict is None and status == "lost":
+        verdict = lost(run.id)
+    if told.json:
+        data = verdict.to_json() if verdict else {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
+        json.dump(data, sys.stdout, indent=1)
+        print()
+        return 0
+    if verdict is None:
+        print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+        return 0
+    print(f"run {run.id}: {verdict.status}, exit code {verdict.exit_code}")
+    print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
+    print(f"  {verdict.summary}")
+    for title, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
+        if lines:
+            print(f"{title}:")
+            for line in lines:
+                print(f"  {line}")
+    restarts = [event for event in reader.events(run.dir) if event.get("event") == "restart"]
+    if restarts:
+        print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
+    if verdict.detected_s is not None:
+        print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
+    print(f"record: {run.dir}")
+    return 0

@@ -1,0 +1,40 @@
+"""Names that cross a process boundary: environment variables and exit codes."""
+
+from __future__ import annotations
+
+RUN_ID = "STOKER_RUN_ID"
+RUN_DIR = "STOKER_RUN_DIR"
+RUNS = "STOKER_RUNS"
+MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
+GPU_RANK = "GPU_RANK"
+
+# What the shim reads and removes before the script can see it.
+SHIM_BEATS = "STOKER_SHIM_BEATS"
+SHIM_SOCKET = "STOKER_SHIM_SOCKET"
+SHIM_ERROR = "STOKER_SHIM_ERROR"
+SHIM_STACK = "STOKER_SHIM_STACK"
+SHIM_GATED = "STOKER_SHIM_GATED"
+SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
+
+# Exit codes of Stoker's own refusals: sysexits.h.
+EX_USAGE = 64  # a flag or a count that can't be
+EX_DATAERR = 65  # a script or a config file that doesn't parse
+EX_NOINPUT = 66  # a script, module, config or run that isn't there
+EX_UNAVAILABLE = 69  # GPUs, driver or port that can't be had
+EX_SOFTWARE = 70  # the guilty rank's own code would be 0, or was our doing
+EX_OSERR = 71  # the operating system said no
+EX_CANTCREAT = 73  # the run directory can't be written
+EX_TEMPFAIL = 75  # --wait ran out: try again later
+EX_NOPERM = 77
+EX_CONFIG = 78  # a config file with unknown or impossible values
+
+
+class Refusal(Exception):
+    """Something a user can mend: one line, and the exit code that goes with it."""
+
+    def __init__(self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "") -> None:
+        super().__init__(line)
+        self.line = line
+        self.code = code
+        self.cause = cause
+        self.fix = fix

@@ -1,0 +1,43 @@
+"""Sizes and durations as people write them: 20GB, 512MiB, 10m, 1h30m, 90."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def size(text: str) -> int:
+    """Bytes. GB is 10^9 and GiB is 2^30, as nvidia-smi and the vendors' sheets have it."""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] == "i":
+        raise ValueError(f"{text!r} is not a size; write it like 20GB, 512MB or 1.5GiB")
+    return int(float(match[1]) * _SIZE[match[2]])
+
+
+def duration(text: str) -> float:
+    """Seconds. A bare number is seconds."""
+    word = text.strip().lower()
+    if re.fullmatch(r"[0-9]*\.?[0-9]+", word):
+        return float(word)
+    parts = re.findall(r"([0-9]*\.?[0-9]+)(ms|s|m|h|d)", word)
+    if not parts or "".join(n + u for n, u in parts) != word.replace(" ", ""):
+        raise ValueError(f"{text!r} is not a duration; write it like 30s, 10m or 1h30m")
+    return float(sum(float(n) * _TIME[u] for n, u in parts))
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+def span(seconds: float) -> str:
+    """A duration for people: 0.3 s, 42 s, 5 min 3 s, 2 h 10 min."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = int(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

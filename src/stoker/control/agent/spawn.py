@@ -1,0 +1,138 @@
+"""Starts one rank: its own session, tied to the agent's life, its output in pipes, the shim on its path."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import time
+from dataclasses import dataclass, field
+from mmap import mmap
+from typing import Any
+
+from stoker.contract import beats, names
+from stoker.control.agent import kernel
+from stoker.control.machine.processes import Process, process
+
+INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
+_PIPE_BYTES = 1 << 20
+_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+
+
+@dataclass
+class Rank:
+    """A started rank, as its agent knows it."""
+
+    rank: int
+    pid: int
+    me: Process
+    streams: dict[int, int]  # our read end -> 1 or 2, or 0 where both are one pipe
+    reader: beats.Reader | None
+    error_path: str
+    stack_path: str
+    elastic_path: str
+    gpu: str | None
+    started: float
+    signalled: bool = False
+    reported: float = 0.0  # when the shim reported an exception: it is on its way out by itself
+    ended: int | None = None
+    marks: set[str] = field(default_factory=set)
+    steps: int = 0
+    phase: str = ""
+    over: int = 0
+
+
+def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool) -> Rank:
+    """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the thread."""
+    rank = int(spec["rank"])
+    base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
+    env = {**os.environ, **spec["env"]}
+    for name in spec.get("unset", ()):
+        env.pop(name, None)
+    env["TORCHELASTIC_ERROR_FILE"] = elastic = base + ".elastic.json"
+    memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
+    os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
+    if spec["shim"]:
+        if "PYTHONPATH" in env:
+            env[names.SHIM_PYTHONPATH] = env["PYTHONPATH"]
+        env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
+        env[names.SHIM_BEATS] = str(memory)
+        env[names.SHIM_SOCKET] = socket_path
+        env[names.SHIM_ERROR] = base + ".error.json"
+        env[names.SHIM_STACK] = base + ".stack"
+        env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
+    out_read, out_write = _pipe()
+    err_read, err_write = _pipe() if spec["split"] else (-1, out_write)
+    failed_read, failed_write = os.pipe()
+    agent = os.getpid()
+    started = time.time()
+    pid = os.fork()
+    if pid == 0:
+        _become(spec, env, agent, stdin, out_write, err_write, memory if spec["shim"] else -1, failed_write, hup_ignored)
+    os.close(out_write)
+    if err_read >= 0:
+        os.close(err_write)
+    os.close(failed_write)
+    problem = _read_all(failed_read)
+    os.close(failed_read)
+    page = mmap(memory, beats.SIZE)
+    os.close(memory)
+    streams = {out_read: 1 if spec["split"] else 0}
+    if err_read >= 0:
+        streams[err_read] = 2
+    if problem:
+        os.waitpid(pid, 0)
+        for handle in streams:
+            os.close(handle)
+        raise OSError(problem)
+    me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
+    return Rank(
+        rank, pid, me, streams, beats.Reader(page) if spec["shim"] else None, base + ".error.json", base + ".stack", elastic,
+        spec.get("gpu"), started,
+    )  # fmt: skip
+
+
+def _become(
+    spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool
+) -> None:
+    """In the child, between fork and exec. Never returns."""
+    try:
+        os.setsid()
+        kernel.die_with_parent(agent)
+        os.dup2(stdin, 0)
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        if memory >= 0:
+            os.set_inheritable(memory, True)
+        for signum in _RESET:
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if hup_ignored else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if spec.get("cwd"):
+            os.chdir(spec["cwd"])
+        if spec.get("cpus"):
+            os.sched_setaffinity(0, spec["cpus"])
+        os.execvpe(spec["argv"][0], spec["argv"], env)
+    except BaseException as problem:
+        os.write(failed, f"{spec['argv'][0]}: {problem}".encode()[:4000])
+    os._exit(127)
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    for room in (_PIPE_BYTES, _PIPE_BYTES // 4):
+        try:
+            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, room)
+            break
+        except PermissionError:  # the user's pipe budget is spent: the kernel's default will do
+            continue
+    return read, write
+
+
+def _read_all(handle: int) -> str:
+    """What the child said went wrong; empty once exec has closed its end."""
+    parts = []
+    while data := os.read(handle, 4096):
+        parts.append(data)
+    return b"".join(parts).decode("utf-8", "replace")

@@ -1,0 +1,1 @@
+"""Reaching hosts: transports that carry the agent protocol."""

@@ -1,0 +1,147 @@
+"""What a run is about: its description for run.json, and the word to --notify."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.shapes import Verdict
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.request import Request
+from stoker.control.launch.runplace import RunPlace
+from stoker.control.machine.model import Machine
+from stoker.control.machine.processes import process
+from stoker.control.record import redact
+from stoker.control.record.reader import read_json
+
+NOTIFY_S = 30.0
+
+
+def packages_dir() -> str | None:
+    """Where nvidia-ml-py lies, for an agent that runs without site-packages."""
+    for entry in sys.path:
+        if entry and os.path.exists(os.path.join(entry, "pynvml.py")):
+            return entry
+    return None
+
+
+def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
+    me = process(os.getpid())
+    options = {key: value for key, value in asdict(request.options).items() if key in request.given}
+    if "env" in options:
+        options["env"] = [f"{name}={value}" for name, value in redact.environment(dict(word.partition("=")[::2] for word in request.options.env)).items()]
+    return {
+        "run": place.id, "name": place.name, "config_hash": place.config_hash, "started": began, "cwd": os.getcwd(),
+        "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
+        "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
+        "script": request.script, "args": redact.arguments(list(request.args)),
+        "plan": {
+            "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
+            "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu.uuid if p.gpu else None} for p in plan.places],
+        },
+        "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
+        "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
+        "environment": redact.environment(os.environ),
+    }  # fmt: skip
+
+
+def _own_version() -> str:
+    from stoker import __version__
+
+    return __version__
+
+
+def enrich(run_dir: str) -> dict[str, Any]:
+    """Versions and revision, looked up once the ranks are on their way: nobody waits for it."""
+    data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
+    data.setdefault("versions", {}).update(_package_versions(("torch", "transformers", "numpy", "lightning", "accelerate")))
+    data["git"] = git_revision(os.getcwd())
+    return data
+
+
+def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
+    """From the folders' names: importing importlib.metadata costs more than the launch."""
+    found: dict[str, str] = {}
+    for entry in sys.path:
+        try:
+            names_ = os.listdir(entry or ".")
+        except OSError:
+            continue
+        for name in names_:
+            package, dash, rest = name.partition("-")
+            if dash and rest.endswith(".dist-info") and package in wanted:
+                found.setdefault(package, rest[: -len(".dist-info")])
+    return found
+
+
+def git_revision(folder: str) -> str | None:
+    """The commit checked out here, read from the files."""
+    while True:
+        dot = os.path.join(folder, ".git")
+        if os.path.exists(dot):
+            break
+        parent = os.path.dirname(folder)
+        if parent == folder:
+            return None
+        folder = parent
+    try:
+        if os.path.isfile(dot):  # a worktree
+            with open(dot, encoding="utf-8") as file:
+                dot = os.path.join(folder, file.read().partition("gitdir:")[2].strip())
+        with open(os.path.join(dot, "HEAD"), encoding="utf-8") as file:
+            head = file.read().strip()
+        if not head.startswith("ref: "):
+            return head
+        common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
+        for base in (dot, common):
+            path = os.path.join(base, head[5:])
+            if os.path.exists(path):
+                with open(path, encoding="utf-8") as file:
+                    return file.read().strip()
+        with open(os.path.join(common, "packed-refs"), encoding="utf-8") as file:
+            return next((line.split()[0] for line in file if line.rstrip().endswith(head[5:])), None)
+    except OSError:
+        return None
+
+
+def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
+    """What makes two failures the same one: cause, rank, place, step. A kill from outside never is."""
+    if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal"):
+        return (time.monotonic_ns(),)
+    end = attempt.ends.get(verdict.rank)
+    place = (end.error.type, end.error.file, end.error.line) if end and end.error else (end.code if end else None,)
+    return verdict.cause, verdict.rank, place, end.steps if end else 0
+
+
+def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
+    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for it."""
+    if not command:
+        return
+    import subprocess
+
+    env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
+    try:
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
+            env=env, start_new_session=True,
+        )  # fmt: skip
+        text = json.dumps(verdict.to_json()).encode()
+        if not wait:
+            assert child.stdin is not None
+            child.stdin.write(text)  # a verdict is smaller than a pipe: this does not block
+            child.stdin.close()
+            return
+        _, complaint = child.communicate(text, NOTIFY_S)
+        if child.returncode:
+            say(f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}")
+    except subprocess.TimeoutExpired:
+        say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
+    except OSError as problem:
+        say(f"stoker: --notify failed: {problem}")

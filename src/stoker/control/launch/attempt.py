@@ -1,0 +1,69 @@
+"""One attempt: what every rank did, gathered from the agents' words. Holds no effects; the coordinator acts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.control.launch.plan import RunPlan
+from stoker.control.verdict.consequence import is_consequence
+from stoker.control.verdict.judge import failed
+
+
+@dataclass
+class Attempt:
+    number: int
+    plan: RunPlan
+    began: float = field(default_factory=time.time)
+    up: dict[int, int] = field(default_factory=dict)  # rank -> pid
+    errors: dict[int, RankError] = field(default_factory=dict)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+    trouble: list[dict[str, Any]] = field(default_factory=list)
+    first_failure: float = 0.0
+    stopping: bool = False
+    stop_signal: int = 0
+    stop_now: bool = False
+    finished: set[str] = field(default_factory=set)  # hosts whose agents have swept
+
+    @property
+    def expected(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def all_ended(self) -> bool:
+        if self.stopping:  # a rank that was never started will not start now
+            return all(rank in self.ends for rank in self.up)
+        return len(self.ends) == self.expected
+
+    def must_stop(self, now: float, settle_s: float) -> bool:
+        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be reported."""
+        bad = [end for end in self.ends.values() if failed(end)]
+        if not bad and not self.trouble:
+            return False
+        if not self.first_failure:
+            self.first_failure = now
+        only_echoes = bool(bad) and not self.trouble and all(is_consequence(end) for end in bad)
+        left_early = any(end.code == 0 for end in self.ends.values())
+        return not only_echoes or left_early or now - self.first_failure >= settle_s
+
+    def left_early(self, now: float, seconds: float) -> list[int]:
+        """Ranks that ended with 0 a while ago while others go on."""
+        if len(self.ends) == self.expected:
+            return []
+        return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
+
+    def evidence(self) -> Evidence:
+        return Evidence(self.expected, tuple(self.ends[rank] for rank in sorted(self.ends)), self.stop_signal, self.stop_now, tuple(self.trouble))
+
+
+def read_error(data: Any) -> RankError | None:
+    if not isinstance(data, dict) or "type" not in data:
+        return None
+    known = {key: value for key, value in data.items() if key in RankError.__dataclass_fields__}
+    try:
+        return RankError(**known)
+    except TypeError:
+        return None

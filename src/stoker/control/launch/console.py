@@ -1,0 +1,102 @@
+"""The console: a thread of its own writes, so that a slow or dead terminal never holds up the run.
+
+What the console can't take in time is skipped in whole lines, counted and said; the ranks' files have everything.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+ROOM = 4 << 20
+_LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
+
+
+class Console:
+    def __init__(self, out: int = 1, err: int = 2) -> None:
+        self._handles = {1: out, 2: err}
+        self._dead: set[int] = set()
+        self._bar = False  # the cursor stands at the start of a progress bar
+        self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._size = 0
+        self._skipped = {1: 0, 2: 0}
+        self._skipped_total = 0
+        self._ready = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._write, name="console", daemon=True)
+        self._thread.start()
+
+    @property
+    def full(self) -> bool:
+        return self._size > ROOM
+
+    def put(self, stream: int, data: bytes) -> None:
+        """Whole lines. Returns at once; drops them, counted, when the console is behind."""
+        if not data or stream in self._dead:
+            return
+        with self._ready:
+            if self._size > ROOM:
+                self._skip(stream, data.count(b"\n") or 1)
+                return
+            if self._skipped[stream]:
+                self._enqueue(stream, _LOST % self._skipped[stream])
+                self._skipped[stream] = 0
+            self._enqueue(stream, data)
+            self._ready.notify()
+
+    def skip(self, stream: int, lines: int) -> None:
+        with self._ready:
+            self._skip(stream, lines)
+
+    def _skip(self, stream: int, lines: int) -> None:
+        self._skipped[stream] += lines
+        self._skipped_total += lines
+
+    def _enqueue(self, stream: int, data: bytes) -> None:
+        self._queue.append((stream, data))
+        self._size += len(data)
+
+    def _write(self) -> None:
+        while True:
+            with self._ready:
+                while not self._queue and not self._closing:
+                    self._ready.wait()
+                if not self._queue:
+                    return
+                stream, data = self._queue.popleft()
+                size = len(data)
+            self._write_all(stream, data)
+            with self._ready:
+                self._size -= size
+
+    def _write_all(self, stream: int, data: bytes) -> None:
+        if self._terminal[stream]:
+            if self._bar:
+                data = b"\x1b[K" + data  # clears what is left of the bar
+            self._bar = data.endswith(b"\r")
+        view = memoryview(data)
+        while view and stream not in self._dead:
+            try:
+                view = view[os.write(self._handles[stream], view[: 1 << 16]) :]
+            except BlockingIOError:
+                time.sleep(0.01)  # somebody made the terminal non-blocking: wait for room on this thread only
+            except OSError:
+                self._dead.add(stream)  # `| head -1`, a closed terminal: the run goes on without this stream
+
+    def close(self, seconds: float = 2.0) -> int:
+        """Gives the console a little time to catch up. Returns how many lines it never got."""
+        with self._ready:
+            for stream, count in self._skipped.items():
+                if count and stream not in self._dead:
+                    self._enqueue(stream, _LOST % count)
+            self._closing = True
+            self._ready.notify()
+        before, deadline = self._size, time.monotonic() + seconds
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            self._thread.join(0.02)
+            if self._size < before:  # it moves: a slow console gets more time than a stuck one
+                before, deadline = self._size, time.monotonic() + seconds
+        return self._skipped_total

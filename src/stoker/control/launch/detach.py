@@ -1,0 +1,81 @@
+"""Running without a terminal: a session of its own, and a report to the shell that started it."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+_STARTED = b"\0started "
+_ENDED = b"\0ended "
+
+
+def usable_stdin() -> bool:
+    try:
+        os.fstat(0)
+    except OSError:
+        return False
+    return True
+
+
+class Report:
+    """In the background process: what the waiting shell still needs to hear."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def started(self, run_dir: str) -> None:
+        self._send(_STARTED + run_dir.encode() + b"\n")
+
+    def ended(self, code: int) -> None:
+        self._send(_ENDED + str(code).encode() + b"\n")
+
+    def _send(self, data: bytes) -> None:
+        if self._pipe < 0:
+            return
+        os.write(self._pipe, data)
+        os.close(self._pipe)
+        self._pipe = -1
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 2)
+        os.close(null)
+
+
+def detach() -> Report:
+    """Returns in the background process only. The foreground one prints what it hears, says how to look, and ends."""
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if os.fork() > 0:
+        os.close(write)
+        os._exit(_listen(read))
+    os.close(read)
+    os.setsid()
+    if os.fork() > 0:  # not a session leader: opening a terminal later can't make it ours
+        os._exit(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    os.dup2(null, 1)
+    os.close(null)
+    os.dup2(write, 2)
+    return Report(write)
+
+
+def _listen(pipe: int) -> int:
+    buffer = b""
+    while True:
+        data = os.read(pipe, 65536)
+        buffer += data
+        *lines, buffer = buffer.split(b"\n")
+        for line in lines:
+            if line.startswith(_STARTED):
+                run_dir = line[len(_STARTED) :].decode()
+                run = os.path.basename(run_dir)
+                print(f"run {run} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
+                      f"  stoker logs {run} --rank 0\n  stoker stop {run}\n  stoker why {run}     how it ended", flush=True)  # fmt: skip
+                return 0
+            if line.startswith(_ENDED):
+                return int(line[len(_ENDED) :])
+            os.write(2, line + b"\n")
+        if not data:
+            os.write(2, b"stoker: the background process ended without a word\n")
+            return 70

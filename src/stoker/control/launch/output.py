@@ -1,0 +1,121 @@
+"""Where a rank's output goes: its file in the record always, torchrun's log folder if asked, the console as chosen."""
+
+from __future__ import annotations
+
+import os
+
+from stoker.contract import layout
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.control.launch.console import Console
+from stoker.control.launch.lines import LineCutter
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.request import RunOptions
+from stoker.control.record.writer import RunRecord
+
+_TAIL = 8192
+
+
+def std_map(text: str | None, world: int) -> dict[int, int]:
+    """torchrun's stream notation: 3 for every rank, or 0:1,1:2 rank by rank (1 stdout, 2 stderr, 3 both)."""
+    if text is None:
+        return {}
+    try:
+        if ":" not in text:
+            return dict.fromkeys(range(world), _std(text))
+        pairs = [item.split(":") for item in text.split(",")]
+        return {int(rank): _std(std) for rank, std in pairs}
+    except ValueError as problem:
+        raise Refusal(f"{text!r} names no streams: write 0, 1, 2, 3 or RANK:STREAM,...", EX_USAGE) from problem
+
+
+def _std(text: str) -> int:
+    value = int(text)
+    if value not in (0, 1, 2, 3):
+        raise ValueError(text)
+    return value
+
+
+def wants_split(options: RunOptions) -> bool:
+    """One pipe for both streams keeps their order exactly; two are needed only where somebody tells them apart."""
+    if options.redirects or options.tee or options.log_dir or options.show == "errors":
+        return True
+    here = [os.fstat(handle) for handle in (1, 2)]
+    return (here[0].st_dev, here[0].st_ino) != (here[1].st_dev, here[1].st_ino)
+
+
+class Output:
+    def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console) -> None:
+        self._console = console
+        self._redirects = std_map(options.redirects, plan.world_size)
+        self._tee = std_map(options.tee, plan.world_size)
+        self._log_dir = os.path.join(options.log_dir, run_id) if options.log_dir else None
+        self._all_streams = options.tee is None and options.redirects is None
+        self._labels = {place.rank: place.label for place in plan.places}
+        self._locals = {place.rank: place.local_rank for place in plan.places}
+        show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
+        self._only_errors = show == "errors"
+        ranks = range(plan.world_size) if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")}
+        self._shown = frozenset(ranks)
+        self._alone = plan.world_size == 1
+        self._cutters: dict[tuple[int, int], LineCutter] = {}
+        self._tails: dict[int, bytes] = {}
+        self._attempt = 0
+
+    def begin(self, attempt: int) -> None:
+        self._attempt = attempt
+        self._cutters.clear()
+        self._tails.clear()
+
+    def shows(self, rank: int) -> bool:
+        return rank in self._shown
+
+    def take(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
+        record.output(layout.rank_log(record.dir, self._attempt, rank), data)
+        self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL:])[-_TAIL:]
+        if self._log_dir is not None and fd:
+            wanted = 3 if self._all_streams else self._redirects.get(rank, 0) | self._tee.get(rank, 0)
+            if wanted & fd:
+                self._write_torchrun_log(record, rank, fd, data)
+        if self._goes_to_console(rank, fd):
+            self._show(rank, fd, data)
+
+    def _write_torchrun_log(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
+        assert self._log_dir is not None
+        folder = os.path.join(self._log_dir, f"attempt_{self._attempt}", str(self._locals[rank]))
+        path = os.path.join(folder, "stdout.log" if fd == 1 else "stderr.log")
+        if not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
+        record.output(path, data)
+
+    def _goes_to_console(self, rank: int, fd: int) -> bool:
+        if rank not in self._shown or (self._only_errors and fd == 1):
+            return False
+        return not (fd and self._redirects.get(rank, 0) & fd)
+
+    def _show(self, rank: int, fd: int, data: bytes) -> None:
+        stream = 2 if fd == 2 else 1
+        cutter = self._cutters.get((rank, fd))
+        if cutter is None:
+            cutter = self._cutters[rank, fd] = LineCutter(f"{self._labels[rank]}:".encode())
+        if self._console.full and not self._alone:
+            # Too far behind to show anything: count the lines instead of cutting them.
+            cut = data.rfind(b"\n") + 1
+            if cut:
+                self._console.skip(stream, data.count(b"\n"))
+                cutter.drop()
+                data = data[cut:]
+        self._console.put(stream, cutter.feed(data))
+        if self._alone:
+            self._console.put(stream, cutter.partial())
+
+    def between_lines(self) -> bool:
+        return not any(cutter.mid_line for cutter in self._cutters.values())
+
+    def ended(self, rank: int) -> None:
+        """The rank is gone: show the line it did not finish."""
+        for (owner, fd), cutter in list(self._cutters.items()):
+            if owner == rank:
+                self._console.put(2 if fd == 2 else 1, cutter.flush())
+
+    def tail(self, rank: int) -> str:
+        return self._tails.get(rank, b"").decode("utf-8", "replace")

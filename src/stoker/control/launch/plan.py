@@ -1,0 +1,185 @@
+"""The plan of a run: every rank's place, device, command and environment. Pure; refuses the impossible."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from stoker.contract import names
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.control.launch import gpus
+from stoker.control.launch.request import Request, notices
+from stoker.control.machine.model import Gpu, Machine
+
+# Start-up memory nobody needs to worry about: torch and a CPU model stay below the first, a context and a model load
+# in host memory usually below the second. With less than that per rank the first rank goes alone and is measured.
+AMPLE_CPU = 10**9
+AMPLE_GPU = 16 * 10**9
+GATE_TOTAL_S = 480.0  # the store's own patience is 600 s with NCCL: everybody must be through before
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank's place in the job."""
+
+    rank: int
+    local_rank: int
+    local_world: int
+    group_rank: int
+    host: str  # "" for this machine
+    gpu: Gpu | None
+    label: str  # GPU0, CPU0, host/GPU0
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    places: tuple[Place, ...]
+    argv: tuple[str, ...]
+    hosts: tuple[str, ...]
+    isolate: bool
+    shim: bool
+    split: bool  # stdout and stderr in pipes of their own
+    init_slots: Mapping[str, int]  # per host; 0: measure the first rank
+    lines: tuple[str, ...]  # what to tell the user before the start
+    visible: Mapping[str, str | None]  # CUDA_VISIBLE_DEVICES per host; None: leave it alone
+
+    @property
+    def world_size(self) -> int:
+        return len(self.places)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(
+    request: Request, argv: list[str], environment: Mapping[str, str], machines: Mapping[str, Machine], held: Mapping[str, Mapping[str, str]], split: bool
+) -> RunPlan:
+    """`machines` and `held` are per host, in rank order; "" is this machine."""
+    options = request.options
+    _check_nodes(options.nnodes, options.node_rank, options.hosts)
+    lines = notices(request)
+    isolate = options.isolate or options.virtual_local_rank
+    choices = {host: gpus.choose(options, environment, machine, held[host]) for host, machine in machines.items()}
+    if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
+        isolate = True
+        lines.append("MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)")
+    if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
+        isolate = True
+        lines.append("several ranks share a GPU: each sees its own as device 0 (--isolate); NCCL refuses two ranks on one GPU, gloo works")
+    kinds = {bool(choice.gpus) for choice in choices.values()}
+    if len(kinds) > 1:
+        raise Refusal("some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere", names.EX_UNAVAILABLE, cause="gpu.too-few")
+    places: list[Place] = []
+    slots: dict[str, int] = {}
+    visible: dict[str, str | None] = {}
+    for group, (host, choice) in enumerate(choices.items()):
+        prefix = f"{host}/" if len(choices) > 1 else ""
+        lines.append(prefix + choice.line)
+        for local in range(choice.ranks):
+            gpu = choice.gpus[local] if choice.gpus else None
+            label = prefix + (gpu.label if gpu else f"CPU{local}")
+            places.append(Place(len(places), local, choice.ranks, group, host, gpu, label))
+        slots[host] = _slots(options.init_slots, choice, machines[host])
+        visible[host] = _visible(choice, machines[host], environment)
+    show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
+    if show not in ("all", "none", "errors"):
+        _check_ranks(show, len(places))
+    return RunPlan(
+        tuple(places), tuple(argv), tuple(machines), isolate, not options.no_python, split, slots, tuple(lines), visible,
+    )  # fmt: skip
+
+
+def _check_nodes(nnodes: str, node_rank: int, hosts: str | None) -> None:
+    low = nnodes.partition(":")[0]
+    if not low.isdigit() or int(low) < 1:
+        raise Refusal(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
+    if int(low) > 1 and hosts is None:
+        raise Refusal(f"--nnodes {nnodes}: name the machines with --hosts a,b,c and start it on one of them", EX_USAGE, cause="launch.nodes")
+    if node_rank != 0 and hosts is None:
+        raise Refusal(f"--node-rank {node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes")
+
+
+def _slots(asked: str | None, choice: gpus.Choice, machine: Machine) -> int:
+    if asked is not None and asked != "auto":
+        if not asked.isdigit() or int(asked) < 1:
+            raise Refusal(f"--init-slots {asked}: give a number from 1 up, or auto", EX_USAGE)
+        return min(int(asked), choice.ranks)
+    if choice.ranks == 1:
+        return 1
+    share = machine.memory_available / choice.ranks
+    return choice.ranks if share >= (AMPLE_GPU if choice.gpus else AMPLE_CPU) else 0
+
+
+def _visible(choice: gpus.Choice, machine: Machine, environment: Mapping[str, str]) -> str | None:
+    """By UUID: an index means another card under CUDA's own ordering. Left alone where nothing is left out."""
+    if not choice.gpus:
+        return "" if machine.gpus else None
+    if "CUDA_VISIBLE_DEVICES" not in environment and choice.gpus == machine.gpus:
+        return None
+    return ",".join(gpu.uuid for gpu in dict.fromkeys(choice.gpus))
+
+
+def _check_ranks(text: str, world: int) -> None:
+    for word in text.split(","):
+        if not word.strip().isdigit() or int(word) >= world:
+            raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
+
+
+def common_environment(plan: RunPlan, request: Request, environment: Mapping[str, str], run_id: str, run_dir: str, cores: int) -> dict[str, str]:
+    """What every rank of a host is given, and the same on each attempt."""
+    options = request.options
+    found = {
+        "WORLD_SIZE": str(plan.world_size),
+        "GROUP_WORLD_SIZE": str(len(plan.hosts)),
+        "ROLE_WORLD_SIZE": str(plan.world_size),
+        "ROLE_NAME": options.role,
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": options.rdzv_id or run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        names.RUN_ID: run_id,
+        names.RUN_DIR: run_dir,
+    }
+    if any(place.gpu for place in plan.places):
+        found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    if "OMP_NUM_THREADS" not in environment:
+        local = max(place.local_world for place in plan.places)
+        found["OMP_NUM_THREADS"] = str(max(1, cores // local))
+    for word in options.env:
+        name, equals, value = word.partition("=")
+        if not name or not (name.replace("_", "a").isalnum() and not name[0].isdigit()):
+            raise Refusal(f"--env {word}: write NAME=VALUE or NAME", EX_USAGE)
+        if equals:
+            found[name] = value
+        elif name in environment:
+            found[name] = environment[name]
+        else:
+            raise Refusal(f"--env {name}: it is not set here; write {name}=VALUE", EX_USAGE)
+    return found
+
+
+def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
+    local = 0 if plan.isolate else place.local_rank
+    found = {
+        "RANK": str(place.rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(place.local_world),
+        "GROUP_RANK": str(place.group_rank), "ROLE_RANK": str(place.rank),
+        names.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
+    }  # fmt: skip
+    visible = plan.visible[place.host]
+    if plan.isolate and place.gpu:
+        visible = place.gpu.uuid
+    if visible is not None:
+        found["CUDA_VISIBLE_DEVICES"] = visible
+    return found
+
+
+def rank_argv(place: Place, plan: RunPlan) -> list[str]:
+    """torchrun's one macro."""
+    return [word.replace("${local_rank}", str(place.local_rank)) for word in plan.argv]
+
+
+def default_name(request: Request) -> str:
+    base = request.script.rstrip("/").rsplit(".", 1)[-1] if request.options.module else os.path.splitext(os.path.basename(request.script.rstrip("/")))[0]
+    return "".join(char if char.isalnum() or char in "-_" else "-" for char in base)[:40] or "run"

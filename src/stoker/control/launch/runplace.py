@@ -1,0 +1,65 @@
+"""Where a run's record goes: a new directory, or that of an unfinished run of the same name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+
+from stoker.contract import layout
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.control.launch.plan import default_name
+from stoker.control.launch.request import Request
+from stoker.control.record import reader
+
+# What may differ between two starts of one run without making it another run.
+_VOLATILE = {"detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
+             "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RunPlace:
+    dir: str
+    id: str
+    name: str
+    config_hash: str
+    first_attempt: int
+    reopened: bool
+    notice: str = ""
+
+
+def config_hash(request: Request) -> str:
+    told = {key: value for key, value in asdict(request.options).items() if key not in _VOLATILE}
+    text = json.dumps([told, request.script, list(request.args)], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def find_place(request: Request, environment: dict[str, str] | os._Environ[str]) -> RunPlace:
+    """Decides, and makes nothing yet."""
+    root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
+    name = request.options.name or default_name(request)
+    if name in (layout.LATEST, ".", "..") or "/" in name or "\0" in name or len(name) > 100:
+        raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)
+    wanted = config_hash(request)
+    notice = ""
+    if request.options.name is not None:
+        same = [run for run in reader.all_runs(root) if run.name == name]
+        if same:
+            last = same[-1]
+            if reader.alive(last):
+                raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
+            if last.verdict is not None and last.verdict.status == "completed":
+                notice = f"run {name} ({last.id}) is complete: this is a new run of that name"
+            elif last.data.get("config_hash") != wanted:
+                notice = f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name"
+            else:
+                attempts = last.attempts
+                return RunPlace(last.dir, last.id, name, wanted, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    candidate, n = f"{stamp}-{name}", 1
+    while os.path.exists(os.path.join(root, candidate)):
+        n += 1
+        candidate = f"{stamp}-{name}-{n}"
+    return RunPlace(os.path.join(root, candidate), candidate, name, wanted, 0, False, notice)

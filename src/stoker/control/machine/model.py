@@ -1,0 +1,79 @@
+"""A machine, as observed at one moment. A field the hardware doesn't have is None."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user are None."""
+
+    pid: int
+    memory: int | None = None
+    command: str | None = None
+    user: str | None = None
+    run: str | None = None  # Stoker's run tag, if it has one
+
+
+@dataclass(frozen=True)
+class Gpu:
+    index: int  # as nvidia-smi shows it
+    uuid: str
+    name: str | None = None
+    memory_total: int | None = None
+    memory_used: int | None = None
+    utilization: int | None = None  # percent
+    compute_mode: str | None = None
+    pci: str | None = None
+    holders: tuple[Holder, ...] | None = None
+    mig: int | None = None  # instance number on its parent card; None for a whole card
+    mig_parent: str | None = None
+    error: str | None = None  # NVML refused to talk about this card at all
+
+    @property
+    def memory_free(self) -> int | None:
+        if self.memory_total is None or self.memory_used is None:
+            return None
+        return self.memory_total - self.memory_used
+
+    @property
+    def label(self) -> str:
+        return f"GPU{self.index}" if self.mig is None else f"GPU{self.index}.{self.mig}"
+
+
+@dataclass(frozen=True)
+class Machine:
+    hostname: str
+    cores: int
+    memory_total: int
+    memory_available: int
+    gpus: tuple[Gpu, ...] = ()
+    driver: str | None = None
+    gpu_error: str | None = None  # a driver is there but does not answer
+    cgroup_limit: int | None = None
+    max_processes: int | None = None
+    max_files: int | None = None
+    python: str | None = None
+    platform: str | None = None
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def machine_from_json(data: Any) -> Machine:
+    """Strict: a recorded machine with a field we don't know is refused, not half understood."""
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        raise ValueError(f"not a recorded machine of schema {SCHEMA}")
+    try:
+        gpus = tuple(
+            Gpu(**{**gpu, "holders": None if gpu.get("holders") is None else tuple(Holder(**h) for h in gpu["holders"])})
+            for gpu in data.get("gpus", ())
+        )
+        return Machine(**{**data, "gpus": gpus})
+    except (TypeError, AttributeError) as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from problem

@@ -1,0 +1,140 @@
+"""Asks NVML. No CUDA context, no torch: `nvidia-smi` shows no entry for us. A field a card doesn't have comes back as None."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from stoker.control.machine import processes
+from stoker.control.machine.model import Gpu, Holder
+
+_MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
+
+
+class NoDriver(Exception):
+    """No NVIDIA driver on this machine: nothing is wrong, there just is no GPU."""
+
+
+class DriverError(Exception):
+    """A driver is there and does not answer."""
+
+
+def _library() -> Any:
+    """nvidia-ml-py, loaded only where the driver's library opens: importing it costs 20 ms a laptop need not pay."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError as problem:
+        if "No such file" in str(problem):
+            if os.path.exists("/dev/nvidiactl"):
+                raise DriverError("/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing") from problem
+            raise NoDriver from problem
+        raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
+    try:
+        import pynvml
+    except ImportError as problem:
+        raise DriverError("the Python package nvidia-ml-py is not installed") from problem
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as problem:
+        if problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION) and not os.path.exists("/dev/nvidiactl"):
+            raise NoDriver from problem
+        raise DriverError(f"NVML does not start: {problem}") from problem
+    return pynvml
+
+
+class Nvml:
+    def __init__(self) -> None:
+        self._nvml = _library()
+        self._handles: dict[str, Any] = {}
+
+    def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
+        """None for what this card or driver does not support."""
+        try:
+            return call(*args)
+        except self._nvml.NVMLError:
+            return None
+
+    def driver(self) -> str | None:
+        return _text(self._ask(self._nvml.nvmlSystemGetDriverVersion))
+
+    def gpus(self) -> tuple[Gpu, ...]:
+        found: list[Gpu] = []
+        for index in range(self._nvml.nvmlDeviceGetCount()):
+            try:
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                uuid = _text(self._nvml.nvmlDeviceGetUUID(handle)) or ""
+            except self._nvml.NVMLError as problem:
+                found.append(Gpu(index=index, uuid="", error=str(problem)))
+                continue
+            card = self._gpu(handle, index, uuid)
+            mig = self._ask(self._nvml.nvmlDeviceGetMigMode, handle)
+            slices = self._slices(handle, card) if mig and mig[0] == 1 else []
+            found.extend(slices or [card])
+        return tuple(found)
+
+    def _slices(self, handle: Any, card: Gpu) -> list[Gpu]:
+        slices: list[Gpu] = []
+        for n in range(self._ask(self._nvml.nvmlDeviceGetMaxMigDeviceCount, handle) or 0):
+            child = self._ask(self._nvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, n)
+            uuid = _text(self._ask(self._nvml.nvmlDeviceGetUUID, child)) if child is not None else None
+            if uuid:
+                slices.append(self._gpu(child, card.index, uuid, mig=n, parent=card))
+        return slices
+
+    def _gpu(self, handle: Any, index: int, uuid: str, mig: int | None = None, parent: Gpu | None = None) -> Gpu:
+        nvml = self._nvml
+        self._handles[uuid] = handle
+        memory = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        use = self._ask(nvml.nvmlDeviceGetUtilizationRates, handle)
+        mode = self._ask(nvml.nvmlDeviceGetComputeMode, handle)
+        pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
+        return Gpu(
+            index=index, uuid=uuid, mig=mig, mig_parent=parent.uuid if parent else None,
+            name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
+            memory_total=int(memory.total) if memory else None, memory_used=int(memory.used) if memory else None,
+            utilization=int(use.gpu) if use else None,
+            compute_mode=parent.compute_mode if parent else _MODES.get(mode) if mode is not None else None,
+            pci=_text(pci.busId) if pci else parent.pci if parent else None, holders=self._holders(handle),
+        )  # fmt: skip
+
+    def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
+        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        return None if found is None else tuple(_holder(one) for one in found)
+
+    def memory(self, uuid: str) -> tuple[int, int] | None:
+        """(used, total) bytes of one card, now."""
+        handle = self._handles.get(uuid)
+        found = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle) if handle is not None else None
+        return (int(found.used), int(found.total)) if found else None
+
+    def pids(self, uuid: str) -> set[int]:
+        handle = self._handles.get(uuid)
+        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) if handle is not None else None
+        return {int(one.pid) for one in found or ()}
+
+
+def _text(value: Any) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _holder(entry: Any) -> Holder:
+    pid = int(entry.pid)
+    memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
+    if not _has_device_open(pid):  # a pid of the host's, seen from inside a container, may be somebody else's here
+        return Holder(pid, memory)
+    uid = processes.owner(pid)
+    tag = processes.run_tag(pid)
+    return Holder(pid, memory, processes.command(pid), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
+
+
+def _has_device_open(pid: int) -> bool:
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
+    except PermissionError:
+        return processes.command(pid) is not None  # another user's: the pid exists here, its descriptors are not ours to read
+    except OSError:
+        return False

@@ -1,0 +1,61 @@
+"""One look at this machine, or at a recorded one."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+from stoker.contract import names
+from stoker.control.machine import host
+from stoker.control.machine.model import Gpu, Machine, machine_from_json
+from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
+
+
+class Observer:
+    """Keeps NVML open between looks."""
+
+    def __init__(self, recorded: str | None = None) -> None:
+        self._recorded = recorded
+        self.nvml: Nvml | None = None
+        self._gpu_error: str | None = None
+        if recorded:
+            return
+        try:
+            self.nvml = Nvml()
+        except NoDriver:
+            return
+        except DriverError as problem:
+            self._gpu_error = str(problem)
+
+    def look(self) -> Machine:
+        if self._recorded:
+            return read_recorded(self._recorded)
+        total, available, limit = host.memory()
+        system = os.uname()
+        gpus: tuple[Gpu, ...] = ()
+        driver, error = None, self._gpu_error
+        if self.nvml is not None:
+            try:
+                gpus, driver = self.nvml.gpus(), self.nvml.driver()
+            except Exception as problem:  # NVML's own error classes are made at run time
+                error = f"NVML stopped answering: {problem}"
+        return Machine(
+            hostname=system.nodename, cores=host.cores(), memory_total=total, memory_available=available, gpus=gpus, driver=driver,
+            gpu_error=error, cgroup_limit=limit, max_processes=host.max_processes(), max_files=host.max_files(),
+            python=sys.version.split()[0], platform=f"{system.sysname} {system.release} {system.machine}",
+        )  # fmt: skip
+
+
+def read_recorded(path: str) -> Machine:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return machine_from_json(json.load(file))
+    except FileNotFoundError as problem:
+        raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
+    except (OSError, ValueError) as problem:
+        raise names.Refusal(f"{names.MACHINE}={path}: {problem}", names.EX_DATAERR) from problem
+
+
+def recorded_path() -> str | None:
+    return os.environ.get(names.MACHINE) or None

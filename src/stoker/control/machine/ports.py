@@ -1,0 +1,42 @@
+"""TCP ports: is one free, and who listens on it."""
+
+from __future__ import annotations
+
+import os
+
+from stoker.control.machine import processes
+
+_LISTEN = "0A"
+_TIME_WAIT = "06"
+
+
+def _sockets(port: int, state: str) -> set[str]:
+    """Inodes of the sockets on this local port in this state."""
+    found: set[str] = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table, encoding="ascii") as file:
+                rows = [line.split() for line in file][1:]
+        except OSError:
+            continue
+        found |= {row[9] for row in rows if row[3] == state and int(row[1].rsplit(":", 1)[1], 16) == port}
+    return found
+
+
+def closing(port: int) -> bool:
+    return bool(_sockets(port, _TIME_WAIT))
+
+
+def listener(port: int) -> str | None:
+    """The process that holds a port, in words; None when nobody listens there."""
+    inodes = _sockets(port, _LISTEN)
+    if not inodes:
+        return None
+    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
+        try:
+            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
+        except OSError:
+            continue
+        if any(link == f"socket:[{inode}]" for inode in inodes for link in links):
+            return f"pid {pid} ({processes.command(pid) or '?'})"
+    return "a process that is not ours to see"

@@ -1,0 +1,124 @@
+"""Processes, read from /proc: who they are, whose children, which run's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from stoker.contract import names
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    group: int
+    session: int
+    state: str
+    start: int  # clock ticks since boot: with the pid, the identity of a process
+    name: str
+
+
+def process(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    close = text.rindex(b")")  # the name may hold spaces and brackets
+    fields = text[close + 2 :].split()
+    return Process(
+        pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]),
+        text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
+    )  # fmt: skip
+
+
+def all_processes() -> list[Process]:
+    found = (process(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+    return [one for one in found if one is not None]
+
+
+def descendants(root: int, table: list[Process]) -> set[int]:
+    children: dict[int, list[int]] = {}
+    for one in table:
+        children.setdefault(one.parent, []).append(one.pid)
+    found: set[int] = set()
+    queue = [root]
+    while queue:
+        for child in children.get(queue.pop(), ()):
+            if child not in found:
+                found.add(child)
+                queue.append(child)
+    return found
+
+
+def owner(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def command(pid: int) -> str | None:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip() or None
+    except OSError:
+        return None
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What the process was started with; empty when it is not ours to read or has overwritten it (setproctitle)."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            raw = file.read()
+    except OSError:
+        return {}
+    pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)
+    return {key.decode("utf-8", "replace"): value.decode("utf-8", "replace") for key, _, value in pairs}
+
+
+def run_tag(pid: int) -> tuple[str, str] | None:
+    found = environment(pid)
+    run = found.get(names.RUN_ID)
+    return (run, found.get(names.RUN_DIR, "")) if run else None
+
+
+def resident(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * _PAGE
+    except (OSError, IndexError):
+        return None
+
+
+def peak_resident(pid: int) -> int | None:
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def started_at(start_ticks: int) -> float:
+    """Wall-clock time of a start in ticks since boot."""
+    with open("/proc/stat", "rb") as file:
+        for line in file:
+            if line.startswith(b"btime"):
+                return int(line.split()[1]) + start_ticks / _TICK
+    return 0.0

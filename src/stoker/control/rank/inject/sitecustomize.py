@@ -1,0 +1,44 @@
+"""Loaded by the rank's interpreter before the script, because the agent put this folder first in PYTHONPATH.
+
+The interpreter then runs the script itself, so `__main__`, sys.argv, tracebacks, -X options, pickling and multiprocessing are
+the real thing and not an imitation. This file removes its own traces and hands over to the site's own sitecustomize, if any.
+"""
+
+import os
+import sys
+
+
+def _enter() -> None:
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    sys.path_importer_cache.pop(here, None)
+    original = os.environ.pop("STOKER_SHIM_PYTHONPATH", None)
+    if original is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = original
+    root = here
+    for _ in range(4):  # stoker/control/rank/inject -> the folder that holds stoker
+        root = os.path.dirname(root)
+    sys.path.insert(0, root)
+    try:
+        from stoker.control.rank import shim
+    finally:
+        sys.path.remove(root)
+    shim.install()
+
+
+def _hand_over() -> None:
+    ours = sys.modules.pop(__name__, None)
+    try:
+        import sitecustomize  # noqa: F401  the site's own, now that our folder is off the path
+    except ImportError as problem:
+        if problem.name != "sitecustomize":
+            raise
+    if ours is not None:
+        sys.modules.setdefault(__name__, ours)  # the import of this file is still under way and expects to find it
+
+
+if "STOKER_SHIM_SOCKET" in os.environ:
+    _enter()
+    _hand_over()

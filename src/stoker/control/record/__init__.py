@@ -1,0 +1,1 @@
+"""The run directory: writing it, reading it back, listing and pruning runs."""

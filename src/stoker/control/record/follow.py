@@ -1,0 +1,40 @@
+"""Follows growing files: what a rank printed, whole lines at a time, attempt after attempt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from stoker.contract import layout
+from stoker.control.record.reader import Run
+
+
+class Tail:
+    """New bytes of one file since the last look. The file may not be there yet."""
+
+    def __init__(self, path: str, skip: int = 0) -> None:
+        self.path = path
+        self._at = skip
+
+    def new(self, limit: int = 1 << 20) -> bytes:
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self._at)
+                data = file.read(limit)
+        except FileNotFoundError:
+            return b""
+        self._at += len(data)
+        return data
+
+
+def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
+    """(attempt, rank, path) of every log there is now, in order."""
+    for attempt in run.attempts:
+        folder = layout.attempt_dir(run.dir, attempt)
+        ranks = sorted(int(name[5:-4]) for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".log") and name[5:-4].isdigit())
+        for rank in ranks:
+            yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
+
+
+def labels(run: Run) -> dict[int, str]:
+    return {int(row["rank"]): str(row["label"]) for row in (run.data.get("plan") or {}).get("ranks", ())}

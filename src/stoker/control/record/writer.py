@@ -1,0 +1,137 @@
+"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from typing import Any
+
+from stoker.contract import layout, names
+from stoker.contract.shapes import Verdict
+
+
+def write_json(path: str, data: Any) -> None:
+    """All or nothing: a reader sees the old file or the new one."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(data, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+
+
+class RunRecord:
+    """The one writer of a run directory: the coordinator. What can't be written is counted and said, and the run goes on."""
+
+    def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
+        self.dir = run_dir
+        self._host = host
+        self._logs: dict[str, int] = {}
+        self._lost: dict[str, int] = {}
+        self._created = not reopened
+        root = os.path.dirname(run_dir)
+        try:
+            os.makedirs(root, exist_ok=True)
+            if not reopened:
+                os.mkdir(run_dir)
+            self._events = os.open(os.path.join(run_dir, layout.EVENTS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._console = os.open(os.path.join(run_dir, layout.CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as problem:
+            self._unmake()
+            raise _cannot(root, problem) from problem
+
+    def begin(self, run: dict[str, Any]) -> None:
+        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
+        try:
+            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **run})
+            os.write(self._events, self._line("run", {}))
+            self._point_latest()
+        except OSError as problem:
+            self._unmake()
+            raise _cannot(os.path.dirname(self.dir), problem) from problem
+
+    def _point_latest(self) -> None:
+        link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
+        temporary = f"{link}.{os.getpid()}.tmp"
+        os.symlink(os.path.basename(self.dir), temporary)
+        os.replace(temporary, link)
+
+    def _unmake(self) -> None:
+        if self._created:
+            shutil.rmtree(self.dir, ignore_errors=True)
+
+    def _line(self, kind: str, more: dict[str, Any]) -> bytes:
+        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **more}
+        return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+    def event(self, kind: str, **more: Any) -> None:
+        self._append(self._events, self._line(kind, more), layout.EVENTS)
+
+    def say(self, line: str) -> None:
+        self._append(self._console, line.encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
+
+    def attempt(self, number: int) -> None:
+        try:
+            os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
+        except OSError as problem:
+            raise _cannot(self.dir, problem) from problem
+
+    def output(self, path: str, data: bytes) -> None:
+        """A rank's bytes, to its file, as they came."""
+        handle = self._logs.get(path)
+        if handle is None:
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            except OSError:
+                self._lost[path] = self._lost.get(path, 0) + len(data)
+                return
+            self._logs[path] = handle
+        self._append(handle, data, path)
+
+    def close_logs(self) -> None:
+        for handle in self._logs.values():
+            os.close(handle)
+        self._logs.clear()
+
+    def _append(self, handle: int, data: bytes, name: str) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(handle, view) :]
+            except OSError:
+                self._lost[name] = self._lost.get(name, 0) + len(view)
+                return
+
+    def lost(self) -> dict[str, int]:
+        """What could not be written since the last call: file -> bytes."""
+        gone, self._lost = self._lost, {}
+        return gone
+
+    def save(self, path: str, data: Any) -> None:
+        try:
+            if isinstance(data, str):
+                with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+                    file.write(data)
+            else:
+                write_json(path, data)
+        except OSError:
+            self._lost[path] = self._lost.get(path, 0) + 1
+
+    def verdict(self, verdict: Verdict) -> None:
+        self.save(os.path.join(self.dir, layout.VERDICT), verdict.to_json())
+        self.event("verdict", status=verdict.status, cause=verdict.cause, rank=verdict.rank, exit_code=verdict.exit_code, summary=verdict.summary)
+
+
+def _cannot(folder: str, problem: OSError) -> names.Refusal:
+    return names.Refusal(
+        f"the runs folder {folder} can't be written: {problem.strerror or problem}; choose another with --runs-dir",
+        names.EX_CANTCREAT, cause="launch.runs-dir",
+    )  # fmt: skip

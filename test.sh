@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change goes in: bash test.sh [pytest arguments]
+# Stops at the first step that fails, with that step's exit code.
+set -euo pipefail
+CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"
+
+step() { # name, command
+  printf '== %s\n' "$1"
+  shift
+  "$@"
+}
+
+step setup bash setup.sh --test
+export PATH="$PWD/.venv/bin:$PATH"
+# By module, not by script: a package of the Python below .venv leaves no script in .venv/bin.
+step ruff python -m ruff check
+step mypy python -m mypy
+step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
+step pytest python -m pytest -q "$@"
