@@ -52,6 +52,12 @@ def parse(argv: list[str]) -> Request:
 
 def main(argv: list[str]) -> int:
     request = parse(argv)
+    # The agent starts while the coordinator is still being imported: 50 ms each, side by side.
+    from stoker.control.cluster import transport
+    from stoker.control.launch import detach
+
+    report = detach.detach() if request.options.detach and not request.options.dry_run else None
+    link = transport.local(0 if detach.usable_stdin() else -1) if request.options.hosts is None else None
     from stoker.control.launch.coordinator import run
 
-    return run(request)
+    return run(request, link, report)

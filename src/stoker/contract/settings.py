@@ -1,4 +1,4 @@
-"""Typed dataclasses as settings: each field is a flag, a YAML/JSON key and a line of help.
+"""Typed shapes as settings: each field is a flag, a YAML/JSON key and a line of help.
 
 argparse and this file instead of a library: cyclopts, tyro, jsonargparse and typer cost 80-140 ms and 8-15 MB in a launcher whose
 whole start must stay under 0.2 s, and torchrun's own grammar is argparse's (see docs/decisions.md).
@@ -7,23 +7,16 @@ whole start must stay under 0.2 s, and torchrun's own grammar is argparse's (see
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, field, fields
-from typing import Any, NoReturn, TypeVar
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.shape import Option, options_of
 
-T = TypeVar("T")
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import Any, NoReturn, TypeVar
 
-
-def option(
-    default: Any, help: str, *, flags: tuple[str, ...] = (), parse: Callable[[str], Any] | None = None, metavar: str | None = None,
-    choices: tuple[str, ...] | None = None, many: bool = False, group: str = "options",
-) -> Any:  # fmt: skip
-    """A dataclass field that knows its flag. `many`: may be given several times, collects a tuple."""
-    meta = {"help": help, "flags": flags, "parse": parse, "metavar": metavar, "choices": choices, "many": many, "group": group}
-    return field(default=default, metadata=meta)
+    T = TypeVar("T")
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,31 +32,30 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
+    import difflib
+
     near = difflib.get_close_matches(word, list(known), 1, 0.5)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _kind(spec: Field[Any]) -> str:
-    return str(spec.type).replace(" | None", "")
+def _kind(settings: type[Any], name: str) -> str:
+    return str(settings.__annotations__[name]).replace(" | None", "")
 
 
 def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
     groups: dict[str, Any] = {}
-    for spec in fields(settings):
-        meta = spec.metadata
-        if "help" not in meta:
+    for name, spec in options_of(settings).items():
+        if spec.group not in groups:
+            groups[spec.group] = parser.add_argument_group(spec.group)
+        kind = _kind(settings, name)
+        spellings = [*spec.flags, "--" + name.replace("_", "-")] + (["--" + name] if "_" in name else [])
+        more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": spec.help}
+        if kind == "bool":
+            groups[spec.group].add_argument(*spellings, action="store_true", **more)
             continue
-        group = groups.setdefault(meta["group"], None) or parser.add_argument_group(meta["group"])
-        groups[meta["group"]] = group
-        dashed = "--" + spec.name.replace("_", "-")
-        spellings = [*meta["flags"], dashed] + (["--" + spec.name] if "_" in spec.name else [])
-        more: dict[str, Any] = {"dest": spec.name, "default": argparse.SUPPRESS, "help": meta["help"]}
-        if _kind(spec) == "bool":
-            group.add_argument(*spellings, action="store_true", **more)
-            continue
-        convert = meta["parse"] or {"int": int, "float": float}.get(_kind(spec), str)
-        more |= {"type": _reader(convert), "metavar": meta["metavar"] or spec.name.split("_")[-1].upper(), "choices": meta["choices"]}
-        group.add_argument(*spellings, action="append" if meta["many"] else "store", **more)
+        convert = spec.parse or {"int": int, "float": float}.get(kind, str)
+        more |= {"type": _reader(convert), "metavar": spec.metavar or name.split("_")[-1].upper(), "choices": spec.choices}
+        groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
 
 
 def _reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -88,10 +80,10 @@ def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
 def from_environment(settings: type[Any], prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """torchrun reads PET_NPROC_PER_NODE and its like as defaults of its flags; so do we."""
     found: dict[str, Any] = {}
-    for spec in fields(settings):
-        name = prefix + spec.name.upper()
-        if "help" in spec.metadata and name in environment:
-            found[spec.name] = _convert(spec, environment[name], name)
+    for name, spec in options_of(settings).items():
+        variable = prefix + name.upper()
+        if variable in environment:
+            found[name] = _convert(spec, _kind(settings, name), environment[variable], variable)
     return found
 
 
@@ -116,18 +108,17 @@ def from_file(settings: type[Any], path: str) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise Refusal(f"config file {path} holds a {type(data).__name__}, not keys and values", EX_DATAERR)
-    known = {spec.name: spec for spec in fields(settings) if "help" in spec.metadata}
+    known = options_of(settings)
     found: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in known:
             raise Refusal(f"config file {path}: unknown key {key!r}{suggest(name, known)}", EX_CONFIG)
-        found[name] = _convert(known[name], value, f"config file {path}: {key}")
+        found[name] = _convert(known[name], _kind(settings, name), value, f"config file {path}: {key}")
     return found
 
 
-def _convert(spec: Field[Any], value: Any, where: str) -> Any:
-    kind = _kind(spec)
+def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
     try:
         if kind == "bool":
             if isinstance(value, bool):
@@ -137,13 +128,13 @@ def _convert(spec: Field[Any], value: Any, where: str) -> Any:
             if str(value).lower() in ("0", "false", "no", "off", ""):
                 return False
             raise ValueError(f"{value!r} is not true or false")
-        if spec.metadata["many"]:
+        if spec.many:
             items = value if isinstance(value, list) else [value]
             return tuple(str(item) for item in items)
         if isinstance(value, (dict, list)):
             raise ValueError(f"{value!r} is not a single value")
-        convert = spec.metadata["parse"] or {"int": int, "float": float}.get(kind, str)
-        choices = spec.metadata["choices"]
+        convert = spec.parse or {"int": int, "float": float}.get(kind, str)
+        choices = spec.choices
         result = convert(str(value))
         if choices and result not in choices:
             raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
@@ -151,6 +142,3 @@ def _convert(spec: Field[Any], value: Any, where: str) -> Any:
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem
 
-
-def defaults(settings: type[Any]) -> dict[str, Any]:
-    return {spec.name: spec.default for spec in fields(settings) if spec.default is not MISSING}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from stoker.contract.shape import as_json, fields_of, shape
 
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
+@shape
 class RankError:
     """What the shim wrote when an exception ended the script."""
 
@@ -22,7 +23,7 @@ class RankError:
     import_name: str = ""  # the module an ImportError could not find
 
 
-@dataclass(frozen=True)
+@shape
 class RankEnd:
     """How one rank ended, as its agent saw it. `code` is a wait status: negative for a signal."""
 
@@ -41,7 +42,7 @@ class RankEnd:
     core: bool = False
 
 
-@dataclass(frozen=True)
+@shape
 class Evidence:
     """Everything an attempt left behind for the judge."""
 
@@ -52,7 +53,7 @@ class Evidence:
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
 
 
-@dataclass(frozen=True)
+@shape
 class Finding:
     id: str
     level: str  # ok | warn | fail | unknown
@@ -60,7 +61,7 @@ class Finding:
     fix: str = ""
 
 
-@dataclass(frozen=True)
+@shape
 class Verdict:
     status: str  # completed | failed | stopped | refused | lost
     cause: str
@@ -75,14 +76,15 @@ class Verdict:
     detected_s: float | None = None
     run: str = ""
     attempt: int = 0
-    schema: int = field(default=SCHEMA)
+    schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = as_json(self)
+        return found
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Verdict:
-        known = {k: v for k, v in data.items() if k in Verdict.__dataclass_fields__}
+        known = {k: v for k, v in data.items() if k in fields_of(Verdict)}
         for name in ("evidence", "fix"):
             known[name] = tuple(known.get(name) or ())
         return Verdict(**known)

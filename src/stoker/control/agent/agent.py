@@ -35,11 +35,11 @@ BEATS_S = 0.5
 
 
 class Agent:
-    def __init__(self, run_id: str, run_dir: str, heart: int, life: int, guardian: int, stdin_fd: int) -> None:
+    def __init__(self, heart: int, life: int, guardian: int, stdin_fd: int) -> None:
         self._heart, self._life, self._stdin_fd = heart, life, stdin_fd
         self._guardian = guardian
-        self._sweeper = Sweeper(run_id, run_dir, os.getpid(), {os.getpid(), guardian})
-        self._locks = GpuLocks(run_id)
+        self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
+        self._locks = GpuLocks("")
         self._selector = selectors.DefaultSelector()
         self._decoder = protocol.Decoder()
         self._outbox = bytearray()
@@ -117,7 +117,7 @@ class Agent:
         now = time.monotonic()
         if now - self._last_ping >= protocol.PING_S:
             self._last_ping = now
-            os.write(self._heart, b".")
+            os.write(self._heart, b"\n")
             self._say({"is": "ping"})
         if now - self._last_heard > protocol.SILENCE_S and not self._suspended:
             return False  # the coordinator is gone
@@ -187,6 +187,10 @@ class Agent:
         if do == "ping":
             return
         if do == "open":
+            run_id, run_dir = order["run"], order["dir"]
+            os.write(self._heart, f"{run_id}\0{run_dir}\n".encode())  # the guardian sweeps by the same tag
+            self._sweeper.run_id, self._sweeper.run_dir = run_id, run_dir
+            self._locks.run_id = run_id
             self._hup_ignored = bool(order.get("hup_ignored"))
             if order.get("packages"):
                 sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
@@ -311,23 +315,20 @@ class Agent:
         with contextlib.suppress(BlockingIOError):
             while True:
                 data = self._mail.recv(1 << 16)
-                try:
-                    note = json.loads(data)
-                except ValueError:
-                    continue  # somebody else wrote to our socket
-                rank = self._by_pid.get(note.get("pid", -1)) if isinstance(note, dict) else None
+                pid, _, rest = data.decode("utf-8", "replace").partition("\t")
+                kind, _, text = rest.partition("\t")
+                rank = self._by_pid.get(int(pid)) if pid.isdigit() else None
                 if rank is not None:
-                    self._hear(rank, note)
+                    self._hear(rank, kind, text)
 
-    def _hear(self, rank: Rank, note: dict[str, Any]) -> None:
-        kind, name = note.get("is"), str(note.get("name", ""))
+    def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
             self._say({"is": "error", "rank": rank.rank, "error": _read_json(rank.error_path)})
         elif kind == "shim":
             self._tell_memory(rank, "START")
         elif kind == "note":
-            self._say({"is": "note", "rank": rank.rank, "text": str(note.get("text", ""))[:500]})
+            self._say({"is": "note", "rank": rank.rank, "text": name[:500]})
         elif kind == "phase":
             self._say({"is": "phase", "rank": rank.rank, "name": name})
         elif kind == "mark":

@@ -6,21 +6,16 @@ gated too. The agent owns the slots: a flock would be inherited by forked worker
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 
-
-@dataclass
 class Gate:
-    ranks: tuple[int, ...]
-    slots: int  # 0: find out from what the first rank takes
-    slot_s: float  # a slot is given back after this long at the latest
-    total_s: float  # and after this long everybody goes: the first ranks wait in the store, which has a timeout of its own
-    started: float
-    waiting: list[int] = field(init=False)
-    holding: dict[int, float] = field(default_factory=dict)  # rank -> deadline
-
-    def __post_init__(self) -> None:
-        self.waiting = list(self.ranks)
+    def __init__(self, ranks: tuple[int, ...], slots: int, slot_s: float, total_s: float, started: float) -> None:
+        self.ranks = ranks
+        self.slots = slots  # 0: find out from what the first rank takes
+        self._slot_s = slot_s  # a slot is given back after this long at the latest
+        self._total_s = total_s  # and after this long everybody goes: the first ranks wait in the store, which has a timeout too
+        self._started = started
+        self.waiting = list(ranks)
+        self.holding: dict[int, float] = {}  # rank -> deadline
 
     @property
     def limited(self) -> bool:
@@ -30,12 +25,12 @@ class Gate:
     def admit(self, now: float) -> list[int]:
         """The ranks that may start now; they hold a slot from here on."""
         allowed = max(1, self.slots)
-        if now - self.started > self.total_s:
+        if now - self._started > self._total_s:
             allowed = len(self.ranks)
         admitted = []
         while self.waiting and len(self.holding) < allowed:
             rank = self.waiting.pop(0)
-            self.holding[rank] = now + self.slot_s
+            self.holding[rank] = now + self._slot_s
             admitted.append(rank)
         return admitted
 

@@ -1,6 +1,6 @@
 """The agent's parent: tiny, does nothing but wait. When the agent dies or stalls it sweeps the run's processes away.
 
-Started on each host as   python -I -S -c BOOT <folder of stoker> <run id> <run dir> [<stdin fd>]
+Started on each host as   python -I -S -c BOOT <folder of stoker> <stdin fd or -1>
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
 
-STALL_S = 2 * protocol.SILENCE_S  # the agent writes a byte a second; a machine that swaps may be late
+STALL_S = 2 * protocol.SILENCE_S  # the agent writes a line a second; a machine that swaps may be late
 
 
-def main(run_id: str, run_dir: str, stdin_fd: int = -1) -> int:
+def main(stdin_fd: int = -1) -> int:
     kernel.become_subreaper()
     kernel.set_name(b"stoker-guard")
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
@@ -32,7 +32,7 @@ def main(run_id: str, run_dir: str, stdin_fd: int = -1) -> int:
         os.close(heart_read)
         os.close(life_write)
         try:
-            code = Agent(run_id, run_dir, heart_write, life_read, guardian, stdin_fd).serve()
+            code = Agent(heart_write, life_read, guardian, stdin_fd).serve()
         except BaseException:
             import traceback
 
@@ -42,8 +42,9 @@ def main(run_id: str, run_dir: str, stdin_fd: int = -1) -> int:
     os.close(heart_write)
     os.close(life_read)
     _let_go_of_protocol(stdin_fd)
-    status = _wait(child, heart_read)
-    survivors = Sweeper(run_id, run_dir, os.getpid(), {os.getpid()}).kill()
+    sweeper = Sweeper(os.getpid(), {os.getpid()})
+    status = _wait(child, heart_read, sweeper)
+    survivors = sweeper.kill()
     for one in survivors:
         print(f"stoker: pid {one.pid} ({one.name}) can't be killed: state {one.state}", file=sys.stderr)
     return os.waitstatus_to_exitcode(status) & 0xFF
@@ -59,15 +60,22 @@ def _let_go_of_protocol(stdin_fd: int) -> None:
         os.close(stdin_fd)
 
 
-def _wait(child: int, heart: int) -> int:
+def _wait(child: int, heart: int, sweeper: Sweeper) -> int:
     """The agent's wait status. A stalled agent is killed: ranks it can't watch must not run on."""
     last = time.monotonic()
+    words = b""
     while True:
         ready, _, _ = select.select([heart], [], [], 1.0)
         if ready:
-            if not os.read(heart, 4096):  # end of file: the agent is gone
+            data = os.read(heart, 4096)
+            if not data:  # end of file: the agent is gone
                 return _reap_for(child)
             last = time.monotonic()
+            *lines, words = (words + data).split(b"\n")
+            for line in lines:
+                if line:  # an empty one is a heartbeat; this says which run it is
+                    run_id, _, run_dir = line.decode().partition("\0")
+                    sweeper.run_id, sweeper.run_dir = run_id, run_dir
         elif time.monotonic() - last > STALL_S:
             print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
             os.kill(child, signal.SIGKILL)
@@ -85,7 +93,4 @@ def _reap_for(child: int) -> int:
 
 
 def boot(argv: list[str]) -> None:
-    os._exit(main(argv[0], argv[1], int(argv[2]) if len(argv) > 2 else -1))
-
-
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
+    os._exit(main(int(argv[0])))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import signal
 import time
-from dataclasses import dataclass, field
 
 from stoker.control.agent import kernel
 from stoker.control.agent.spawn import Rank
@@ -19,43 +18,43 @@ ON_ITS_WAY_S = 2.0
 GROUP_S = 1.0
 
 
-@dataclass
 class StopLadder:
-    ranks: dict[int, Rank]
-    sweeper: Sweeper
-    signum: int
-    grace: float
-    at_once: set[int] = field(default_factory=set)  # ranks that get no grace
-    begun: float = field(default_factory=time.monotonic)
-    _asked: set[int] = field(default_factory=set)
-    _group_asked: float = 0.0
+    def __init__(self, ranks: dict[int, Rank], sweeper: Sweeper, signum: int, grace: float, at_once: set[int]) -> None:
+        self._ranks = ranks
+        self._sweeper = sweeper
+        self._signum = signum
+        self._grace = grace
+        self._at_once = at_once  # ranks that get no grace
+        self._begun = time.monotonic()
+        self._asked: set[int] = set()
+        self._group_asked = 0.0
 
     def living(self) -> list[Rank]:
-        return [rank for rank in self.ranks.values() if rank.ended is None]
+        return [rank for rank in self._ranks.values() if rank.ended is None]
 
     def hurry(self) -> None:
-        self.grace = 0.0
+        self._grace = 0.0
         self._group_asked = self._group_asked or time.monotonic() - GROUP_S
 
     def step(self) -> None:
         """Called until nothing lives. Does what is due and returns at once."""
         now = time.monotonic()
         for rank in self.living():
-            if rank.rank in self.at_once:
+            if rank.rank in self._at_once:
                 self._send(rank, signal.SIGKILL)
-            elif rank.pid not in self._asked and not (rank.reported and now - rank.reported < ON_ITS_WAY_S and self.grace > 0):
+            elif rank.pid not in self._asked and not (rank.reported and now - rank.reported < ON_ITS_WAY_S and self._grace > 0):
                 self._asked.add(rank.pid)
                 kernel.send(rank.me, signal.SIGCONT)
-                self._send(rank, self.signum)
-        if now - self.begun < self.grace or not self.living():
+                self._send(rank, self._signum)
+        if now - self._begun < self._grace or not self.living():
             return
         if not self._group_asked:
             self._group_asked = now
-            self.sweeper.signal_all(signal.SIGTERM, self.sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGTERM, self._sweeper.leftovers())
         if now - self._group_asked >= GROUP_S:
             for rank in self.living():
                 rank.signalled = True
-            self.sweeper.signal_all(signal.SIGKILL, self.sweeper.leftovers())
+            self._sweeper.signal_all(signal.SIGKILL, self._sweeper.leftovers())
 
     @staticmethod
     def _send(rank: Rank, signum: int) -> None:

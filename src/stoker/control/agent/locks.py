@@ -35,7 +35,7 @@ def _open(uuid: str) -> int:
 
 class GpuLocks:
     def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
+        self.run_id = run_id
         self._held: dict[str, int] = {}
 
     def take(self, uuids: list[str]) -> dict[str, str]:
@@ -53,7 +53,7 @@ class GpuLocks:
                 os.close(handle)
                 continue
             os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps({"run": self._run_id, "pid": os.getpid()}).encode(), 0)
+            os.pwrite(handle, json.dumps({"run": self.run_id, "pid": os.getpid()}).encode(), 0)
             taken[uuid] = handle
         if refused:
             for handle in taken.values():

@@ -6,7 +6,6 @@ import fcntl
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 from mmap import mmap
 from typing import Any
 
@@ -19,27 +18,29 @@ _PIPE_BYTES = 1 << 20
 _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 
-@dataclass
 class Rank:
     """A started rank, as its agent knows it."""
 
-    rank: int
-    pid: int
-    me: Process
-    streams: dict[int, int]  # our read end -> 1 or 2, or 0 where both are one pipe
-    reader: beats.Reader | None
-    error_path: str
-    stack_path: str
-    elastic_path: str
-    gpu: str | None
-    started: float
-    signalled: bool = False
-    reported: float = 0.0  # when the shim reported an exception: it is on its way out by itself
-    ended: int | None = None
-    marks: set[str] = field(default_factory=set)
-    steps: int = 0
-    phase: str = ""
-    over: int = 0
+    def __init__(self, number: int, me: Process, streams: dict[int, int], reader: beats.Reader | None, base: str, gpu: str | None, started: float) -> None:
+        self.rank = number
+        self.pid = me.pid
+        self.me = me
+        self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
+        self.reader = reader
+        self.error_path, self.stack_path, self.elastic_path = files(base)
+        self.gpu = gpu
+        self.started = started
+        self.signalled = False
+        self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
+        self.ended: int | None = None
+        self.marks: set[str] = set()
+        self.steps = 0
+        self.over = 0  # bytes, when it passed its memory limit
+
+
+def files(base: str) -> tuple[str, str, str]:
+    """Where the shim's error report, a fatal signal's stack and torch's own error file go, on this host's disk."""
+    return base + ".error.json", base + ".stack", base + ".elastic.json"
 
 
 def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool) -> Rank:
@@ -49,7 +50,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     env = {**os.environ, **spec["env"]}
     for name in spec.get("unset", ()):
         env.pop(name, None)
-    env["TORCHELASTIC_ERROR_FILE"] = elastic = base + ".elastic.json"
+    error, stack, env["TORCHELASTIC_ERROR_FILE"] = files(base)
     memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
     os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
     if spec["shim"]:
@@ -58,8 +59,8 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
         env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
         env[names.SHIM_BEATS] = str(memory)
         env[names.SHIM_SOCKET] = socket_path
-        env[names.SHIM_ERROR] = base + ".error.json"
-        env[names.SHIM_STACK] = base + ".stack"
+        env[names.SHIM_ERROR] = error
+        env[names.SHIM_STACK] = stack
         env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
     out_read, out_write = _pipe()
     err_read, err_write = _pipe() if spec["split"] else (-1, out_write)
@@ -86,10 +87,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
             os.close(handle)
         raise OSError(problem)
     me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
-    return Rank(
-        rank, pid, me, streams, beats.Reader(page) if spec["shim"] else None, base + ".error.json", base + ".stack", elastic,
-        spec.get("gpu"), started,
-    )  # fmt: skip
+    return Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
 
 
 def _become(

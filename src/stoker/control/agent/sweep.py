@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 
 from stoker.control.agent import kernel
 from stoker.control.machine import processes
 from stoker.control.machine.processes import Process
 
 
-@dataclass
 class Sweeper:
     """`root` is the subreaper whose descendants are ours; `spare` are Stoker's own processes."""
 
-    run_id: str
-    run_dir: str
-    root: int
-    spare: set[int]
-    sessions: set[int] = field(default_factory=set)
+    def __init__(self, root: int, spare: set[int]) -> None:
+        self.root = root
+        self.spare = spare
+        self.run_id = ""  # known once the coordinator has said it
+        self.run_dir = ""
+        self.sessions: set[int] = set()
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
@@ -35,7 +34,7 @@ class Sweeper:
 
     def _tagged(self, pid: int) -> bool:
         # Kernel threads and other users' processes have no readable environment: run_tag is None for them.
-        return processes.run_tag(pid) == (self.run_id, self.run_dir)
+        return bool(self.run_id) and processes.run_tag(pid) == (self.run_id, self.run_dir)
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:

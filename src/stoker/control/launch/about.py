@@ -7,10 +7,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.shape import as_json
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.plan import RunPlan
@@ -34,7 +34,7 @@ def packages_dir() -> str | None:
 
 def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
     me = process(os.getpid())
-    options = {key: value for key, value in asdict(request.options).items() if key in request.given}
+    options = {key: value for key, value in as_json(request.options).items() if key in request.given}
     if "env" in options:
         options["env"] = [f"{name}={value}" for name, value in redact.environment(dict(word.partition("=")[::2] for word in request.options.env)).items()]
     return {

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import is_consequence
 from stoker.control.verdict.judge import failed
 
 
-@dataclass
 class Attempt:
-    number: int
-    plan: RunPlan
-    began: float = field(default_factory=time.time)
-    up: dict[int, int] = field(default_factory=dict)  # rank -> pid
-    errors: dict[int, RankError] = field(default_factory=dict)
-    ends: dict[int, RankEnd] = field(default_factory=dict)
-    steps: dict[int, int] = field(default_factory=dict)
-    trouble: list[dict[str, Any]] = field(default_factory=list)
-    first_failure: float = 0.0
-    stopping: bool = False
-    stop_signal: int = 0
-    stop_now: bool = False
-    finished: set[str] = field(default_factory=set)  # hosts whose agents have swept
+    def __init__(self, number: int, plan: RunPlan) -> None:
+        self.number = number
+        self.plan = plan
+        self.up: dict[int, int] = {}  # rank -> pid
+        self.errors: dict[int, RankError] = {}
+        self.ends: dict[int, RankEnd] = {}
+        self.steps: dict[int, int] = {}
+        self.trouble: list[dict[str, Any]] = []
+        self.first_failure = 0.0
+        self.stopping = False
+        self.stop_signal = 0
+        self.stop_now = False
+        self.finished: set[str] = set()  # hosts whose agents have swept
 
     @property
     def expected(self) -> int:
@@ -62,7 +60,7 @@ class Attempt:
 def read_error(data: Any) -> RankError | None:
     if not isinstance(data, dict) or "type" not in data:
         return None
-    known = {key: value for key, value in data.items() if key in RankError.__dataclass_fields__}
+    known = {key: value for key, value in data.items() if key in fields_of(RankError)}
     try:
         return RankError(**known)
     except TypeError:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from stoker.contract import layout, names, protocol
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import gb, span
+from stoker.contract.shape import replace
 from stoker.contract.shapes import RankEnd, Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
@@ -49,8 +48,10 @@ class Interrupted(Exception):
 
 
 class Coordinator:
-    def __init__(self, request: Request, report: detach.Report | None = None) -> None:
+    def __init__(self, request: Request, link: transport.Link | None, report: detach.Report | None = None) -> None:
+        """`link`: the local agent, already on its way; None where agents are reached by ssh."""
         self.request = request
+        self._link = link
         self.options = request.options
         self._report = report
         self._console = Console()
@@ -66,10 +67,10 @@ class Coordinator:
 
     def run(self) -> int:
         try:
+            self._catch_signals()
             argv = program(self.request)
             self._check_ports()
             place = find_place(self.request, os.environ)
-            self._catch_signals()
             self._meet(place)
             try:
                 verdict = self._run(argv, place)
@@ -147,20 +148,23 @@ class Coordinator:
             raise Refusal(f"--hosts {self.options.hosts}: name each host once, separated by commas", EX_USAGE)
         if any(host.startswith("-") for host in hosts):
             raise Refusal(f"--hosts {self.options.hosts}: a host name does not begin with '-'", EX_USAGE)
-        if hosts:
-            links = [transport.ssh(host, place.id, place.dir, self.options.ssh_option, self.options.python or "python3") for host in hosts]
-        else:
-            links = [transport.local(place.id, place.dir, 0 if detach.usable_stdin() else -1)]
+        links = [self._link] if self._link is not None else [self._reach(host) for host in hosts]
         self._members = Members([Member(link) for link in links], self._hear, self._complain)
         try:
             self._members.say({
-                "do": "open", "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
+                "do": "open", "run": place.id, "dir": place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
                 "recorded": os.environ.get(names.MACHINE), "packages": about.packages_dir(),
             })  # fmt: skip
             self._await("host", MEET_S)
         except BaseException:
             self._members.close()
             raise
+
+    def _reach(self, host: str) -> transport.Link:
+        try:
+            return transport.ssh(host, self.options.ssh_option, self.options.python or "python3")
+        except FileNotFoundError as problem:
+            raise Refusal("--hosts needs the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
 
     def _await(self, kind: str, seconds: float) -> None:
         """Until every agent has answered in this kind."""
@@ -579,13 +583,10 @@ class Coordinator:
         self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")
 
 
-def run(request: Request) -> int:
+def run(request: Request, link: transport.Link | None, report: detach.Report | None) -> int:
     """`stoker run`, whole."""
-    report = None
-    if request.options.detach and not request.options.dry_run:
-        report = detach.detach()
     try:
-        code = Coordinator(request, report).run()
+        code = Coordinator(request, link, report).run()
     except Exception:
         import traceback
 
@@ -593,5 +594,4 @@ def run(request: Request) -> int:
         code = EX_SOFTWARE
     if report is not None:
         report.ended(code)
-    sys.stdout.flush()
     return code

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from stoker.contract.shape import shape
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import gb
 from stoker.control.launch.request import RunOptions
@@ -17,7 +17,7 @@ class NotFree(Refusal):
     """The GPUs are there but busy: with --wait it is worth asking again."""
 
 
-@dataclass(frozen=True)
+@shape
 class Choice:
     """The ranks' devices on one host: GPUs, or none and a number of CPU ranks. `line` says so in the notes' words."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from stoker.contract.shape import as_json, shape
 from stoker.contract import names
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch import gpus
@@ -20,7 +20,7 @@ AMPLE_GPU = 16 * 10**9
 GATE_TOTAL_S = 480.0  # the store's own patience is 600 s with NCCL: everybody must be through before
 
 
-@dataclass(frozen=True)
+@shape
 class Place:
     """One rank's place in the job."""
 
@@ -33,7 +33,7 @@ class Place:
     label: str  # GPU0, CPU0, host/GPU0
 
 
-@dataclass(frozen=True)
+@shape
 class RunPlan:
     places: tuple[Place, ...]
     argv: tuple[str, ...]
@@ -50,7 +50,8 @@ class RunPlan:
         return len(self.places)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = as_json(self)
+        return found
 
 
 def make_plan(

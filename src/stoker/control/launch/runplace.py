@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
 
+from stoker.contract.shape import as_json, shape
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.control.launch.plan import default_name
@@ -19,7 +18,7 @@ _VOLATILE = {"detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout"}  # fmt: skip
 
 
-@dataclass(frozen=True)
+@shape
 class RunPlace:
     dir: str
     id: str
@@ -31,7 +30,9 @@ class RunPlace:
 
 
 def config_hash(request: Request) -> str:
-    told = {key: value for key, value in asdict(request.options).items() if key not in _VOLATILE}
+    told = {key: value for key, value in as_json(request.options).items() if key not in _VOLATILE}
+    import hashlib  # loads OpenSSL: 8 ms, and only a named run needs it before the start
+
     text = json.dumps([told, request.script, list(request.args)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

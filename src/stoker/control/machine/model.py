@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from stoker.contract.shape import as_json, shape
 
 SCHEMA = 1
 
 
-@dataclass(frozen=True)
+@shape
 class Holder:
     """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user are None."""
 
@@ -19,7 +20,7 @@ class Holder:
     run: str | None = None  # Stoker's run tag, if it has one
 
 
-@dataclass(frozen=True)
+@shape
 class Gpu:
     index: int  # as nvidia-smi shows it
     uuid: str
@@ -45,7 +46,7 @@ class Gpu:
         return f"GPU{self.index}" if self.mig is None else f"GPU{self.index}.{self.mig}"
 
 
-@dataclass(frozen=True)
+@shape
 class Machine:
     hostname: str
     cores: int
@@ -62,7 +63,8 @@ class Machine:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = as_json(self)
+        return found
 
 
 def machine_from_json(data: Any) -> Machine:

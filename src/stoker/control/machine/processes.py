@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 
+from stoker.contract.shape import shape
 from stoker.contract import names
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True)
+@shape
 class Process:
     pid: int
     parent: int

@@ -22,7 +22,7 @@ def mark(name: str) -> None:
     """A point in the script's life, e.g. "POST-MODEL" once the model is loaded."""
     shim = _shim()
     if shim is not None:
-        shim.tell({"is": "mark", "name": str(name)[:64]})  # type: ignore[attr-defined]
+        shim.tell("mark", str(name)[:64])  # type: ignore[attr-defined]
 
 
 def phase(name: str) -> None:

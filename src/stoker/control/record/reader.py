@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
+from stoker.contract.shape import shape
 from stoker.contract import layout, names
 from stoker.contract.shapes import Verdict
 
 
-@dataclass(frozen=True)
+@shape
 class Run:
     dir: str
     id: str
