@@ -6,8 +6,9 @@ import argparse
 import os
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_environment, from_file
-from stoker.control.launch.request import Request, RunOptions
+from stoker.contract.settings import Parser, add_flags, build, from_environment
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.request import Request
 
 _EXAMPLES = """examples:
   stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
@@ -43,7 +44,9 @@ def parse(argv: list[str]) -> Request:
     script, args = told.pop("script"), told.pop("args")
     layers = [from_environment(RunOptions, "PET_", os.environ), told]
     if told.get("config"):
-        layers.insert(0, from_file(RunOptions, told["config"]))
+        from stoker.cli import configfile
+
+        layers.insert(0, configfile.read(RunOptions, told["config"]))
     if not script:
         raise Refusal("what shall run? stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.quantities import span
@@ -33,11 +34,12 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"{'RUN':<36} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
     for row in rows:
-        print(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {span(row['seconds']) if row['seconds'] is not None else '':>12}  {row['cause'] or ''}")
+        took = span(row["seconds"]) if row["seconds"] is not None else ""
+        print(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {row['cause'] or ''}")
     return 0
 
 
-def _row(run: reader.Run) -> dict[str, object]:
+def _row(run: reader.Run) -> dict[str, Any]:
     status = reader.status(run)
     last = max((float(event.get("time", 0.0)) for event in reader.events(run.dir)), default=run.started)
     seconds = (time.time() if status == "running" else last) - run.started

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
 
 TYPE_CHECKING = False
@@ -87,34 +87,15 @@ def from_environment(settings: type[Any], prefix: str, environment: Mapping[str,
     return found
 
 
-def from_file(settings: type[Any], path: str) -> dict[str, Any]:
-    """YAML or JSON; every key must be one of the settings."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except FileNotFoundError as problem:
-        raise Refusal(f"config file {path} is not there", EX_NOINPUT) from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise Refusal(f"config file {path} can't be read: {problem}", EX_NOINPUT) from problem
-    import yaml
-
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        where = getattr(problem, "problem_mark", None)
-        at = f" at line {where.line + 1}, column {where.column + 1}" if where else ""
-        raise Refusal(f"config file {path} is not YAML{at}: {getattr(problem, 'problem', problem)}", EX_DATAERR) from problem
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise Refusal(f"config file {path} holds a {type(data).__name__}, not keys and values", EX_DATAERR)
+def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:
+    """What a config file holds; every key must be one of the settings."""
     known = options_of(settings)
     found: dict[str, Any] = {}
     for key, value in data.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise Refusal(f"config file {path}: unknown key {key!r}{suggest(name, known)}", EX_CONFIG)
-        found[name] = _convert(known[name], _kind(settings, name), value, f"config file {path}: {key}")
+            raise Refusal(f"{where}: unknown key {key!r}{suggest(name, known)}", EX_CONFIG)
+        found[name] = _convert(known[name], _kind(settings, name), value, f"{where}: {key}")
     return found
 
 
@@ -141,4 +122,3 @@ def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
         return result
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem
-

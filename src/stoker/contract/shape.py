@@ -56,7 +56,7 @@ MISSING = _Missing()
 @dataclass_transform(frozen_default=True, field_specifiers=(option,))
 def shape(cls: type[T]) -> type[T]:
     fields: dict[str, Any] = {}
-    for name in cls.__dict__.get("__annotations__", {}):
+    for name in cls.__dict__.get("__annotations__", {}):  # noqa: RUF063  inspect is what this file avoids
         default = cls.__dict__.get(name, MISSING)
         fields[name] = default.default if isinstance(default, Option) else default
     cls.__fields__ = fields  # type: ignore[attr-defined]

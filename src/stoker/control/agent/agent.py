@@ -354,7 +354,7 @@ class Agent:
             first = rank.steps == 0
             # A step is one optimizer's count; the script's own word (optimizer 0) wins where there is one.
             lead = min(beat.optimizer for beat in beats)
-            rank.steps = max(rank.steps, max(beat.step for beat in beats if beat.optimizer == lead), 1)
+            rank.steps = max(1, rank.steps, *(beat.step for beat in beats if beat.optimizer == lead))
             fresh[str(rank.rank)] = [rank.steps, beats[-1].time_ns]
             if first:
                 self._say({"is": "first-step", "rank": rank.rank, "time": beats[0].time_ns / 1e9})

@@ -90,9 +90,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     return Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
 
 
-def _become(
-    spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool
-) -> None:
+def _become(spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool) -> None:
     """In the child, between fork and exec. Never returns."""
     try:
         os.setsid()

@@ -15,7 +15,7 @@ from stoker.contract.shapes import Verdict
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
-from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
 from stoker.control.record import redact
@@ -38,13 +38,13 @@ def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping
     if "env" in options:
         options["env"] = [f"{name}={value}" for name, value in redact.environment(dict(word.partition("=")[::2] for word in request.options.env)).items()]
     return {
-        "run": place.id, "name": place.name, "config_hash": place.config_hash, "started": began, "cwd": os.getcwd(),
+        "run": place.id, "name": place.name, "started": began, "cwd": os.getcwd(),
         "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
         "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
         "script": request.script, "args": redact.arguments(list(request.args)),
         "plan": {
             "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
-            "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu.uuid if p.gpu else None} for p in plan.places],
+            "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid} for p in plan.places],
         },
         "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
         "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
@@ -58,11 +58,12 @@ def _own_version() -> str:
     return __version__
 
 
-def enrich(run_dir: str) -> dict[str, Any]:
+def enrich(run_dir: str, request: Request) -> dict[str, Any]:
     """Versions and revision, looked up once the ranks are on their way: nobody waits for it."""
     data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
     data.setdefault("versions", {}).update(_package_versions(("torch", "transformers", "numpy", "lightning", "accelerate")))
     data["git"] = git_revision(os.getcwd())
+    data["config_hash"] = config_hash(request)
     return data
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.contract.shape import shape
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import gb
-from stoker.control.launch.request import RunOptions
+from stoker.contract.shape import shape
+from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import Gpu, Machine
 
 CONTEXT = 10**9  # a bare context takes 0.5-0.7 GB: a card with less than this free can't take another process
@@ -204,7 +204,9 @@ def _too_few(need: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str
     if hidden is not None:
         there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
     busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    text = f"{need} rank{'s' if need != 1 else ''} asked for and {len(usable)} GPU{'s' if len(usable) != 1 else ''} usable: {there}" + (f"; {busy}" if busy else "")
+    text = f"{need} rank{'s' if need != 1 else ''} asked for and {len(usable)} GPU{'s' if len(usable) != 1 else ''} usable: {there}" + (
+        f"; {busy}" if busy else ""
+    )
     advice = "--wait 10m waits for them" if need <= len(pool) else "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
     kind = NotFree if need <= len(pool) else Refusal
     return kind(f"{text}; {advice}", EX_UNAVAILABLE, cause="gpu.busy" if need <= len(pool) else "gpu.too-few")

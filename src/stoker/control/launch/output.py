@@ -8,8 +8,8 @@ from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import Console
 from stoker.control.launch.lines import LineCutter
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import RunOptions
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.shape import as_json, shape
 from stoker.contract import names
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import as_json, shape
 from stoker.control.launch import gpus
 from stoker.control.launch.request import Request, notices
 from stoker.control.machine.model import Gpu, Machine

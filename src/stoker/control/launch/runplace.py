@@ -6,9 +6,9 @@ import json
 import os
 import time
 
-from stoker.contract.shape import as_json, shape
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.shape import as_json, shape
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
@@ -23,7 +23,6 @@ class RunPlace:
     dir: str
     id: str
     name: str
-    config_hash: str
     first_attempt: int
     reopened: bool
     notice: str = ""
@@ -43,7 +42,6 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
     name = request.options.name or default_name(request)
     if name in (layout.LATEST, ".", "..") or "/" in name or "\0" in name or len(name) > 100:
         raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)
-    wanted = config_hash(request)
     notice = ""
     if request.options.name is not None:
         same = [run for run in reader.all_runs(root) if run.name == name]
@@ -53,14 +51,14 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
                 raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
             if last.verdict is not None and last.verdict.status == "completed":
                 notice = f"run {name} ({last.id}) is complete: this is a new run of that name"
-            elif last.data.get("config_hash") != wanted:
+            elif last.data.get("config_hash") != config_hash(request):
                 notice = f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name"
             else:
                 attempts = last.attempts
-                return RunPlace(last.dir, last.id, name, wanted, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
+                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     candidate, n = f"{stamp}-{name}", 1
     while os.path.exists(os.path.join(root, candidate)):
         n += 1
         candidate = f"{stamp}-{name}-{n}"
-    return RunPlace(os.path.join(root, candidate), candidate, name, wanted, 0, False, notice)
+    return RunPlace(os.path.join(root, candidate), candidate, name, 0, False, notice)

@@ -73,8 +73,7 @@ def machine_from_json(data: Any) -> Machine:
         raise ValueError(f"not a recorded machine of schema {SCHEMA}")
     try:
         gpus = tuple(
-            Gpu(**{**gpu, "holders": None if gpu.get("holders") is None else tuple(Holder(**h) for h in gpu["holders"])})
-            for gpu in data.get("gpus", ())
+            Gpu(**{**gpu, "holders": None if gpu.get("holders") is None else tuple(Holder(**h) for h in gpu["holders"])}) for gpu in data.get("gpus", ())
         )
         return Machine(**{**data, "gpus": gpus})
     except (TypeError, AttributeError) as problem:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract.shape import shape
 from stoker.contract import names
+from stoker.contract.shape import shape
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")

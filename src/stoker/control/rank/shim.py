@@ -48,7 +48,7 @@ def install() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
-    sys.meta_path.insert(0, _AfterImport(gated))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _AfterImport(gated))
     tell("shim")
 
 
@@ -173,7 +173,7 @@ class _AfterImport:
             return None
         then = self.then.pop(name)
         if not self.then:
-            sys.meta_path.remove(self)  # type: ignore[arg-type]
+            sys.meta_path.remove(self)
         for finder in sys.meta_path:
             if finder is not self:
                 spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None

@@ -75,4 +75,4 @@ def _complete(folder: str) -> bool:
 
 
 def _size(want: object) -> int:
-    return int(want["size"]) if isinstance(want, dict) else int(want)  # type: ignore[call-overload, no-any-return]
+    return int(want["size"]) if isinstance(want, dict) else int(want)  # type: ignore[call-overload]

@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.shape import shape
 from stoker.contract import layout, names
+from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 
 

@@ -31,7 +31,7 @@ def _enter() -> None:
 def _hand_over() -> None:
     ours = sys.modules.pop(__name__, None)
     try:
-        import sitecustomize  # noqa: F401  the site's own, now that our folder is off the path
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  the site's own, now that our folder is off the path
     except ImportError as problem:
         if problem.name != "sitecustomize":
             raise

@@ -1,0 +1,137 @@
+"""What agents say during an attempt: into the attempt's state, the record and the console. Adding a word is adding a method."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from stoker.contract import layout, protocol
+from stoker.contract.names import EX_OSERR, EX_SOFTWARE
+from stoker.contract.quantities import gb, span
+from stoker.contract.shapes import RankEnd
+from stoker.control.launch.attempt import Attempt, read_error
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.output import Output
+from stoker.control.record.writer import RunRecord
+
+
+class Hearing:
+    def __init__(
+        self, attempt: Attempt, record: RunRecord, output: Output, options: RunOptions, say: Callable[[str], None], all_up: Callable[[], None]
+    ) -> None:
+        self._attempt = attempt
+        self._record = record
+        self._output = output
+        self._options = options
+        self._say = say
+        self._all_up = all_up
+
+    def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+        if message["is"] == "out":
+            self._output.take(self._record, message["rank"], message["fd"], payload)
+            return
+        handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
+        if handler is not None:
+            handler(host, message)
+
+    def _label(self, rank: int) -> str:
+        return self._attempt.plan.places[rank].label
+
+    def _on_up(self, host: str, message: protocol.Message) -> None:
+        attempt, record = self._attempt, self._record
+        attempt.up[message["rank"]] = message["pid"]
+        record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")  # a rank that prints nothing has an empty log
+        record.event("rank-up", rank=message["rank"], label=self._label(message["rank"]), pid=message["pid"], attempt=attempt.number, on=host or None)
+        if len(attempt.up) == attempt.expected:
+            self._all_up()
+
+    def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
+        rank = message["rank"]
+        self._attempt.trouble.append({
+            "cause": "launch.not-started", "rank": rank, "summary": f"rank {rank} could not be started: {message['text']}", "exit_code": EX_OSERR,
+            "fix": ["does the program exist, and may it be executed?"],
+        })  # fmt: skip
+
+    def _on_error(self, _host: str, message: protocol.Message) -> None:
+        error = read_error(message["error"])
+        if error is not None:
+            self._attempt.errors[message["rank"]] = error
+            self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
+
+    def _on_exit(self, host: str, message: protocol.Message) -> None:
+        attempt, record, output = self._attempt, self._record, self._output
+        rank = message["rank"]
+        output.ended(rank)
+        error = read_error(message.get("error")) or attempt.errors.get(rank)
+        stack = message.get("stack") or ""
+        end = RankEnd(
+            rank, host, self._label(rank), attempt.up.get(rank, 0), message["code"], message["time"], bool(message["ours"]), error, output.tail(rank),
+            int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]),
+        )  # fmt: skip
+        attempt.ends[rank] = end
+        record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
+        if error is not None or message.get("elastic"):
+            record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})
+        if stack:
+            record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
+
+    def _on_finished(self, host: str, message: protocol.Message) -> None:
+        self._attempt.finished.add(host)
+        if message["stopped"]:
+            self._record.event("leftovers", stopped=message["stopped"])
+            self._say(f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind: {', '.join(message['stopped'][:5])}")
+        for one in message["stuck"]:
+            self._say(f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use its GPU until it is gone")
+        for card in message["gpus_held"]:
+            self._say(f"stoker: {card} still shows memory of a rank that is gone")
+
+    def _on_mem(self, _host: str, message: protocol.Message) -> None:
+        rank, where = message["rank"], message["at"]
+        self._record.event("mem", rank=rank, at=where, rss=message["rss"], host_used=message["host_used"], host_total=message["host_total"], gpu=message["gpu"])
+        line = f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank) {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        if message["gpu"]:
+            line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
+        self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
+
+    def _on_lock(self, _host: str, message: protocol.Message) -> None:
+        rank, what = message["rank"], message["what"]
+        self._record.event("lock", rank=rank, what=what, why=message.get("why"), slots=message.get("slots"))
+        if what == "waiting":
+            holders = ", ".join(f"rank {holder}" for holder in message["holders"])
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + message["seconds"]))
+            line = f"LOCK: waiting for exclusive access... ({holders} has it, until {until} at the latest)"
+        elif what == "acquired":
+            line = "LOCK: acquired! Starting initialization..."
+        else:
+            line = "LOCK: released" + (f" (deadline of {span(self._options.init_timeout)} over)" if message["why"] == "deadline" else "")
+        self._aside(rank, f"[Rank {rank}] {line}")
+
+    def _aside(self, rank: int, line: str) -> None:
+        if self._output.shows(rank) and not self._options.quiet:
+            self._say(line)
+        else:
+            self._record.say(line)
+
+    def _on_ram(self, _host: str, message: protocol.Message) -> None:
+        rank = message["rank"]
+        self._attempt.trouble.append({
+            "cause": "oom.ram-limit", "rank": rank, "at_once": True, "exit_code": EX_SOFTWARE,
+            "summary": f"rank {rank} ({self._label(rank)}) took {gb(message['bytes'])} of memory, past --ram-limit {gb(message['limit'])}",
+            "evidence": [f"resident memory {message['bytes']} bytes, limit {message['limit']}"],
+            "fix": ["fewer data-loader workers, a smaller batch, or a higher --ram-limit"],
+        })  # fmt: skip
+
+    def _on_first_step(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("first-step", rank=message["rank"], at=message["time"])
+
+    def _on_beats(self, _host: str, message: protocol.Message) -> None:
+        self._attempt.steps.update({int(rank): steps for rank, (steps, _) in message["ranks"].items()})
+
+    def _on_mark(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("mark", rank=message["rank"], name=message["name"])
+
+    def _on_phase(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("phase", rank=message["rank"], name=message["name"])
+
+    def _on_note(self, _host: str, message: protocol.Message) -> None:
+        self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")

@@ -1,0 +1,128 @@
+"""Drives the real `stoker` command, with real processes, in a folder of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stoker.control.machine import processes
+
+
+class Done:
+    """A finished `stoker` command."""
+
+    def __init__(self, code: int, out: bytes, err: bytes, cwd: Path) -> None:
+        self.code, self.out_bytes, self.err_bytes, self.cwd = code, out, err, cwd
+        self.out = out.decode("utf-8", "replace")
+        self.err = err.decode("utf-8", "replace")
+
+    @property
+    def run_dir(self) -> Path:
+        return (self.cwd / "runs" / "latest").resolve()
+
+    @property
+    def verdict(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "verdict.json").read_text())
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.run_dir / "events.jsonl").read_text().splitlines()]
+
+    def log(self, rank: int, attempt: int = 0) -> bytes:
+        return (self.run_dir / f"attempt-{attempt}" / f"rank-{rank}.log").read_bytes()
+
+
+class Stoker:
+    def __init__(self, cwd: Path, env: dict[str, str]) -> None:
+        self.cwd, self.env = cwd, env
+
+    def script(self, name: str, text: str) -> str:
+        (self.cwd / name).write_text(text)
+        return name
+
+    def __call__(self, *args: str, env: dict[str, str] | None = None, timeout: float = 120, stdin: Any = subprocess.DEVNULL, **more: Any) -> Done:
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, capture_output=True, timeout=timeout,
+            stdin=stdin, check=False, **more,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr, self.cwd)
+
+    def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
+        given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **more}
+        return subprocess.Popen([sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, **given)
+
+    @property
+    def latest(self) -> Path:
+        return (self.cwd / "runs" / "latest").resolve()
+
+    def result(self, code: int = 0) -> Done:
+        return Done(code, b"", b"", self.cwd)
+
+
+_CLEAR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NUM_GPUS", "CUDA_VISIBLE_DEVICES", "STOKER_", "PET_")
+
+
+@pytest.fixture
+def stoker(tmp_path: Path) -> Iterator[Stoker]:
+    """Runs in tmp_path as on a machine without GPUs, whatever this one has; afterwards nothing of its runs may be left."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(_CLEAR)}
+    bare = tmp_path / "machine.json"
+    bare.write_text(json.dumps(machine_json(0)))
+    yield Stoker(tmp_path, {**env, "STOKER_MACHINE": str(bare)})
+    left = wait_for(lambda: [] if not tagged(tmp_path) else None, 3.0)
+    assert left == [], f"left running: {tagged(tmp_path)}"
+
+
+def tagged(root: Path) -> list[str]:
+    """Processes that carry the tag of a run below this folder."""
+    found = []
+    for one in processes.all_processes():
+        tag = processes.run_tag(one.pid)
+        if tag and tag[1].startswith(str(root)) and one.state != "Z":
+            found.append(f"{one.pid} {processes.command(one.pid)}")
+    return found
+
+
+def wait_for(look: Callable[[], Any], seconds: float) -> Any:
+    """Polls until `look` gives something that is not None; None when the time is over."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = look()
+        if found is not None or time.monotonic() > deadline:
+            return found
+        time.sleep(0.02)
+
+
+def gpu_json(index: int, **more: Any) -> dict[str, Any]:
+    return {
+        "index": index, "uuid": f"GPU-{index}{index}{index}{index}0000-aaaa-bbbb-cccc-00000000000{index}", "name": "NVIDIA A40",
+        "memory_total": 48 * 10**9, "memory_used": 10**8, "utilization": 0, "compute_mode": "default", "pci": f"00000000:0{index}:00.0", "holders": [], **more,
+    }  # fmt: skip
+
+
+def machine_json(gpus: int | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    cards = [gpu_json(n) for n in range(gpus)] if isinstance(gpus, int) else gpus
+    return {
+        "schema": 1, "hostname": "box", "cores": 8, "memory_total": 512 * 10**9, "memory_available": 500 * 10**9, "gpus": cards,
+        "driver": "580.65" if cards else None, "max_processes": 30000, "max_files": 1_000_000, **more,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> Callable[..., dict[str, str]]:
+    """A recorded machine as environment: box(4), or box([gpu_json(0, memory_used=...)])."""
+
+    def make(gpus: int | list[dict[str, Any]], **more: Any) -> dict[str, str]:
+        path = tmp_path / "box.json"
+        path.write_text(json.dumps(machine_json(gpus, **more)))
+        return {"STOKER_MACHINE": str(path)}
+
+    return make
