@@ -32,10 +32,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
+    """; did you mean ...? A beginning that is nearly right counts as much as the whole: people abbreviate."""
     import difflib
 
-    near = difflib.get_close_matches(word, list(known), 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else ""
+    def likeness(name: str) -> float:
+        return max(difflib.SequenceMatcher(None, word, part).ratio() for part in (name, name[: len(word) + 1]))
+
+    best = max(known, key=likeness, default="")
+    return f"; did you mean {best}?" if best and likeness(best) > 0.6 else ""
 
 
 def _kind(settings: type[Any], name: str) -> str:

@@ -113,12 +113,12 @@ def git_revision(folder: str) -> str | None:
 
 
 def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same one: cause, rank, place, step. A kill from outside never is."""
+    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from outside never is."""
     if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal"):
         return (time.monotonic_ns(),)
     end = attempt.ends.get(verdict.rank)
     place = (end.error.type, end.error.file, end.error.line) if end and end.error else (end.code if end else None,)
-    return verdict.cause, verdict.rank, place, end.steps if end else 0
+    return verdict.cause, place, end.steps if end else 0
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:

@@ -10,7 +10,9 @@ import threading
 import time
 from collections import deque
 
-ROOM = 4 << 20
+ROOM = 24 << 20
+RESERVE = 2 << 20  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
+SMALL = 16 << 10
 _LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
 
 
@@ -38,7 +40,7 @@ class Console:
         if not data or stream in self._dead:
             return
         with self._ready:
-            if self._size > ROOM:
+            if self._size > ROOM + (RESERVE if len(data) <= SMALL else 0):
                 self._skip(stream, data.count(b"\n") or 1)
                 return
             if self._skipped[stream]:

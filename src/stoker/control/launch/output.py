@@ -6,7 +6,7 @@ import os
 
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.control.launch.console import Console
+from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
@@ -97,7 +97,7 @@ class Output:
         cutter = self._cutters.get((rank, fd))
         if cutter is None:
             cutter = self._cutters[rank, fd] = LineCutter(f"{self._labels[rank]}:".encode())
-        if self._console.full and not self._alone:
+        if self._console.full and len(data) > SMALL:
             # Too far behind to show anything: count the lines instead of cutting them.
             cut = data.rfind(b"\n") + 1
             if cut:

@@ -25,17 +25,17 @@ def text(value: str) -> str:
 
 
 def arguments(argv: list[str]) -> list[str]:
-    """A command line: the value of a flag whose name sounds secret goes too."""
+    """A command line: the value after a flag, or in NAME=VALUE, goes where the name sounds secret."""
     shown: list[str] = []
     hide_next = False
     for word in argv:
         name, equals, value = word.partition("=")
-        secret = name.startswith("-") and bool(_NAME.search(name)) and not name.lower().endswith(("tokens", "tokenizer", "keys", "passes"))
+        secret = bool(_NAME.search(name)) and not name.lower().endswith(("tokens", "tokenizer", "keys", "passes"))
         if hide_next and not word.startswith("-"):
             shown.append(HIDDEN if not word.replace(".", "").isdigit() else word)
         elif secret and equals and not value.replace(".", "").isdigit():
             shown.append(f"{name}={HIDDEN}")
         else:
             shown.append(text(word))
-        hide_next = secret and not equals
+        hide_next = secret and not equals and name.startswith("-")
     return shown

@@ -1,0 +1,1 @@
+"""Started with python -m. seen.py is put here by whoever copies this folder."""

@@ -1,0 +1,113 @@
+"""The words all rooms share."""
+
+from __future__ import annotations
+
+import mmap
+import random
+
+import pytest
+
+from stoker.contract import beats, protocol, quantities
+from stoker.contract.names import Refusal
+from stoker.contract.settings import build, from_environment, from_mapping, suggest
+from stoker.contract.shape import as_json, option, replace, shape
+from stoker.contract.shapes import Verdict
+
+
+@pytest.mark.parametrize(("text", "count"), [("20GB", 20 * 10**9), ("1.5GiB", 1610612736), ("512mb", 512 * 10**6), ("7", 7), ("3 TB", 3 * 10**12)])
+def test_size(text: str, count: int) -> None:
+    assert quantities.size(text) == count
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("2 d", 172800)])
+def test_duration(text: str, seconds: float) -> None:
+    assert quantities.duration(text.replace(" ", "")) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "GB", "20XB", "1iB", "ten"])
+def test_a_size_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="size"):
+        quantities.size(text)
+
+
+@pytest.mark.parametrize("text", ["", "m", "10x", "1h banana", "-5s"])
+def test_a_duration_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="duration"):
+        quantities.duration(text)
+
+
+def test_protocol_survives_any_cut_and_a_greeting() -> None:
+    said = [({"is": "a"}, b""), ({"is": "out", "rank": 3}, b'\n{"is":"no"}\n\0\xff' * 50), ({"is": "b", "text": "ü\n"}, b"")]
+    stream = b"Welcome to host!\nSTOKER? not yet\n" + protocol.SENTINEL + b"".join(protocol.encode(message, payload) for message, payload in said)
+    for seed in range(50):
+        rng = random.Random(seed)
+        decoder = protocol.Decoder(expect_sentinel=True)
+        heard, at = [], 0
+        while at < len(stream):
+            step = rng.randint(1, 40)
+            heard += list(decoder.feed(stream[at : at + step]))
+            at += step
+        assert [({k: v for k, v in message.items() if k != "size"}, payload) for message, payload in heard] == said
+
+
+@pytest.mark.parametrize("noise", [b"STOKER-AGENT 99\n", b"x" * 70000])
+def test_protocol_refuses_another_version_and_endless_greetings(noise: bytes) -> None:
+    with pytest.raises(protocol.ProtocolError):
+        list(protocol.Decoder(expect_sentinel=True).feed(noise))
+
+
+def test_beats_come_through_and_old_ones_are_dropped_not_mixed_up() -> None:
+    memory = mmap.mmap(-1, beats.SIZE)
+    writer, reader = beats.Writer(memory, 7), beats.Reader(memory)
+    assert reader.new() == []
+    for step in range(5):
+        writer.beat(1000 + step, step, 1)
+    writer.beat(2000, 9, 0, beats.FROM_SCRIPT | beats.HAS_LOSS, 2.5)
+    got = reader.new()
+    assert [beat.step for beat in got] == [0, 1, 2, 3, 4, 9]
+    assert got[-1].loss == 2.5 and got[-1].tokens is None and got[0].loss is None
+    for step in range(1000):
+        writer.beat(step, step)
+    late = reader.new()
+    assert [beat.step for beat in late] == list(range(1000 - beats.SLOTS + 1, 1000))
+    writer.phase("eval")
+    assert reader.phase == "eval"
+
+
+@shape
+class _Sample:
+    count: int = option("how many", default=3)
+    name: str | None = option("a name", default=None)
+    fast: bool = option("quickly", default=False)
+
+
+def test_shape_is_frozen_typed_and_comparable() -> None:
+    one = _Sample(count=4)
+    assert one == replace(_Sample(), count=4) and one != _Sample() and hash(one) == hash(_Sample(4))
+    assert as_json({"x": (one,)}) == {"x": [{"count": 4, "name": None, "fast": False}]}
+    with pytest.raises(AttributeError):
+        one.count = 5  # type: ignore[misc]
+    with pytest.raises(TypeError, match="no field 'colour'"):
+        _Sample(colour="red")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="needs 'status'"):
+        Verdict()  # type: ignore[call-arg]
+
+
+def test_settings_layers_and_the_near_key() -> None:
+    layers = from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"), from_environment(_Sample, "PET_", {"PET_COUNT": "8", "PET_NAME": "x"}), {"name": "y"}
+    assert build(_Sample, *layers) == _Sample(8, "y", True)
+    with pytest.raises(Refusal, match="unknown key 'coutn'; did you mean count"):
+        from_mapping(_Sample, {"coutn": 1}, "file")
+    with pytest.raises(Refusal, match="count"):
+        from_mapping(_Sample, {"count": [1]}, "file")
+
+
+def test_suggestions_know_abbreviations() -> None:
+    flags = ["--nproc-per-node", "--grace", "--name", "--gpus"]
+    assert suggest("--nprc", flags) == "; did you mean --nproc-per-node?"
+    assert suggest("--zzzzzzzz", flags) == ""
+
+
+def test_verdict_survives_json_and_a_newer_writer() -> None:
+    verdict = Verdict("failed", "rank.exit", "x", 3, rank=1, evidence=("a",), fix=("b",))
+    assert Verdict.from_json({**verdict.to_json(), "added_later": 1}) == verdict

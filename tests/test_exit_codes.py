@@ -1,0 +1,147 @@
+"""The true exit code and the guilty rank, from real ranks that die in every way."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from conftest import Stoker
+from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.control.verdict.judge import judge
+
+# A job without torch: ranks meet over a socket and lose each other as gloo's would.
+PAIR = """
+import os, socket, sys, time, signal
+rank, how = int(os.environ["RANK"]), sys.argv[1]
+addr = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == 0:
+    store = socket.socket(); store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1); store.bind(addr); store.listen()
+    peer, _ = store.accept()
+else:
+    deadline = time.time() + 20
+    while True:
+        try:
+            peer = socket.create_connection(addr); break
+        except ConnectionRefusedError:
+            assert time.time() < deadline; time.sleep(0.01)
+for step in range(100):
+    if rank == 1 and step == 20:
+        if how == "raise": raise ValueError("boom " + "x" * 3)
+        if how == "exit3": sys.exit(3)
+        if how == "exit0": os._exit(0)
+        if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+        if how == "segv": os.kill(os.getpid(), signal.SIGSEGV)
+        if how == "term": os.kill(os.getpid(), signal.SIGTERM)
+        if how == "import": import no_such_module_at_all
+    peer.send(b"x")
+    if not peer.recv(1): raise ConnectionResetError("Connection closed by peer")
+print("done", rank)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "cause", "retryable"),
+    [
+        ("raise", 1, "rank.exception", True),
+        ("exit3", 3, "rank.exit", True),
+        ("exit0", 70, "rank.early-exit", False),
+        ("kill", 137, "rank.killed", True),
+        ("segv", 139, "rank.crash", True),
+        ("term", 143, "rank.signal", True),
+        ("import", 1, "env.import", False),
+    ],
+)
+def test_rank_1_ends_badly(stoker: Stoker, how: str, code: int, cause: str, retryable: bool) -> None:
+    done = stoker("run", "--nproc-per-node", "2", stoker.script("pair.py", PAIR), how)
+    assert done.code == code
+    told = json.loads(stoker("why", "--json").out)
+    assert (told["cause"], told["rank"], told["exit_code"], told["retryable"], told["schema"]) == (cause, 1, code, retryable, 1)
+    assert f"stoker: rank 1 (CPU1)" in done.err
+    if how == "raise":
+        assert "ValueError: boom xxx" in told["summary"] and "pair.py:17" in told["summary"]
+        assert json.loads((done.run_dir / "attempt-0/rank-1.error.json").read_text())["time_ns"] > 0
+    if how == "segv":
+        assert "pair.py" in (done.run_dir / "attempt-0/rank-1.stack.txt").read_text()
+
+
+def test_all_good_is_zero(stoker: Stoker) -> None:
+    done = stoker("run", "--nproc-per-node", "2", stoker.script("pair.py", PAIR), "none")
+    assert done.code == 0 and done.verdict["status"] == "completed"
+    assert sorted(done.out.splitlines()) == ["CPU0:done 0", "CPU1:done 1"]
+
+
+def test_the_environment_is_torchruns(stoker: Stoker) -> None:
+    script = stoker.script("env.py", "import os, json, sys; print(json.dumps(dict(os.environ)))")
+    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-id", "job7", "--role", "trainer", "--env", "MINE=1", script)
+    envs = [json.loads(done.log(rank)) for rank in (0, 1)]
+    for rank, env in enumerate(envs):
+        want = {
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "trainer", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_USE_AGENT_STORE": "False", "GPU_RANK": str(rank), "MINE": "1",
+            "OMP_NUM_THREADS": "4", "STOKER_RUN_ID": done.run_dir.name, "STOKER_RUN_DIR": str(done.run_dir),
+        }  # fmt: skip
+        assert {key: env.get(key) for key in want} == want
+        assert not [key for key in env if key.startswith("STOKER_SHIM")]
+    assert envs[0]["MASTER_PORT"] == envs[1]["MASTER_PORT"]
+
+
+def test_restart_with_a_fresh_port_and_the_attempts_apart(stoker: Stoker) -> None:
+    script = stoker.script(
+        "flaky.py",
+        "import os, sys, signal\nn = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nprint('try', n, os.environ['MASTER_PORT'])\n"
+        "if n < 2 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n",
+    )
+    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "3", "--notify", "cat >> notified", script)
+    assert done.code == 0
+    ports = [done.log(1, attempt).split()[2] for attempt in range(3)]
+    assert len(set(ports)) == 3
+    assert [event["cause"] for event in done.events if event["event"] == "restart"] == ["rank.killed", "rank.killed"]
+    notified = (stoker.cwd / "notified").read_text()
+    assert notified.count('"rank.killed"') == 2 and '"completed"' in notified
+
+
+@pytest.mark.parametrize(("text", "attempts"), [("import nowhere_to_be_found", 1), ("raise KeyError('same')", 2), ("import sys; sys.exit(4)", 2)])
+def test_what_can_not_succeed_is_not_tried_again(stoker: Stoker, text: str, attempts: int) -> None:
+    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "5", stoker.script("bad.py", text))
+    assert done.code in (1, 4)
+    assert len(list(done.run_dir.glob("attempt-*"))) == attempts
+    assert attempts == 1 or "deterministic" in done.verdict["evidence"][-1]
+
+
+def end(rank: int, code: int | None, time: float, error: RankError | None = None, **more: object) -> RankEnd:
+    return RankEnd(rank, "", f"CPU{rank}", 100 + rank, code, time, error=error, **more)  # type: ignore[arg-type]
+
+
+LOST = RankError("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", "t.py", 3, "f", "", 5_000_000_000)
+REAL = RankError("ValueError", "boom", "t.py", 9, "f", "", 6_000_000_000)
+NCCL = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE)"
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank", "cause"),
+    [
+        # the victim is seen first, but its failure is the echo of rank 1's
+        ([end(0, 1, 5.0, LOST), end(1, 1, 6.0, REAL)], 1, "rank.exception"),
+        # rank 1 reported its exception and was then stopped by us
+        ([end(0, 1, 5.0, LOST), end(1, -15, 6.0, REAL, ours=True)], 1, "rank.exception"),
+        ([end(0, 1, 5.0, LOST), end(1, 0, 4.9)], 1, "rank.early-exit"),
+        ([end(0, -6, 9.0, tail=NCCL), end(1, -9, 4.0)], 1, "rank.killed"),
+        ([end(0, -6, 9.0, tail=NCCL), end(1, 0, 4.0)], 1, "rank.early-exit"),
+        ([end(0, -15, 9.0, ours=True), end(1, 3, 4.0)], 1, "rank.exit"),
+        ([end(0, 1, 5.0, LOST), end(1, 1, 5.1, LOST)], 0, "rank.exception"),
+        ([end(0, -9, 5.0, oom_killed=True), end(1, 1, 5.1, LOST)], 0, "oom.host"),
+        ([end(0, 1, 5.0, RankError("DistNetworkError", "EADDRINUSE: port: 29500 address already in use")), end(1, 1, 5.1, LOST)], 0, "net.port-in-use"),
+        # a rank that finished first is not guilty of what another did by itself
+        ([end(0, 0, 3.0), end(1, 1, 6.0, REAL)], 1, "rank.exception"),
+    ],
+)
+def test_cause_before_consequence(ends: list[RankEnd], rank: int, cause: str) -> None:
+    verdict = judge(Evidence(len(ends), tuple(ends)))
+    assert (verdict.rank, verdict.cause) == (rank, cause)
+
+
+def test_no_evidence_is_said_to_be_unknown() -> None:
+    verdict = judge(Evidence(2, (end(0, -15, 1.0, ours=True),)))
+    assert verdict.cause == "unknown" and verdict.exit_code == 70 and not verdict.retryable

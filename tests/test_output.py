@@ -1,0 +1,123 @@
+"""What ranks print: every byte in the file, whole lines on the console, nobody held up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import Stoker, wait_for
+
+
+def test_every_byte_arrives_in_order(stoker: Stoker) -> None:
+    """stdout and stderr interleaved, carriage returns, bytes that are no text, a 10 MB line, no last newline."""
+    script = stoker.script(
+        "bytes.py",
+        "import os, sys\nw = os.write\n"
+        "w(1, b'out 1\\n'); w(2, b'err 1\\n'); w(1, b'out 2\\n'); w(2, b'err 2\\n')\n"
+        "for i in range(0, 101, 10): w(2, b'\\r%3d%%|' % i + b'#' * (i // 10))\n"
+        "w(2, b'\\n'); w(1, bytes(range(256)) + b'\\n'); w(1, b'L' * 10_000_000 + b'\\n'); w(1, b'the end')\n",
+    )
+    with open(stoker.cwd / "console", "wb") as console:
+        run = stoker.start("run", "--nproc-per-node", "2", "--quiet", script, stdout=console, stderr=console)
+        assert run.wait(60) == 0
+    bar = b"".join(b"\r%3d%%|" % i + b"#" * (i // 10) for i in range(0, 101, 10))
+    want = b"out 1\nerr 1\nout 2\nerr 2\n" + bar + b"\n" + bytes(range(256)) + b"\n" + b"L" * 10_000_000 + b"\nthe end"
+    done = stoker.result()
+    assert done.log(0) == want and done.log(1) == want
+    shown = (stoker.cwd / "console").read_bytes()
+    for rank in (b"CPU0:", b"CPU1:"):
+        assert rank + b"L" * 10_000_000 + b"\n" in shown
+        assert rank + b"the end\n" in shown and rank + b"err 2\n" in shown
+        assert b"\r" + rank + b" 10%|#\r" in shown
+        assert rank + bytes(range(11, 13)) not in shown
+
+
+def test_stdout_and_stderr_stay_apart_where_the_caller_keeps_them_apart(stoker: Stoker) -> None:
+    done = stoker("run", stoker.script("two.py", "import sys\nprint('to out')\nprint('to err', file=sys.stderr)\n"))
+    assert done.out == "CPU0:to out\n" and "CPU0:to err\n" in done.err and "to err" not in done.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "out", "err"),
+    [
+        (["--show", "0"], {"0 out"}, {"0 err"}),
+        (["--show", "errors"], set(), {"0 err", "1 err"}),
+        (["--show", "none"], set(), set()),
+        (["--local-ranks-filter", "1"], {"1 out"}, {"1 err"}),
+        (["--redirects", "1"], set(), {"0 err", "1 err"}),
+        (["-r", "0:3"], {"1 out"}, {"1 err"}),
+        (["--tee", "3"], {"0 out", "1 out"}, {"0 err", "1 err"}),
+    ],
+)
+def test_what_the_console_gets(stoker: Stoker, flags: list[str], out: set[str], err: set[str]) -> None:
+    script = stoker.script("say.py", "import os, sys\nr = os.environ['RANK']\nprint(r, 'out')\nprint(r, 'err', file=sys.stderr)\n")
+    done = stoker("run", "--nproc-per-node", "2", *flags, script)
+    assert {line.partition(":")[2] for line in done.out.splitlines()} == out
+    assert {line.partition(":")[2] for line in done.err.splitlines() if line.startswith("CPU")} == err
+    assert all(sorted(done.log(rank).splitlines()) == [b"%d err" % rank, b"%d out" % rank] for rank in (0, 1))
+
+
+def test_log_dir_has_torchruns_layout(stoker: Stoker) -> None:
+    script = stoker.script("say.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
+    done = stoker("run", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "0:2", "--tee", "1:1", script)
+    base = stoker.cwd / "logs" / done.run_dir.name / "attempt_0"
+    found = {str(path.relative_to(base)): path.read_text() for path in base.rglob("*.log")}
+    assert found == {"0/stderr.log": "err\n", "1/stdout.log": "out\n"}
+
+
+def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
+    """Rank 0 prints 200 MB into a console that reads nothing; rank 1 must not notice, and the file must be whole."""
+    script = stoker.script(
+        "flood.py",
+        "import os, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    line = b'x' * 99 + b'\\n'\n    block = line * 10_000\n"
+        "    for _ in range(200):\n        sent = 0\n        while sent < len(block): sent += os.write(1, block[sent:])\n"
+        "else:\n    for i in range(20): print('tick', i, time.time(), flush=True); time.sleep(0.05)\n",
+    )
+    read, write = os.pipe()
+    try:
+        run = stoker.start("run", "--nproc-per-node", "2", script, stdout=write, stderr=write)
+        os.close(write)
+        done = stoker.result()
+        assert wait_for(lambda: True if (stoker.cwd / "runs/latest/verdict.json").exists() else None, 60)
+        size = (done.run_dir / "attempt-0/rank-0.log").stat().st_size
+        assert size == 200 * 10_000 * 100
+        ticks = [float(line.split()[2]) for line in done.log(1).splitlines()]
+        assert len(ticks) == 20
+        shown = b""
+        while data := os.read(read, 1 << 20):
+            shown += data
+        assert run.wait(20) == 0
+    finally:
+        os.close(read)
+    lines = [line for line in shown.split(b"\n") if b"CPU0:" in line]
+    assert all(line == b"CPU0:" + b"x" * 99 for line in lines), "a torn line on the console"
+    skipped = [int(line.split()[1]) for line in shown.split(b"\n") if b"lines skipped here" in line]
+    assert sum(skipped) + len(lines) + shown.count(b"CPU1:") == 2_000_020
+
+
+def test_a_dead_console_does_not_end_the_run(stoker: Stoker) -> None:
+    script = stoker.script("many.py", "import time\nfor i in range(200): print('line', i, flush=True); time.sleep(0.005)\n")
+    command = f"{sys.executable} -m stoker run {script} 2>/dev/null | head -1"
+    done = subprocess.run(["sh", "-c", command], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=60, check=True)
+    assert done.stdout == b"CPU0:line 0\n"
+    assert wait_for(lambda: True if (stoker.cwd / "runs/latest/verdict.json").exists() else None, 20)
+    assert stoker.result().verdict["status"] == "completed"
+    assert stoker.result().log(0).count(b"\n") == 200
+
+
+def test_output_is_seen_while_it_is_printed(stoker: Stoker) -> None:
+    script = stoker.script("slow.py", "import time\nprint('early')\ntime.sleep(30)\n")
+    run = stoker.start("run", "--quiet", script)
+    assert run.stdout is not None
+    began = time.monotonic()
+    while b"early" not in run.stdout.readline():
+        continue
+    assert time.monotonic() - began < 20
+    run.terminate()
+    assert run.wait(10) == 143

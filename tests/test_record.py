@@ -1,0 +1,184 @@
+"""The run directory and the commands that read it: runs, why, logs, attach, stop; detached and named runs; secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker, tagged, wait_for
+from stoker.control.record import reader, redact
+
+COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
+
+
+def test_run_json_says_what_ran_and_keeps_no_secret(stoker: Stoker) -> None:
+    secrets = {
+        "HF_TOKEN": "hf_abcdefghijklmnopqrstuv", "AWS_SECRET_ACCESS_KEY": "zzzsecretzzz", "DATABASE_URL": "postgres://me:hunter2secret@db/x",
+        "INNOCENT": "sk-abcdefghijklmnopqrstuvwxyz123", "MY_PASSWORD": "topsecret",
+    }  # fmt: skip
+    script = stoker.script("ok.py", "print('ok')")
+    done = stoker("run", "--env", "WANDB_API_KEY=verysecret", script, "--api-key", "argsecret", "--hf_token=hf_zyxwvutsrqponmlkjihg", "--max-tokens", "256", env=secrets)
+    assert done.code == 0
+    for path in done.run_dir.rglob("*"):
+        if path.is_file():
+            text = path.read_text(errors="replace")
+            for value in (*secrets.values(), "hunter2secret", "verysecret", "argsecret", "hf_zyxwvutsrqponmlkjihg"):
+                assert value not in text, f"{value} in {path.name}"
+    run = json.loads((done.run_dir / "run.json").read_text())
+    assert run["schema"] == 1 and run["script"] == "ok.py" and run["plan"]["world_size"] == 1 and run["versions"]["python"]
+    assert run["args"][-2:] == ["--max-tokens", "256"] and run["environment"]["HF_TOKEN"] == redact.HIDDEN and run["config_hash"]
+    assert set(run["environment"]) >= {"PATH"} and run["environment"]["PATH"] == os.environ["PATH"]
+
+
+def test_runs_why_and_logs(stoker: Stoker) -> None:
+    stoker("run", "--name", "good", stoker.script("g.py", "print('fine')"))
+    stoker("run", "--name", "bad", stoker.script("b.py", "print('before'); raise SystemExit(7)"))
+    rows = json.loads(stoker("runs", "--json").out)["runs"]
+    assert [(row["name"], row["status"], row["cause"], row["exit_code"]) for row in rows] == [("good", "completed", None, 0), ("bad", "failed", "rank.exit", 7)]
+    table = stoker("runs").out
+    assert "completed" in table and "rank.exit" in table
+    assert "exit code 7" in stoker("why").out and "completed" in stoker("why", "good").out
+    assert stoker("logs", "--rank", "0").out == "before\n" and stoker("logs", "good").out == "fine\n"
+    for words, says in ((["why", "baad"], "did you mean"), (["logs", "--rank", "5"], "no rank 5"), (["logs", "--attempt", "3"], "no attempt 3")):
+        refused = stoker(*words)
+        assert refused.code == 66 and says in refused.err and refused.err.count("\n") == 1
+    assert stoker("why", "--runs-dir", "nowhere").code == 66
+
+
+def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
+    script = stoker.script(
+        "resume.py",
+        "import os, sys, json, stoker\nfound = stoker.resume()\nprint('resume', found and os.path.basename(found))\n"
+        "base = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\nos.makedirs(base, exist_ok=True)\n"
+        "if not found:\n"
+        "    for step, whole in ((9, True), (10, True), (11, False)):\n"
+        "        d = os.path.join(base, f'step-{step}'); os.makedirs(d); open(os.path.join(d, 'w.bin'), 'wb').write(b'x' * 10)\n"
+        "        json.dump({'files': {'w.bin': {'size': 10 if whole else 20}}}, open(os.path.join(d, 'manifest.json'), 'w'))\n"
+        "    os.makedirs(os.path.join(base, 'step-12')); open(os.path.join(base, 'step-13.tmp'), 'w')\n    sys.exit(4)\n",
+    )
+    first = stoker("run", "--name", "exp", script)
+    assert first.code == 4 and first.log(0) == b"resume None\n"
+    where = first.run_dir
+    again = stoker("run", "--name", "exp", script)
+    assert again.code == 0 and again.run_dir == where and again.log(0, 1) == b"resume step-10\n" and "going on with run" in again.err
+    other = stoker("run", "--name", "exp", script, "another-argument")
+    assert other.run_dir != where and "is complete: this is a new run" in other.err
+
+
+def test_two_starts_of_one_name_do_not_share_it(stoker: Stoker) -> None:
+    run = stoker.start("run", "--name", "exp", stoker.script("c.py", COUNT), "100")
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) else None, 20)
+    refused = stoker("run", "--name", "exp", "c.py", "100")
+    assert refused.code == 69 and "is running" in refused.err
+    run.terminate()
+    assert run.wait(10) == 143
+
+
+def test_detach_attach_and_stop(stoker: Stoker) -> None:
+    script = stoker.script("c.py", COUNT)
+    began = time.monotonic()
+    done = stoker("run", "--detach", "--name", "bg", "--nproc-per-node", "2", script, "400", timeout=20)
+    assert done.code == 0 and time.monotonic() - began < 15
+    assert "stoker attach" in done.out and "stoker stop" in done.out
+    assert json.loads(stoker("runs", "--json").out)["runs"][0]["status"] == "running"
+    launcher = json.loads((done.run_dir / "run.json").read_text())["launcher"]["pid"]
+    assert os.getsid(launcher) not in (os.getsid(0), launcher)
+    attached = stoker.start("attach", "bg", stderr=subprocess.PIPE)
+    assert attached.stdout is not None
+    lines = {attached.stdout.readline().partition(b":")[0] for _ in range(40)}
+    assert {b"CPU0", b"CPU1"} <= lines
+    attached.send_signal(signal.SIGINT)
+    assert attached.wait(5) == 0
+    assert json.loads(stoker("why", "--json").out)["status"] == "running"
+    stopped = stoker("stop", "bg")
+    assert stopped.code == 0 and "is stopped" in stopped.out
+    assert done.verdict["status"] == "stopped" and done.verdict["exit_code"] == 143
+    assert "not running" in stoker("stop", "bg").out
+
+
+def test_attach_ends_with_the_runs_exit_code(stoker: Stoker) -> None:
+    stoker("run", "--detach", stoker.script("f.py", "import time; time.sleep(1); print('bye'); raise SystemExit(6)"))
+    attached = stoker("attach", timeout=20)
+    assert attached.code == 6 and "CPU0:bye\n" in attached.out and "ended with exit code 6" in attached.out
+
+
+def test_stop_now_takes_no_grace(stoker: Stoker) -> None:
+    ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(100)\n"
+    done = stoker("run", "--detach", stoker.script("i.py", ignore))
+    assert wait_for(lambda: True if done.log(0) else None, 20)
+    began = time.monotonic()
+    assert stoker("stop", "--now").code == 0 and time.monotonic() - began < 10
+    assert done.verdict["exit_code"] == 131
+
+
+def test_a_refusal_is_heard_through_detach(stoker: Stoker) -> None:
+    done = stoker("run", "--detach", "missing.py")
+    assert done.code == 66 and "no script missing.py" in done.err and not (stoker.cwd / "runs").exists()
+
+
+def test_logs_follow_until_the_end(stoker: Stoker) -> None:
+    run = stoker.start("run", stoker.script("c.py", COUNT), "30")
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) else None, 20)
+    followed = stoker("logs", "--follow", "--rank", "0")
+    assert followed.out.splitlines() == [f"step {i}" for i in range(30)]
+    assert run.wait(10) == 0
+
+
+def test_four_words_outside_a_run_do_nothing(tmp_path: Path) -> None:
+    code = "import stoker; stoker.beat(step=1, loss=0.5); stoker.mark('x'); stoker.phase('eval'); print(stoker.resume())"
+    env = {key: value for key, value in os.environ.items() if not key.startswith("STOKER_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    assert done.stdout == "None\n" and done.stderr == "" and list(tmp_path.iterdir()) == []
+
+
+def test_beats_phases_and_marks_reach_the_record(stoker: Stoker) -> None:
+    script = stoker.script(
+        "words.py",
+        "import os, time, stoker\nfor i in range(30): stoker.beat(step=i, loss=1.0 / (i + 1), tokens=100); time.sleep(0.05)\n"
+        "stoker.phase('eval'); stoker.mark('HALF')\npid = os.fork()\n"
+        "if pid == 0: stoker.beat(step=999); stoker.mark('CHILD'); os._exit(0)\nos.waitpid(pid, 0)\n",
+    )
+    done = stoker("run", "--nproc-per-node", "2", script)
+    assert done.code == 0
+    kinds = [(event["event"], event.get("rank"), event.get("name")) for event in done.events if event["event"] in ("first-step", "phase", "mark")]
+    assert sorted(kinds, key=str) == sorted([(kind, rank, name) for rank in (0, 1) for kind, name in (("first-step", None), ("phase", "eval"), ("mark", "HALF"))], key=str)
+    assert {event["steps"] for event in done.events if event["event"] == "rank-exit"} == {29}
+
+
+def test_a_torn_record_is_read_as_far_as_it_goes(stoker: Stoker) -> None:
+    done = stoker("run", stoker.script("ok.py", "print('ok')"))
+    with open(done.run_dir / "events.jsonl", "ab") as file:
+        file.write(b'{"event": "half')
+    (done.run_dir / "verdict.json").write_text('{"status": "comp')
+    assert json.loads(stoker("why", "--json").out)["cause"] == "launch.killed"
+    assert [event["event"] for event in reader.events(str(done.run_dir))][-1] == "verdict"
+    (stoker.cwd / "runs" / "junk").mkdir()
+    (stoker.cwd / "runs" / "junk" / "run.json").write_text("not json")
+    assert len(json.loads(stoker("runs", "--json").out)["runs"]) == 1
+
+
+@pytest.mark.parametrize("failing", [True, False])
+def test_notify_gets_the_verdict(stoker: Stoker, failing: bool) -> None:
+    code = 3 if failing else 0
+    command = "cat > told; echo $STOKER_NOTIFY >> told; exit 5"
+    done = stoker("run", "--notify", command, stoker.script("n.py", f"raise SystemExit({code})"))
+    assert done.code == code and "--notify ended with 5" in done.err
+    text, what = (stoker.cwd / "told").read_text().rsplit("}", 1)
+    assert json.loads(text + "}")["exit_code"] == code and what.strip() == "ended"
+
+
+def test_no_leftovers_helper_sees_what_it_should(stoker: Stoker) -> None:
+    """The check every test relies on must be able to fail."""
+    stray = subprocess.Popen(["sleep", "60"], env={"STOKER_RUN_ID": "x", "STOKER_RUN_DIR": str(stoker.cwd / "runs/x")})
+    try:
+        assert wait_for(lambda: tagged(stoker.cwd) or None, 5)
+    finally:
+        stray.kill()
+        stray.wait()
