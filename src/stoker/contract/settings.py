@@ -62,13 +62,20 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
         groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
 
 
+def _read(convert: Callable[[str], Any], text: str) -> Any:
+    try:
+        return convert(text)
+    except ValueError as problem:
+        plain = {int: f"{text!r} is not a whole number", float: f"{text!r} is not a number"}.get(convert)  # type: ignore[call-overload]
+        raise ValueError(plain or str(problem)) from problem
+
+
 def _reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     def read(text: str) -> Any:
         try:
-            return convert(text)
+            return _read(convert, text)
         except ValueError as problem:
-            plain = {int: f"{text!r} is not a whole number", float: f"{text!r} is not a number"}.get(convert)  # type: ignore[call-overload]
-            raise argparse.ArgumentTypeError(plain or str(problem)) from problem
+            raise argparse.ArgumentTypeError(str(problem)) from problem
 
     return read
 
@@ -120,7 +127,7 @@ def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
             raise ValueError(f"{value!r} is not a single value")
         convert = spec.parse or {"int": int, "float": float}.get(kind, str)
         choices = spec.choices
-        result = convert(str(value))
+        result = _read(convert, str(value))
         if choices and result not in choices:
             raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
         return result

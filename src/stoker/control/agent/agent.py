@@ -17,6 +17,7 @@ import time
 from typing import Any
 
 from stoker.contract import protocol
+from stoker.contract.names import Refusal
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.gate import Gate
 from stoker.control.agent.ladder import StopLadder
@@ -179,7 +180,10 @@ class Agent:
             return False  # end of file: the coordinator is gone, or done with us
         self._last_heard = time.monotonic()
         for order, _ in self._decoder.feed(data):
-            self._obey(order)
+            try:
+                self._obey(order)
+            except Refusal as refusal:
+                self._say({"is": "refused", "line": refusal.line, "code": refusal.code})
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -294,7 +298,9 @@ class Agent:
 
     def _read_stream(self, handle: int) -> bool:
         """One chunk; False when there is nothing more for now."""
-        rank = self._streams[handle]
+        rank = self._streams.get(handle)
+        if rank is None:  # closed by an event of the same batch: its rank's end was collected first
+            return False
         try:
             data = os.read(handle, CHUNK)
         except BlockingIOError:

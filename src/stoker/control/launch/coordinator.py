@@ -49,12 +49,13 @@ class Coordinator:
         self._output: Output | None = None
         self._early_said: set[int] = set()
         self._endpoint: tuple[str, int] | None = None
-        self._muster = Muster(request, link, self._signals, self._say)
+        self._link = link
 
     # ---- the whole run ----
 
     def run(self) -> int:
         try:
+            self._muster = Muster(self.request, self._link, self._signals, self._say)
             try:
                 self._catch_signals()
                 verdict = self._run()

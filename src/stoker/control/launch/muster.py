@@ -85,6 +85,9 @@ class Muster:
             if not waiting:
                 return
             for member in waiting:
+                refused = self._answers[member.host].get("refused")
+                if refused:
+                    raise Refusal(refused["line"], refused["code"])
                 where = f"host {member.host}" if member.host else "this machine"
                 if member.gone:
                     raise Refusal(f"the agent on {where} is gone: {member.gone}", EX_UNAVAILABLE, cause="host.agent")

@@ -1,0 +1,220 @@
+"""Bad input: one clear line, an exit code of the documented band, nothing started, nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, gpu_json
+
+OK = "print('ran')"
+
+
+def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, env: dict[str, str] | None = None) -> str:
+    before = sorted(os.listdir(stoker.cwd))
+    done = stoker(*args, env=env)
+    assert done.code == code, done.err
+    assert says in done.err and done.err.startswith("stoker: ") and "Traceback" not in done.err
+    assert done.err.count("\n") == lines, done.err
+    assert "ran" not in done.out and sorted(os.listdir(stoker.cwd)) == before
+    return done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["missing.py"], 66, "no script missing.py"),
+        (["okk.py"], 66, "did you mean ok.py?"),
+        (["."], 66, ". is a folder"),
+        (["-m", "no.such.module"], 66, "no module no.such.module"),
+        (["--no-python", "no-such-program"], 66, "no program 'no-such-program'"),
+        (["--nproc-per-node", "0", "ok.py"], 64, "from 1 up"),
+        (["--nproc-per-node", "-1", "ok.py"], 64, "--nproc-per-node"),
+        (["--nproc-per-node", "1e9", "ok.py"], 64, "whole number"),
+        (["--nproc-per-node", "1000000000", "ok.py"], 69, "processes"),
+        (["--nproc-per-node", "gpu", "ok.py"], 69, "this machine has none"),
+        (["--gpus", "9", "ok.py"], 69, "this machine has none"),
+        (["--master-port", "80", "ok.py"], 64, "1024"),
+        (["--master-port", "70000", "ok.py"], 64, "65535"),
+        (["--master-port", "x", "ok.py"], 64, "not a whole number"),
+        (["--rdzv-endpoint", "host:http", "ok.py"], 64, "HOST:PORT"),
+        (["--max-restarts", "-2", "ok.py"], 64, "from 0 up"),
+        (["--nprc-per-node", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
+        (["--nnodes", "2", "ok.py"], 64, "--hosts"),
+        (["--nnodes", "x", "ok.py"], 64, "number of machines"),
+        (["--ram-limit", "lots", "ok.py"], 64, "not a size"),
+        (["--wait", "soon", "ok.py"], 64, "not a duration"),
+        (["--init-slots", "0", "ok.py"], 64, "from 1 up"),
+        (["--show", "5", "ok.py"], 64, "ranks from 0 to 0"),
+        (["--redirects", "7", "ok.py"], 64, "names no streams"),
+        (["--env", "1X=2", "ok.py"], 64, "NAME=VALUE"),
+        (["--env", "NOT_SET_HERE", "ok.py"], 64, "not set here"),
+        (["--name", "a/b", "ok.py"], 64, "name of a folder"),
+        (["--signals-to-handle", "SIGNOPE", "ok.py"], 64, "no signal 'SIGNOPE'"),
+        (["--config", "absent.yaml", "ok.py"], 66, "absent.yaml is not there"),
+        (["--config", "broken.yaml", "ok.py"], 65, "is not YAML at line 3"),
+        (["--config", "list.yaml", "ok.py"], 65, "holds a list"),
+        (["--config", "typo.yaml", "ok.py"], 78, "unknown key 'max_restart'; did you mean max_restarts?"),
+        (["--config", "value.yaml", "ok.py"], 78, "max-restarts: 'many' is not a whole number"),
+        (["--hosts", "a,a", "ok.py"], 64, "name each host once"),
+        (["--hosts", "-oProxyCommand=x", "ok.py"], 64, "expected one argument"),
+        ([], 64, "what shall run?"),
+    ],
+)
+def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> None:
+    stoker.script("ok.py", OK)
+    for name, text in (("broken.yaml", "a: 1\nb: [1,\n"), ("list.yaml", "- 1\n"), ("typo.yaml", "max_restart: 3\n"), ("value.yaml", "max-restarts: many\n")):
+        stoker.script(name, text)
+    refused(stoker, "run", *words, code=code, says=says)
+
+
+def test_a_syntax_error_is_shown_with_its_own_caret(stoker: Stoker) -> None:
+    text = refused(stoker, "run", stoker.script("bad.py", "x = 1\ndef f(:\n    pass\n"), code=65, says="does not parse", lines=5)
+    assert 'File "bad.py", line 2' in text and "    def f(:\n          ^\n" in text
+
+
+def test_unknown_command_and_bare_call(stoker: Stoker) -> None:
+    refused(stoker, "rnu", code=64, says="did you mean run?")
+    assert stoker().code == 64 and "usage: stoker COMMAND" in stoker("--help").out
+
+
+def test_config_file_flags_and_environment_in_order(stoker: Stoker) -> None:
+    stoker.script("c.yaml", "nproc-per-node: 3\nname: from-file\n")
+    script = stoker.script("ok.py", OK)
+    assert len(stoker("run", "--config", "c.yaml", script).out.splitlines()) == 3
+    assert len(stoker("run", "--config", "c.yaml", script, env={"PET_NPROC_PER_NODE": "2"}).out.splitlines()) == 2
+    assert len(stoker("run", "--config", "c.yaml", "--nproc_per_node=1", script, env={"PET_NPROC_PER_NODE": "2"}).out.splitlines()) == 1
+    assert "from-file" in stoker.latest.name
+
+
+def test_torchrun_words_that_mean_nothing_here_are_said_so(stoker: Stoker) -> None:
+    flags = ["--standalone", "--nnodes=1", "--rdzv_backend=c10d", "--monitor-interval", "5", "--start_method", "spawn", "--node_rank=0", "--nproc_per_node=2"]
+    done = stoker("run", *flags, stoker.script("a.py", "import sys; print(sys.argv[1:])"), "--lr", "3", "--nproc-per-node", "9", "-m")
+    assert done.code == 0 and done.log(1) == b"['--lr', '3', '--nproc-per-node', '9', '-m']\n"
+    for flag in ("--rdzv-backend", "--monitor-interval", "--start-method", "--node-rank"):
+        assert done.err.count(f"{flag} has no effect here: ") == 1
+    assert "--standalone" not in done.err
+
+
+def test_a_port_that_is_taken(stoker: Stoker) -> None:
+    script = stoker.script("port.py", "import os; print('port', os.environ['MASTER_PORT'])")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        text = refused(stoker, "run", "--master-port", str(port), script, code=69, says=f"port {port} is in use by pid {os.getpid()}")
+        assert "pytest" in text
+        done = stoker("run", script, env={"MASTER_PORT": str(port)})
+        assert done.code == 0 and f"MASTER_PORT={port} is in use by pid {os.getpid()}" in done.err and done.log(0).split()[1] != str(port).encode()
+    done = stoker("run", "--master-port", str(port), script)
+    assert done.log(0).split()[1] == str(port).encode()
+
+
+def test_runs_dir_that_can_not_be_written(stoker: Stoker) -> None:
+    script = stoker.script("ok.py", OK)
+    stoker.script("afile", "")
+    refused(stoker, "run", "--runs-dir", "afile/runs", script, code=73, says="can't be written: Not a directory")
+    refused(stoker, "run", "--runs-dir", "/proc/nope", script, code=73, says="can't be written")
+
+
+def test_a_full_disk(stoker: Stoker) -> None:
+    full = stoker.cwd / "full"
+    full.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(full)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no right to mount a small file system: {mounted.stderr.strip()}")
+    try:
+        (full / "filler").write_bytes(b"x" * 64 * 1024)
+        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="No space left")
+        assert os.listdir(full) == ["filler"]
+        (full / "filler").unlink()
+        script = stoker.script("much.py", "print('x' * 300_000)\nprint('end')")
+        done = stoker("run", "--runs-dir", "full", script)
+        assert done.code == 0 and "could not be written (disk full?)" in done.err and "CPU0:end" in done.out
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
+def test_a_dead_nvml_library(stoker: Stoker) -> None:
+    """A file that is no library where the driver's library should be: a driver that does not answer, not a machine without GPUs."""
+    (stoker.cwd / "libnvidia-ml.so.1").write_text("this is not a library\n")
+    script = stoker.script("ok.py", OK)
+    env = {"LD_LIBRARY_PATH": str(stoker.cwd), "STOKER_MACHINE": ""}
+    refused(stoker, "run", script, code=69, says="the NVIDIA driver does not answer: libnvidia-ml.so.1 does not load", env=env)
+    done = stoker("run", "--nproc-per-node", "cpu", script, env=env)
+    assert done.code == 0 and "CPU rank" in done.err
+
+
+def test_gpus_end_to_end_on_a_recorded_machine(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    """Labels, GPU_RANK and visibility by physical number and UUID."""
+    script = stoker.script("g.py", "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['GPU_RANK'], e.get('CUDA_VISIBLE_DEVICES'), e['CUDA_DEVICE_ORDER'])")
+    uuids = [gpu_json(n)["uuid"] for n in range(4)]
+    done = stoker("run", "--gpus", "1,3", script, env=box(4))
+    assert sorted(done.out.splitlines()) == [f"GPU1:0 0 1 {uuids[1]},{uuids[3]} PCI_BUS_ID", f"GPU3:1 1 3 {uuids[1]},{uuids[3]} PCI_BUS_ID"]
+    assert "✓ Found 4 GPU(s), using 2 GPUs: GPU 1, GPU 3" in done.err
+    done = stoker("run", "--gpus", "1,3", "--isolate", script, env=box(4))
+    assert sorted(done.out.splitlines()) == [f"GPU1:0 0 1 {uuids[1]} PCI_BUS_ID", f"GPU3:1 0 3 {uuids[3]} PCI_BUS_ID"]
+    done = stoker("run", script, env=box(2))
+    assert sorted(done.out.splitlines()) == ["GPU0:0 0 0 None PCI_BUS_ID", "GPU1:1 1 1 None PCI_BUS_ID"]
+    done = stoker("run", "--nproc-per-node", "cpu", stoker.script("c.py", "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"), env=box(2, cores=2))
+    assert sorted(done.out.splitlines()) == ["CPU0:''", "CPU1:''"]
+    refused(stoker, "run", "--nproc-per-node", "3", script, code=69, says="3 ranks asked for and 2 GPUs usable", env=box(2))
+
+
+def test_two_launches_never_share_a_gpu(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    script = stoker.script("hold.py", "import os, time; print('on', os.environ['GPU_RANK'], flush=True); time.sleep(3)")
+    unique = [gpu_json(n, uuid=f"GPU-test-{os.getpid()}-{n}") for n in range(4)]
+    env = box(unique)
+    runs = [stoker.start("run", "--gpus", "any:1", "--quiet", "--name", f"r{n}", script, env=env, stderr=subprocess.PIPE) for n in range(4)]
+    shown = [run.communicate(timeout=40)[0].decode() for run in runs]
+    assert [run.returncode for run in runs] == [0] * 4
+    assert sorted(text.split()[1] for text in shown) == ["0", "1", "2", "3"]
+
+
+def test_waiting_for_a_gpu(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    unique = [gpu_json(0, uuid=f"GPU-wait-{os.getpid()}")]
+    env = box(unique)
+    holder = stoker.start("run", "--name", "holder", stoker.script("h.py", "import time; print('on', flush=True); time.sleep(4)"), env=env)
+    assert holder.stdout is not None
+    while b"on" not in holder.stdout.readline():
+        continue
+    refused(stoker, "run", stoker.script("ok.py", OK), code=69, says="GPU 0 is in use by run ", env=env)
+    short = stoker("run", "--wait", "1s", "ok.py", env=env)
+    assert short.code == 75 and "waited 1.0 s" in short.err
+    long = stoker("run", "--wait", "30s", "ok.py", env=env)
+    assert long.code == 0 and "waiting for up to" in long.err and "GPU0:ran" in long.out
+    assert holder.wait(10) == 0
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 9}', json.dumps({"schema": 1, "hostname": "x", "colour": 1})])
+def test_a_corrupt_recorded_machine(stoker: Stoker, text: str, tmp_path: Path) -> None:
+    stoker.script("corrupt.json", text)
+    done = stoker("run", stoker.script("ok.py", OK), env={"STOKER_MACHINE": str(tmp_path / "corrupt.json")})
+    assert done.code in (65, 69) and "corrupt.json" in done.err and "Traceback" not in done.err
+
+
+def test_help_and_completion(stoker: Stoker) -> None:
+    for command in ("run", "runs", "why", "logs", "attach", "stop", "completion"):
+        done = stoker(command, "--help")
+        assert done.code == 0 and f"stoker {command}" in done.out
+    script = stoker("completion", "bash").out
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0 and "--nproc-per-node" in script
+
+
+def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:
+    script = stoker.script("ok.py", OK)
+    before = sorted(os.listdir(stoker.cwd))
+    done = stoker("run", "--dry-run", "--json", "--nproc-per-node", "2", script)
+    plan: dict[str, Any] = json.loads(done.out)
+    assert [place["label"] for place in plan["places"]] == ["CPU0", "CPU1"] and plan["argv"] == [sys.executable, "ok.py"]
+    assert "would start 2 ranks" in stoker("run", "--dry-run", "--nproc-per-node", "2", script).out
+    assert sorted(os.listdir(stoker.cwd)) == before
