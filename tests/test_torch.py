@@ -1,0 +1,50 @@
+"""With torch in the ranks: beats from its optimizer hook, marks of its import, the gate around init_process_group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from conftest import Stoker
+
+pytest.importorskip("torch")
+
+TRAIN = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(int(sys.argv[1]))]
+for step in range(25):
+    for optimizer in optimizers:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+print("weight", model.module.weight.sum().item())
+dist.destroy_process_group()
+"""
+
+
+def test_beats_marks_and_memory_of_an_unmodified_script(stoker: Stoker) -> None:
+    """Two optimizers beat twice a step: a step is one optimizer's count."""
+    done = stoker("run", "--nproc-per-node", "2", stoker.script("train.py", TRAIN), "2")
+    assert done.code == 0, done.err
+    assert {event["steps"] for event in done.events if event["event"] == "rank-exit"} == {25}
+    marks = [(event["rank"], event["at"]) for event in done.events if event["event"] == "mem"]
+    assert sorted(marks) == [(rank, at) for rank in (0, 1) for at in ("POST-IMPORT", "POST-MODEL", "START")]
+    assert re.search(r"\[Rank 1\] MEM:POST-IMPORT RAM 0\.[1-9] GB \(rank\) ", done.err)
+    assert done.log(0) == done.log(1)
+
+
+def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
+    done = stoker("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("train.py", TRAIN), "1")
+    assert done.code == 0, done.err
+    locks = [(event["rank"], event["what"], event["why"]) for event in done.events if event["event"] == "lock"]
+    assert locks == [(0, "acquired", None), (1, "waiting", None), (0, "released", "INIT"), (1, "acquired", None), (1, "released", "INIT")]
+
+
+def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
+    script = stoker.script("die.py", TRAIN.replace("    for optimizer", "    if step == 20 and dist.get_rank() == 1: __import__('os')._exit(0)\n    for optimizer", 1))
+    done = stoker("run", "--nproc-per-node", "2", script, "1")
+    assert done.code == 70 and (done.verdict["cause"], done.verdict["rank"]) == ("rank.early-exit", 1)
+    assert "after step 20" in done.verdict["summary"]
