@@ -41,7 +41,8 @@ def host(tmp_path: Path) -> Iterator[list[str]]:
     )
     if os.getuid() == 0:
         Path("/run/sshd").mkdir(exist_ok=True)
-    server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "sshd_config")], stderr=open(home / "log", "wb"))
+    with open(home / "log", "wb") as log:
+        server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "sshd_config")], stderr=log)
     try:
         assert wait_for(lambda: True if _listens(port) else None, 10), (home / "log").read_text()
         options = [f"-p{port}", f"-i{home}/id", f"-oUserKnownHostsFile={home}/known_hosts", "-oGlobalKnownHostsFile=/dev/null", f"-l{getpass.getuser()}"]
