@@ -21,6 +21,7 @@ class RankError:
     traceback: str = ""
     time_ns: int = 0
     import_name: str = ""  # the module an ImportError could not find
+    late: bool = False  # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
 
 
 @shape

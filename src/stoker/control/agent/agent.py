@@ -38,6 +38,8 @@ BEATS_S = 0.5
 class Agent:
     def __init__(self, heart: int, life: int, guardian: int, stdin_fd: int) -> None:
         self._heart, self._life, self._stdin_fd = heart, life, stdin_fd
+        if stdin_fd >= 0:
+            os.set_inheritable(stdin_fd, False)  # for rank 0's own stdin only
         self._guardian = guardian
         self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
         self._locks = GpuLocks("")

@@ -63,6 +63,8 @@ class Hearing:
         rank = message["rank"]
         output.ended(rank)
         error = read_error(message.get("error")) or attempt.errors.get(rank)
+        if error is not None and error.late and message["code"] != 1:
+            error = None
         stack = message.get("stack") or ""
         end = RankEnd(
             rank, host, self._label(rank), attempt.up.get(rank, 0), message["code"], message["time"], bool(message["ours"]), error, output.tail(rank),

@@ -32,23 +32,36 @@ def notices(request: Request) -> list[str]:
     found = [f"--{name.replace('_', '-')} has no effect here: {why}" for name, why in _NO_EFFECT.items() if name in request.given]
     if ":" in request.options.nnodes:
         found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
+    if request.options.numa_binding not in (None, "node"):
+        found.append(f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA node")
+    dropped = python_flags(sys.orig_argv)[1]
+    if dropped:
+        found.append(f"python -{dropped} is not passed on to the ranks: it would switch Stoker's part in them off")
     return found
 
 
-def python_flags() -> list[str]:
-    """The interpreter options Stoker itself was started with (python -X dev -m stoker run ...), for the ranks too."""
-    flags = [flag for on, flag in ((sys.flags.dont_write_bytecode and "PYTHONDONTWRITEBYTECODE" not in os.environ, "-B"),) if on]
-    flags += ["-" + "O" * sys.flags.optimize] if sys.flags.optimize and "PYTHONOPTIMIZE" not in os.environ else []
-    # sys.orig_argv has what was typed; sys._xoptions also what implementations add by themselves.
-    words = iter(sys.orig_argv[1:])
+def python_flags(typed: list[str]) -> tuple[list[str], str]:
+    """The interpreter options Stoker itself was started with (python -X dev -m stoker run ...), for the ranks too.
+
+    `typed` is sys.orig_argv. Also returns those that can't be passed on: -E, -I and -S would switch the shim off.
+    """
+    flags: list[str] = []
+    dropped = ""
+    words = iter(typed[1:])
     for word in words:
-        if word in ("-X", "-W"):
-            flags += [word, next(words, "")]
-        elif word.startswith(("-X", "-W")):
-            flags.append(word)
-        elif not word.startswith("-") or word in ("-m", "-c"):
+        if not word.startswith("-") or word == "-" or word.startswith("--"):
             break
-    return flags
+        if word[1] in "XW":
+            flags += [word, next(words, "")] if len(word) == 2 else [word]
+            continue
+        letters = word[1:]
+        kept = "".join(letter for letter in letters if letter not in "EISmc")
+        dropped += "".join(letter for letter in letters if letter in "EIS")
+        if kept:
+            flags.append("-" + kept)
+        if "m" in letters or "c" in letters:
+            break
+    return flags, dropped
 
 
 def program(request: Request) -> list[str]:
@@ -56,6 +69,7 @@ def program(request: Request) -> list[str]:
     options, script = request.options, request.script
     python = options.python or sys.executable
     remote = options.hosts is not None
+    flags, _ = python_flags(sys.orig_argv)
     if options.no_python:
         import shutil
 
@@ -65,10 +79,10 @@ def program(request: Request) -> list[str]:
     if options.module:
         if not remote and not options.no_preflight:
             _check_module(script)
-        return [python, *python_flags(), "-m", script, *request.args]
+        return [python, *flags, "-m", script, *request.args]
     if not remote and not options.no_preflight:
         _check_script(script, own_python=options.python is None)
-    return [python, *python_flags(), script, *request.args]
+    return [python, *flags, script, *request.args]
 
 
 def _check_script(path: str, own_python: bool) -> None:

@@ -69,6 +69,8 @@ def _keep_stacks(path: str) -> None:
     global _stack_file
     import faulthandler
 
+    if faulthandler.is_enabled():  # python -X faulthandler: the user wants it on stderr
+        return
     _stack_file = open(path, "wb", buffering=0)  # noqa: SIM115  open for the life of the process
     faulthandler.enable(file=_stack_file)
 
@@ -120,15 +122,21 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -
         _report(kind, value, trace)
     finally:
         _previous_hook(kind, value, trace)
+        if kind is KeyboardInterrupt:
+            # The report's imports have cleared CPython's note that an interrupt is unhandled, by which it dies of SIGINT: set it again.
+            try:
+                exec("raise KeyboardInterrupt")
+            except KeyboardInterrupt:
+                return
 
 
 def _at_exit() -> None:
     value = getattr(sys, "last_value", None)
     if value is not None and not _reported:
-        _report(type(value), value, value.__traceback__)
+        _report(type(value), value, value.__traceback__, late=True)
 
 
-def _report(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
     global _reported
     if _reported or not inside():
         return
@@ -147,7 +155,7 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any) -> None
     except Exception as problem:  # a __str__ that raises must not cost us the report
         message = f"<unprintable: {problem!r}>"
     report = {
-        "schema": 1, "type": kind.__qualname__, "module": kind.__module__, "message": message[:20000], "file": file, "line": line,
+        "schema": 1, "late": late, "type": kind.__qualname__, "module": kind.__module__, "message": message[:20000], "file": file, "line": line,
         "function": function, "traceback": "".join(traceback.format_exception(kind, value, trace))[-100000:], "time_ns": when,
         "import_name": (value.name or "") if isinstance(value, ImportError) else "",
     }  # fmt: skip

@@ -16,7 +16,7 @@ def write_json(path: str, data: Any) -> None:
     """All or nothing: a reader sees the old file or the new one."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file, indent=1, ensure_ascii=False)
             file.write("\n")
             file.flush()

@@ -29,14 +29,9 @@ def _enter() -> None:
 
 
 def _hand_over() -> None:
-    ours = sys.modules.pop(__name__, None)
-    try:
-        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401  the site's own, now that our folder is off the path
-    except ImportError as problem:
-        if problem.name != "sitecustomize":
-            raise
-    if ours is not None:
-        sys.modules.setdefault(__name__, ours)  # the import of this file is still under way and expects to find it
+    """Imports the site's own sitecustomize. There being none is an ImportError that `site` knows and ignores, as without us."""
+    sys.modules.pop(__name__, None)
+    import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
 
 if "STOKER_SHIM_SOCKET" in os.environ:
