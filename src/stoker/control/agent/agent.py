@@ -291,7 +291,6 @@ class Agent:
         finally:
             os.close(null)
         self._ranks[number] = self._by_pid[rank.pid] = rank
-        self._sweeper.sessions.add(rank.pid)
         for handle in rank.streams:
             self._streams[handle] = rank
             if not self._paused:

@@ -1,4 +1,8 @@
-"""Finds what a run left behind, and nothing else: our descendants, the sessions we made, processes with our run's tag."""
+"""Finds what a run left behind, and nothing else: our descendants and processes with our run's tag.
+
+Not by session: orphans below a subreaper stay descendants whatever session they are in, and a session's number, once its rank
+is gone, may be a stranger's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,6 @@ class Sweeper:
         self.spare = spare
         self.run_id = ""  # known once the coordinator has said it
         self.run_dir = ""
-        self.sessions: set[int] = set()
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
@@ -28,7 +31,7 @@ class Sweeper:
         return [
             one for one in table
             if one.pid not in self.spare and one.state != "Z"
-            and (one.pid in below or one.session in self.sessions or self._tagged(one.pid))
+            and (one.pid in below or self._tagged(one.pid))
             and processes.owner(one.pid) == me
         ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The coordinator: runs attempts, decides when to stop and whether to start again, writes the record.
 
-Membership is decided here and only here: an attempt is (members, world size, fresh port). One select loop, no threads but the
-console's.
+Membership is decided here and only here: an attempt is (members, world size, fresh port). One select loop; threads
+only write: the console's and the pings'.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import selectors
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,26 +25,37 @@ class Member:
         self.outbox = bytearray(link.first_bytes)
         self.heard = time.monotonic()
         self.gone: str = ""  # why we lost it
+        self._lock = threading.RLock()  # the pinger writes too
         self.complaint = ""  # the last thing it wrote to stderr
 
     def say(self, message: protocol.Message) -> None:
-        if not self.gone:
-            self.outbox += protocol.encode(message)
-            self.flush()
+        with self._lock:
+            if not self.gone:
+                self.outbox += protocol.encode(message)
+                self.flush()
 
     def flush(self) -> None:
-        try:
-            while self.outbox:
-                del self.outbox[: os.write(self.link.orders, memoryview(self.outbox)[:65536])]
-        except BlockingIOError:
-            return
-        except OSError as problem:
-            self.lose(f"its pipe is closed ({problem.strerror})")
+        with self._lock:
+            try:
+                while self.outbox:
+                    del self.outbox[: os.write(self.link.orders, bytes(self.outbox[:65536]))]
+            except BlockingIOError:
+                return
+            except OSError as problem:
+                self.lose(f"its pipe is closed ({problem.strerror})")
 
     def lose(self, why: str) -> None:
-        if not self.gone:
-            self.gone = why
-            self.outbox.clear()
+        with self._lock:
+            if not self.gone:
+                self.gone = why
+                self.outbox.clear()
+
+    def retire(self) -> None:
+        """The last word is said. Under the lock: a ping must not go to a descriptor that is somebody else's by then."""
+        with self._lock:
+            self.flush()
+            self.lose("closed")
+            os.close(self.link.orders)
 
 
 Hear = Callable[[Member, protocol.Message, bytes], None]
@@ -66,7 +78,13 @@ class Members:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        self._pinged = 0.0
+        # A thread of its own: a log file on a stalled NFS holds the main loop up, and the agents must not take that for death.
+        self._closing = threading.Event()
+        threading.Thread(target=self._ping, name="ping", daemon=True).start()
+
+    def _ping(self) -> None:
+        while not self._closing.wait(protocol.PING_S):
+            self.say({"do": "ping"})
 
     def say(self, message: protocol.Message) -> None:
         for member in self.all:
@@ -74,20 +92,18 @@ class Members:
 
     def pump(self, seconds: float) -> None:
         """Waits for the next word, from agents or a signal, for at most so long, and delivers it."""
-        now = time.monotonic()
-        if now - self._pinged >= protocol.PING_S:
-            self._pinged = now
-            self.say({"do": "ping"})
         for member in self.all:
             if member.outbox:
                 member.flush()
-        for key, _ in self._selector.select(min(seconds, protocol.PING_S)):
+        ready = self._selector.select(min(seconds, protocol.PING_S))
+        now = time.monotonic()  # before the words are handled: time spent on those is not the agents' silence
+        for key, _ in ready:
             if key.data is None:
                 os.read(self._wake_read, 4096)
             else:
                 read, member = key.data
                 read(member)
-        now = time.monotonic()
+                member.heard = now
         for member in self.all:
             if not member.gone and now - member.heard > protocol.SILENCE_S:
                 self._lose(member, f"it has been silent for {protocol.SILENCE_S:.0f} s")
@@ -102,7 +118,6 @@ class Members:
             last = member.complaint or member.decoder.greeting.decode("utf-8", "replace").strip().rpartition("\n")[2]
             self._lose(member, "it ended" + (f": {last}" if last else ""))
             return
-        member.heard = time.monotonic()
         try:
             for message, payload in member.decoder.feed(data):
                 self._hear(member, message, payload)
@@ -131,13 +146,12 @@ class Members:
 
     def close(self) -> None:
         """Tells every agent to end and waits for it; an agent that does not is left to its guardian, which sees the pipe close."""
+        self._closing.set()
         self.say({"do": "close"})
         deadline = time.monotonic() + 3.0
         waiting = {member.link.pid for member in self.all}
         for member in self.all:
-            if not member.gone:
-                member.flush()
-            os.close(member.link.orders)
+            member.retire()
         while waiting and time.monotonic() < deadline:
             for pid in list(waiting):
                 if os.waitpid(pid, os.WNOHANG)[0] == pid:
