@@ -48,3 +48,9 @@ def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
     done = stoker("run", "--nproc-per-node", "2", script, "1")
     assert done.code == 70 and (done.verdict["cause"], done.verdict["rank"]) == ("rank.early-exit", 1)
     assert "after step 20" in done.verdict["summary"]
+
+
+def test_stop_after_steps(stoker: Stoker) -> None:
+    endless = TRAIN.replace("range(25)", "range(10**9)")
+    done = stoker("run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1")
+    assert done.code == 0 and done.verdict["status"] == "completed" and "made 50 steps" in done.verdict["summary"]

@@ -51,6 +51,7 @@ class Evidence:
     ends: tuple[RankEnd, ...]
     stop_signal: int = 0  # a signal the launcher received
     stop_now: bool = False
+    steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
 
 

@@ -24,6 +24,7 @@ class Attempt:
         self.stopping = False
         self.stop_signal = 0
         self.stop_now = False
+        self.steps_reached = 0
         self.finished: set[str] = set()  # hosts whose agents have swept
 
     @property
@@ -54,7 +55,9 @@ class Attempt:
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
     def evidence(self) -> Evidence:
-        return Evidence(self.expected, tuple(self.ends[rank] for rank in sorted(self.ends)), self.stop_signal, self.stop_now, tuple(self.trouble))
+        return Evidence(
+            self.expected, tuple(self.ends[rank] for rank in sorted(self.ends)), self.stop_signal, self.stop_now, self.steps_reached, tuple(self.trouble)
+        )
 
 
 def read_error(data: Any) -> RankError | None:

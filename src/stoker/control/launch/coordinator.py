@@ -222,6 +222,10 @@ class Coordinator:
                 attempt.stopping = True
                 at_once = [entry["rank"] for entry in attempt.trouble if entry.get("at_once")]
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S, at_once)
+            wanted = self.options.stop_after_steps
+            if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in range(attempt.expected)), default=0) >= wanted:
+                attempt.stopping, attempt.steps_reached = True, wanted
+                self._stop(signal.SIGTERM, GRACE_FAILURE_S)
             early = [rank for rank in attempt.left_early(now, EARLY_S) if rank not in self._early_said]
             if early and not attempt.stopping:
                 self._early_said.update(early)

@@ -45,6 +45,7 @@ class RunOptions:
     grace: float | None = option(
         "time a rank has to end after a stop signal (default: 30s, 5s after a failure)", default=None, parse=duration, metavar="TIME", group=_LIFE
     )
+    stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", default=0, metavar="N", group=_LIFE)
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)
     notify: str | None = option("shell command that gets the verdict on its stdin when the run ends or restarts", default=None, metavar="CMD", group=_LIFE)
     signals_to_handle: str = option("signals passed on to the ranks", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE)

@@ -30,6 +30,8 @@ def judge(evidence: Evidence) -> Verdict:
         return launch.trouble(evidence)
     if evidence.stop_signal:
         return launch.stopped(evidence)
+    if evidence.steps_reached and not any(failed(end) and not is_consequence(end) for end in evidence.ends):
+        return Verdict("completed", "completed", f"all {evidence.world_size} ranks made {evidence.steps_reached} steps; ended as asked for", 0)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks ended with 0", 0)
     guilty = _guilty(evidence)
