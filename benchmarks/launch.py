@@ -47,10 +47,10 @@ class BenchmarkError(Exception):
 
 
 class GlooAborted(BenchmarkError):
-    """About 1 in 100 gloo jobs of torch 2.13 on 2 cores, under a launcher or not: a worker thread wants the GIL of an interpreter
+    """About 1 in 50 gloo jobs of torch 2.13 on 2 cores, under a launcher or not: a worker thread wants the GIL of an interpreter
     that is ending (github.com/pytorch/pytorch/pull/179291). Says nothing about who started it."""
 
-    TEXT = "terminate called without an active exception"
+    TEXT = b"terminate called without an active exception"
 
 
 @dataclass(frozen=True)
@@ -220,8 +220,8 @@ class Job:
         code = self.wait()
         ended = time.monotonic()
         if code:
-            said = self._tail()
-            raise (GlooAborted if GlooAborted.TEXT in said else BenchmarkError)(f"{self.way}: exit code {code}\n{said}")
+            aborted = GlooAborted.TEXT in (self.dir / "output").read_bytes()
+            raise (GlooAborted if aborted else BenchmarkError)(f"{self.way}: exit code {code}\n{self._tail()}")
         return ended - self.began
 
     def gone(self) -> float:

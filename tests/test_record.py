@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, tagged, wait_for
-from stoker.control.record import reader, redact
+from stoker.contract import redact
+from stoker.control.record import reader
 
 COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i, flush=True); time.sleep(0.05)\n"
 

@@ -11,6 +11,7 @@ COMMANDS = {
     "logs": "what a rank printed",
     "attach": "follow a run that is under way",
     "stop": "end a run",
+    "doctor": "what is wrong with this machine, and what to type",
     "completion": "print a completion script for bash, zsh or tcsh",
 }
 

@@ -61,6 +61,7 @@ class Finding:
     level: str  # ok | warn | fail | unknown
     text: str
     fix: str = ""
+    gpu: int | None = None  # the card it is about
 
 
 @shape

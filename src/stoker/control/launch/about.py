@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.attempt import Attempt
@@ -18,18 +18,9 @@ from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
-from stoker.control.record import redact
 from stoker.control.record.reader import read_json
 
 NOTIFY_S = 30.0
-
-
-def packages_dir() -> str | None:
-    """Where nvidia-ml-py lies, for an agent that runs without site-packages."""
-    for entry in sys.path:
-        if entry and os.path.exists(os.path.join(entry, "pynvml.py")):
-            return entry
-    return None
 
 
 def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:

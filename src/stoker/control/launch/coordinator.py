@@ -84,6 +84,12 @@ class Coordinator:
         if self.options.dry_run:
             self._print_plan(plan, place)
             return None
+        warnings: list[str] = []
+        if not self.options.no_preflight and "" in self._muster.machines:
+            from stoker.control.launch import preflight
+
+            preflight.check_legal(self.options, plan)
+            warnings = preflight.preflight(self.options, plan, self._muster.machines[""])
         self._common = {
             host: common_environment(plan, self.request, os.environ, place.id, place.dir, machine.cores) for host, machine in self._muster.machines.items()
         }
@@ -91,7 +97,7 @@ class Coordinator:
         self._endpoint = self._muster.reserve()  # before the record: a port that can't be had leaves nothing behind
         self._open_record(plan, place)
         if self.options.quiet is False:
-            for line in ([place.notice] if place.notice else []) + list(plan.lines):
+            for line in ([place.notice] if place.notice else []) + list(plan.lines) + warnings:
                 self._say(line)
         verdict = self._attempts(plan, place)
         self._close_record(verdict, place)

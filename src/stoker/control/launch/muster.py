@@ -12,7 +12,6 @@ from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.control.cluster import transport
-from stoker.control.launch import about
 from stoker.control.launch.gpus import NotFree
 from stoker.control.launch.members import Member, Members
 from stoker.control.launch.output import wants_split
@@ -20,6 +19,7 @@ from stoker.control.launch.plan import RunPlan, make_plan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.machine.model import Machine, machine_from_json
+from stoker.control.machine.observe import packages_dir
 
 MEET_S = 30.0
 Listener = Callable[[str, protocol.Message, bytes], None]
@@ -64,7 +64,7 @@ class Muster:
     def meet(self, place: RunPlace) -> None:
         self.members.say({
             "do": "open", "run": place.id, "dir": place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-            "recorded": os.environ.get(names.MACHINE), "packages": about.packages_dir(),
+            "recorded": os.environ.get(names.MACHINE), "packages": packages_dir(),
         })  # fmt: skip
         self._await("host", MEET_S)
 
@@ -110,7 +110,7 @@ class Muster:
         while True:
             held = {member.host: self._answers[member.host]["host"]["held"] for member in self.members.all}
             try:
-                plan = make_plan(self.request, argv, os.environ, self.machines, held, wants_split(self.options))
+                plan = make_plan(self.request, argv, os.environ, self._sound_machines(), held, wants_split(self.options))
                 lost = {} if self.options.dry_run or self.options.share_gpus else self._lock(plan)
                 if not lost:
                     return plan
@@ -129,6 +129,15 @@ class Muster:
                 self._pause(1.0)
             self.members.say({"do": "look"})
             self._await("host", MEET_S)
+
+    def _sound_machines(self) -> dict[str, Machine]:
+        """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel yet."""
+        machines = self.machines
+        if self.options.exclude_bad and "" in machines:
+            from stoker.control.launch.preflight import without_bad
+
+            machines[""] = without_bad(machines[""])
+        return machines
 
     def _lock(self, plan: RunPlan) -> dict[str, str]:
         if not any(place.gpu for place in plan.places):

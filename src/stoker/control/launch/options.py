@@ -30,6 +30,8 @@ class RunOptions:
     min_free_memory: int = option("a GPU with less free memory than this is not used, e.g. 20GB", default=0, parse=size, metavar="SIZE", group=_GPUS)
     wait: float = option("wait this long for enough free GPUs, e.g. 10m", default=0.0, parse=duration, metavar="TIME", group=_GPUS)
     isolate: bool = option("each rank sees its own GPU only, as device 0", default=False, group=_GPUS)
+    exclude_bad: bool = option("prove each GPU first (a context and a product in a child) and leave the bad ones out", default=False, group=_GPUS)
+    legal_ranks: str | None = option("the numbers of ranks the job can run with, e.g. 1,2,4,8", default=None, metavar="N,N", group=_GPUS)
     share_gpus: bool = option("let several ranks or runs use one GPU", default=False, group=_GPUS)
 
     show: str = option("what the console gets: all, none, errors (stderr only), or ranks like 0,2", default="all", metavar="WHAT", group=_OUT)

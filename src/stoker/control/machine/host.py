@@ -89,6 +89,16 @@ def oom_kills() -> int | None:
     return None
 
 
+def swap_used() -> int | None:
+    found = {}
+    with open("/proc/meminfo", "rb") as file:
+        for line in file:
+            key, _, rest = line.partition(b":")
+            if key in (b"SwapTotal", b"SwapFree"):
+                found[key] = int(rest.split()[0]) * 1024
+    return found[b"SwapTotal"] - found[b"SwapFree"] if len(found) == 2 else None
+
+
 def cores() -> int:
     return len(os.sched_getaffinity(0))
 

@@ -7,9 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.control.machine import processes
+from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, Holder
 
 _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_process"}
+
+
+# What slows a clock and is worth a word; idle, application clocks and sync boost are not.
+_THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+_RECOVERY = {0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset"}
+_PEER = {0: "ok", 1: "chipset does not support it", 2: "topology does not support it", 3: "disabled by a registry key", 4: "not supported"}
 
 
 class NoDriver(Exception):
@@ -114,6 +121,46 @@ class Nvml:
         handle = self._handles.get(uuid)
         found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) if handle is not None else None
         return {int(one.pid) for one in found or ()}
+
+    def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, Health]:
+        """Every card's, by uuid. Asks many questions: seconds on a sick driver, so never on the launch path."""
+        cards = [gpu for gpu in self.gpus() if gpu.mig is None and not gpu.error]
+        return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
+
+    def _health_of(self, gpu: Gpu, cards: list[Gpu], kernel_xids: dict[str, list[int]]) -> Health:
+        nvml, ask, handle = self._nvml, self._ask, self._handles[gpu.uuid]
+        power, limit = ask(nvml.nvmlDeviceGetPowerUsage, handle), ask(nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
+        rows = ask(nvml.nvmlDeviceGetRemappedRows, handle)  # corrected, uncorrected, pending, failed
+        pending = ask(nvml.nvmlDeviceGetRetiredPagesPendingStatus, handle)
+        capability = ask(nvml.nvmlDeviceGetCudaComputeCapability, handle)
+        reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
+        links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
+        pci = (gpu.pci or "").lower()
+        return Health(
+            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0), temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
+            power=None if power is None else power / 1000, power_limit=None if limit is None else limit / 1000,
+            throttle=None if reasons is None else tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
+            pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle), pcie_generation_max=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), pcie_width_max=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0), pages_pending=None if pending is None else bool(pending),
+            rows_pending=None if rows is None else bool(rows[2]), rows_failed=None if rows is None else bool(rows[3]), recovery=self._recovery(handle),
+            nvlinks=tuple(bool(link) for link in links if link is not None) or None, display=None if display is None else bool(display),
+            capability=None if capability is None else f"{capability[0]}.{capability[1]}",
+            xids=tuple(xid for where, found in kernel_xids.items() if where and pci.endswith(where) for xid in found),
+            peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
+        )  # fmt: skip
+
+    def _recovery(self, handle: Any) -> str | None:
+        field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
+        found = self._ask(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
+        if not found or found[0].nvmlReturn != 0:
+            return None
+        return _RECOVERY.get(int(found[0].value.uiVal))
+
+    def _peer(self, handle: Any, other: Gpu) -> str:
+        status = self._ask(self._nvml.nvmlDeviceGetP2PStatus, handle, self._handles[other.uuid], 0)
+        return "unknown" if status is None else _PEER.get(int(status), f"status {status}")
 
 
 def _text(value: Any) -> str | None:

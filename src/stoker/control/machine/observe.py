@@ -50,12 +50,17 @@ class Observer:
 def read_recorded(path: str) -> Machine:
     try:
         with open(path, encoding="utf-8") as file:
-            return machine_from_json(json.load(file))
+            data = json.load(file)
+            return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)  # a look, or a whole examination
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
     except (OSError, ValueError) as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: {problem}", names.EX_DATAERR) from problem
 
 
-def recorded_path() -> str | None:
-    return os.environ.get(names.MACHINE) or None
+def packages_dir() -> str | None:
+    """Where nvidia-ml-py lies, for agents and gatherers that run without site-packages."""
+    for entry in sys.path:
+        if entry and os.path.exists(os.path.join(entry, "pynvml.py")):
+            return entry
+    return None

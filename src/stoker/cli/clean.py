@@ -1,0 +1,271 @@
+"""stoker clean [--yes] [--pid N] [--cache]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from stoker.contract import names
+from stoker.contract.quantities import duration, gb, size, span
+from stoker.contract.settings import Parser
+from stoker.contract.shape import as_json
+from stoker.control.doctor import clean
+from stoker.control.doctor.clean import Cache, Debris, Found, Lock, OnGpu, Stopped
+from stoker.control.machine.model import Machine
+
+CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker clean",
+        description="Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's work is touched.",
+        epilog="Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could not check.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--yes", action="store_true", help="stop and remove what is shown")
+    made.add_argument("--grace", type=duration, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL (default: 5s)")
+    made.add_argument("--runs-dir", metavar="DIR", help="leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)")
+    made.add_argument("--pid", type=int, action="append", metavar="N", help="stop this process of yours, whatever started it; asks first")
+    made.add_argument("--cache", action="store_true", help="show data and compile caches instead; with limits and --yes, prune them")
+    made.add_argument("--older-than", type=duration, metavar="TIME", help="with --cache: what nobody has used for so long, as 30d")
+    made.add_argument("--max-size", type=size, metavar="SIZE", help="with --cache: the longest unused, until all together fit, as 20GB")
+    made.add_argument("--json", action="store_true", help="one JSON object")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    limits = told.older_than is not None or told.max_size is not None
+    if limits and not told.cache:
+        raise names.Refusal("--older-than and --max-size go with --cache", names.EX_USAGE)
+    if told.cache and (told.pid or told.runs_dir):
+        raise names.Refusal("--cache goes with neither --pid nor --runs-dir", names.EX_USAGE)
+    if told.cache and told.yes and not limits:
+        raise names.Refusal("--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both", names.EX_USAGE)
+    if told.pid and told.runs_dir:
+        raise names.Refusal("--pid names a process, --runs-dir a folder of runs: one of them", names.EX_USAGE)
+    if told.cache:
+        return _caches(told)
+    return _named(told) if told.pid else _leftovers(told)
+
+
+# ---- leftovers ----
+
+
+def _leftovers(told: argparse.Namespace) -> int:
+    machine, held = _look()
+    leftovers, alone = clean.find_leftovers(held, told.runs_dir)
+    ours = {one.process.pid for one in leftovers}
+    others = clean.find_others(machine, ours, _recorded() is not None)
+    locks = clean.find_locks()
+    debris = [] if told.runs_dir else clean.find_debris()
+    if not told.json:
+        _show_processes("left behind by dead runs", leftovers)
+        _show_debris(debris)
+        _show_processes("of runs that may be over, left alone", alone)
+        _show_locks(locks)
+        _show_others(others)
+        if machine.gpu_error:
+            print(f"GPUs could not be checked: {machine.gpu_error}")
+    stopped, back = None, []
+    kept: list[tuple[Debris, str]] = []
+    if told.yes and leftovers:
+        stopped, back = _stop(leftovers, told.grace, machine, lambda: [one.process for one in clean.find_leftovers({}, told.runs_dir)[0]])
+    if told.yes:
+        debris = debris if stopped is None or told.runs_dir else clean.find_debris()  # what the dead had open is free now
+        kept = clean.remove_debris(debris)
+    if told.json:
+        _print_json(
+            dry_run=not told.yes, leftovers=_processes(leftovers), left_alone=_processes(alone), files=as_json(debris), locks=as_json(locks),
+            others=as_json(others), gpu_error=machine.gpu_error, **_outcome(stopped, back), files_kept=[{"path": one.path, "why": why} for one, why in kept],
+        )  # fmt: skip
+    else:
+        _tell(stopped, back)
+        _tell_removed("file or folder", "files and folders", [one for one in debris if told.yes], kept)
+        if not leftovers and not debris:
+            print("nothing to clean")
+        elif not told.yes:
+            print("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
+    if (stopped and stopped.survivors) or kept:
+        return SURVIVED
+    if (leftovers or debris) and not told.yes:
+        return FOUND
+    return UNSURE if alone or machine.gpu_error else CLEAN
+
+
+def _named(told: argparse.Namespace) -> int:
+    machine, held = _look()
+    found = clean.find_named(told.pid, held)
+    if not told.json:
+        _show_processes("to be stopped", found)
+    agreed = told.yes
+    if not agreed and not told.json:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise names.Refusal("--pid asks before it stops anything, and there is no terminal to ask at: add --yes", names.EX_USAGE)
+        agreed = input("stop them? [y/N] " if len(found) > 1 else "stop it? [y/N] ").strip().lower() in ("y", "yes")
+    stopped, back = _stop(found, told.grace, machine) if agreed else (None, [])
+    if told.json:
+        _print_json(dry_run=not agreed, named=_processes(found), gpu_error=machine.gpu_error, **_outcome(stopped, back))
+    elif stopped is None:
+        print("nothing was touched")
+    else:
+        _tell(stopped, back)
+    if stopped is None:
+        return FOUND
+    return SURVIVED if stopped.survivors else CLEAN
+
+
+def _recorded() -> str | None:
+    return os.environ.get(names.MACHINE) or None
+
+
+def _look() -> tuple[Machine, dict[int, int]]:
+    """The machine, and what each process here holds of its GPUs. The pids of a recorded machine are nobody's here."""
+    seen = clean.look_at_gpus(_recorded())
+    if isinstance(seen, str):
+        return Machine(os.uname().nodename, 0, 0, 0, gpu_error=seen), {}
+    return seen, {} if _recorded() else clean.gpu_memory(seen)
+
+
+def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[clean.Back]]:
+    stopped = clean.stop_ladder([one.process for one in found], grace, more)
+    if _recorded():
+        return stopped, []
+    gone = {one.process.pid for one in found if one.gpu_memory is not None} - {one.pid for one in stopped.survivors}
+    return stopped, clean.wait_for_memory(before, gone, lambda: clean.look_at_gpus(None))
+
+
+# ---- caches ----
+
+
+def _caches(told: argparse.Namespace) -> int:
+    found = clean.find_caches(clean.cache_roots(os.environ, os.getcwd()))
+    chosen = clean.choose_to_prune(found, told.older_than, told.max_size)
+    kept = clean.prune(chosen) if told.yes else []
+    if told.json:
+        _print_json(
+            dry_run=not told.yes, caches=as_json(found), total=sum(one.size for one in found), to_prune=[one.path for one in chosen],
+            kept=[{"path": one.path, "why": why} for one, why in kept],
+        )  # fmt: skip
+    else:
+        _show_caches(found, chosen)
+        _tell_removed("cache entry", "cache entries", chosen if told.yes else [], kept)
+        if chosen and not told.yes:
+            print(f"nothing was touched: with --yes {_count(chosen, 'entry', 'entries')} of {gb(sum(one.size for one in chosen))} would go")
+    if kept:
+        return SURVIVED
+    return FOUND if chosen and not told.yes else CLEAN
+
+
+def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
+    """A data set by itself; a compiler's cache, whose entries are thousands of hashes, as one line."""
+    if not found:
+        print("no caches")
+        return
+    print(f"{'KIND':<8} {'SIZE':>9} {'UNUSED FOR':>14}  PATH")
+    groups: dict[str, list[Cache]] = {}
+    for one in found:
+        groups.setdefault(one.path if one.kind == "data" else one.root, []).append(one)
+    for path, members in groups.items():
+        going, staying = [one for one in members if one in chosen], {one.kept for one in members if one.kept}
+        note = f", {len(members)} entries" if members[0].kind != "data" else ""
+        note += f"; to prune: {gb(sum(one.size for one in going))} ({len(going)})" if going else ""
+        note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
+        print(f"{members[0].kind:<8} {gb(sum(one.size for one in members)):>9} {span(min(one.idle for one in members)):>14}  {path}{note}")
+    print(f"{'total':<8} {gb(sum(one.size for one in found)):>9}")
+
+
+# ---- words ----
+
+
+def _show_processes(title: str, found: list[Found]) -> None:
+    if not found:
+        return
+    print(f"{title}:\n  {'PID':>8} {'AGE':>12} {'RAM':>9} {'GPU':>9}  {'RUN':<30}  COMMAND")
+    for one in found:
+        rss, held = ("n/a" if many is None else gb(many) for many in (one.rss, one.gpu_memory))
+        why = f"  ({one.why})" if one.why else ""
+        print(f"  {one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}  {_short(one.command)}{why}")
+
+
+def _show_debris(found: list[Debris]) -> None:
+    if found:
+        print("files that no process uses any more:")
+    for one in found:
+        print(f"  {one.path}  {one.kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+
+
+def _show_locks(locks: list[Lock]) -> None:
+    """A free lock file is no leftover: it lies there for the next run."""
+    held = [one for one in locks if one.held]
+    if locks:
+        print(f"GPU locks: {len(held)} held, {len(locks) - len(held)} free (their files stay: a lock dies with its holder)")
+    for one in held:
+        print(f"  {one.gpu}  held by {one.who}")
+
+
+def _show_others(others: list[OnGpu]) -> None:
+    if others:
+        print("on the GPUs, not touched:")
+    for one in others:
+        age = f", {span(one.age)} old" if one.age is not None else ""
+        memory = gb(one.memory) if one.memory is not None else "n/a"
+        print(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}\n      {one.advice}")
+
+
+def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
+    if stopped is None:
+        return
+    forced = f", {len(stopped.killed)} by SIGKILL" if stopped.killed else ""
+    if not stopped.survivors:
+        print(f"stopped in {span(stopped.seconds)}{forced}")
+    for one in stopped.survivors:
+        stuck = "it waits in the kernel, where no signal reaches it: a GPU or disk that does not answer; a reboot may be needed" if one.state == "D" else "not killed"
+        print(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)} in state {one.state}: {stuck}")
+    for gpu in back:
+        when = f"back after {span(gpu.seconds)}" if gpu.whole else f"back; not all of what was held, {span(gpu.seconds)} after"
+        print(f"{gpu.gpu}: {gb(gpu.freed)} {when}")
+
+
+def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, str]]) -> None:
+    stays = {id(item) for item, _ in kept}
+    gone = [item for item in tried if id(item) not in stays]
+    if gone:
+        print(f"removed {_count(gone, one, many)}, {sum(item.size for item in gone) / 1e6:.1f} MB")
+    for item, why in kept:
+        print(f"{item.path} stays: {why}")
+
+
+def _count(items: list[Any], one: str, many: str) -> str:
+    return f"{len(items)} {one if len(items) == 1 else many}"
+
+
+def _short(command: str) -> str:
+    return command if len(command) <= 100 else command[:99] + "…"
+
+
+# ---- JSON ----
+
+
+def _processes(found: list[Found]) -> list[dict[str, Any]]:
+    return [
+        {
+            "pid": one.process.pid, "start": one.process.start, "state": one.process.state, "user": one.user, "age": round(one.age, 3), "rss": one.rss,
+            "gpu_memory": one.gpu_memory, "command": one.command, "run": one.run, "why": one.why,
+        }
+        for one in found
+    ]  # fmt: skip
+
+
+def _outcome(stopped: Stopped | None, back: list[clean.Back]) -> dict[str, Any]:
+    return {"stopped": as_json(stopped), "memory_back": as_json(back)}
+
+
+def _print_json(**fields: Any) -> None:
+    json.dump({"schema": 1, **fields}, sys.stdout, indent=1)
+    print()

@@ -1,0 +1,137 @@
+"""stoker doctor [--only gpu.] [--skip host.disk] [--json] [--watch] [--bundle F] [--record F] [--machine F]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.quantities import duration
+from stoker.contract.settings import Parser
+from stoker.contract.shape import as_json
+from stoker.contract.shapes import Finding
+from stoker.control.doctor import check
+from stoker.control.doctor.advice import advice
+from stoker.control.machine.examine import examine
+from stoker.control.machine.facts import Examination, examination_from_json
+
+_MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker doctor", formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="What is wrong with this machine, how that is known, and what to type.",
+        epilog="exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked\n\nexamples:\n  stoker doctor\n  stoker doctor --only gpu. --json\n"
+        "  stoker doctor --bundle ticket.tar.gz      for a support ticket, without secrets\n  stoker doctor --record box.json           keep this machine; --machine box.json replays it",
+    )  # fmt: skip
+    made.add_argument("--only", action="append", default=[], metavar="ID", help="only checks whose id begins so, e.g. gpu. or host.disk")
+    made.add_argument("--skip", action="append", default=[], metavar="ID", help="leave these checks out")
+    made.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=0, metavar="N", help="ranks that shall run")
+    made.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT", help="a port to look at")
+    made.add_argument("--no-probe", action="store_true", help="make no context on the GPUs")
+    made.add_argument("--json", action="store_true", help="everything as JSON")
+    made.add_argument("--watch", nargs="?", const="10s", type=duration, metavar="TIME", help="look again every so often (default: 10s) and print what changes")
+    made.add_argument("--bundle", metavar="FILE", help="write a tar.gz for a support ticket")
+    made.add_argument("--record", metavar="FILE", help="write the examination as JSON")
+    made.add_argument("--machine", metavar="FILE", help="examine a recorded machine instead of this one")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    checks = check.choose(told.only, told.skip)
+    runs_dir = layout.runs_root(told.runs_dir, os.environ)
+    asked = check.Asked(told.nproc_per_node, runs_dir)
+    probe = not told.no_probe and any("probes" in one.needs for one in checks)
+
+    def look() -> Examination:
+        if told.machine:
+            return _read(told.machine)
+        return examine(runs_dir, told.master_port, probe)
+
+    if told.watch:
+        return _watch(look, checks, asked, told.watch)
+    found = look()
+    if told.no_probe:
+        checks = [one for one in checks if "probes" not in one.needs]
+    findings = check.run(checks, found, asked)
+    if told.record:
+        _write(told.record, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")
+    if told.bundle:
+        from stoker.control.doctor.bundle import write_bundle
+
+        write_bundle(told.bundle, found, findings, runs_dir)
+    if told.json:
+        report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks], "findings": as_json(findings)}
+        print(json.dumps({**report, "advice": advice(found, findings), "examination": found.to_json()}, indent=1, ensure_ascii=False))
+    else:
+        _print(found, findings, len(checks))
+        for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):
+            if path:
+                print(f"{word}: {path}")
+    return check.exit_code(findings)
+
+
+def _print(found: Examination, findings: list[Finding], count: int) -> None:
+    machine = found.machine
+    cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
+    torch = found.torch.version if found.torch and found.torch.version else "none"
+    print(f"{machine.hostname}: {cards}; {machine.cores} cores, {machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory; torch {torch}")
+    for gpu in machine.gpus:
+        used = "n/a" if gpu.memory_used is None or gpu.memory_total is None else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
+        health = (found.health or {}).get(gpu.uuid)
+        heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
+        print(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}")
+    for finding in findings:
+        print(f"{_MARKS[finding.level]} {finding.id}: {finding.text}" + (f"\n    → {finding.fix}" if finding.fix else ""))
+    if not findings:
+        print(f"✓ {count} checks, nothing wrong")
+    print(advice(found, findings))
+
+
+def _watch(look: Any, checks: list[check.Check], asked: check.Asked, seconds: float) -> int:
+    """Prints what appears and what goes away, until Ctrl-C. Ends with the last state's exit code."""
+    before: dict[tuple[str, str], Finding] = {}
+    findings: list[Finding] = []
+    first = True
+    try:
+        while True:
+            findings = check.run(checks, look(), asked)
+            now = {(finding.id, finding.text): finding for finding in findings}
+            stamp = time.strftime("%H:%M:%S")
+            for key in now.keys() - before.keys():
+                print(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}", flush=True)
+            for key in before.keys() - now.keys():
+                print(f"{stamp} ✓ {key[0]}: no longer: {key[1]}", flush=True)
+            if first and not now:
+                print(f"{stamp} ✓ {len(checks)} checks, nothing wrong", flush=True)
+            before, first = now, False
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        return check.exit_code(findings)
+
+
+def _read(path: str) -> Examination:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return examination_from_json(json.load(file))
+    except FileNotFoundError as problem:
+        raise Refusal(f"recorded machine {path} is not there", EX_NOINPUT) from problem
+    except (OSError, ValueError) as problem:
+        raise Refusal(f"recorded machine {path}: {problem}", EX_DATAERR) from problem
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as problem:
+        raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    sys.stdout.flush()

@@ -1,0 +1,146 @@
+"""stoker ladder [options] script.py [args]"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Collection
+from typing import Any
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import gb, span
+from stoker.contract.settings import Parser, add_flags
+from stoker.contract.shape import as_json
+from stoker.control.launch import ladder
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.request import Request
+
+_EXAMPLES = """examples:
+  stoker ladder train.py --lr 3e-4                  imports, then 1 rank, half, all of them, 20 steps each
+  stoker ladder --nproc-per-node 4 --steps 50 train.py
+
+exit codes: 0 if every rung held; else that of the rung that failed, as `stoker run` has them; an import that fails: 1."""
+_HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print the rungs and start nothing"}
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="stoker ladder", usage="stoker ladder [options] [--steps N] script.py [args]", epilog=_EXAMPLES,
+        description="Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("--steps", type=int, default=ladder.STEPS, metavar="N", help=f"steps of each rung (default: {ladder.STEPS})")
+    add_flags(made, RunOptions)
+    for action in made._actions:
+        action.help = _HELP.get(action.dest, action.help)
+    made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
+    made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    return made
+
+
+def parse(argv: list[str]) -> tuple[Request, int]:
+    from stoker.cli import run
+
+    made = parser()
+    found, extra = made.parse_known_args(argv)
+    if extra:
+        assert isinstance(made, Parser)
+        made.unknown(extra)
+    told = vars(found)
+    steps, script, args = told.pop("steps"), told.pop("script"), told.pop("args")
+    if not script:
+        raise Refusal("what shall run? stoker ladder [options] script.py [args]", EX_USAGE)
+    if told.get("detach"):
+        raise Refusal("a ladder stays in the foreground: leave --detach out", EX_USAGE)
+    return run.parse([*ladder.flag_words(told), script, *args]), steps  # PET_* and --config come in there
+
+
+def main(argv: list[str]) -> int:
+    request, steps = parse(argv)
+    as_data = request.options.json
+    say: Callable[[str], None] = _to_stderr if as_data else _to_stdout
+    climber = ladder.Ladder(request, steps, say)
+    if request.options.dry_run:
+        imports, rungs = climber.foresee()
+        if as_data:
+            _dump({"schema": 1, "imports": [one.name for one in imports], "rungs": rungs, "steps": steps})
+        else:
+            print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
+            print(f"would start {', '.join(str(ranks) for ranks in rungs)} ranks, one after the other, {steps} steps each")
+        return 0
+    climb = climber.climb({ladder.ALL})
+    if as_data:
+        _dump(to_json(request, climb))
+    else:
+        for line in report(climb):
+            print(line)
+    return climb.exit_code
+
+
+def before_run(request: Request, wanted: Collection[str], steps: int = ladder.STEPS) -> int:
+    """The rungs that `stoker run` climbs first. 0, or the code of the one that failed. All it says goes to stderr: stdout is the script's."""
+    climb = ladder.Ladder(request, steps, _to_stderr).climb(wanted)
+    for line in report(climb):
+        _to_stderr(line)
+    return climb.exit_code
+
+
+def report(climb: ladder.Climb) -> list[str]:
+    lines: list[str] = []
+    done = [rung for rung in climb.climbed if rung.exit_code == 0]
+    if done:
+        lines.append(f"{'RUNG':>4} {'RANKS':>5} {'FIRST STEP':>11} {'STEPS/S':>9} {'OF 1 RANK':>9} {'RAM/RANK':>9} {'GPU MEMORY':>16}")
+        lines += [_row(number, rung, ladder.scaling((done[0], rung), rung.ranks)) for number, rung in enumerate(done, 1)]
+        found = ladder.scaling(done, climb.world_size)
+        if found.efficiency is not None:
+            top = done[-1]
+            lines.append(f"throughput {found.throughput}: with {top.ranks} ranks each makes {_rate(top)} steps/s, {found.efficiency:.0%} of one rank alone")
+        elif any(rung.steps_per_s is None for rung in done):
+            lines.append("throughput: not measured, the script made no two steps (torch's optimizer steps count, and stoker.beat())")
+        if memory := ladder.memory_line(found, climb.world_size):
+            lines.append(memory)
+    if climb.verdict is None:
+        there = sum(not one.problem for one in climb.imports)
+        what = [f"{there} import{'s' if there != 1 else ''}"] if there else []
+        what += [f"{', '.join(str(rung.ranks) for rung in done)} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
+        return [*lines, f"✓ the ladder holds: {' and '.join(what) or 'nothing to try'}"]
+    failed = next((rung for rung in climb.climbed if rung.exit_code), None)
+    where = f"with {failed.ranks} rank{'s' if failed.ranks != 1 else ''}" if failed else "before the first rank"
+    lines.append(f"✗ the ladder ends {where}: {climb.verdict.cause}, exit code {climb.exit_code}")
+    lines.append(f"  {climb.verdict.summary}")
+    lines += [f"  {fix}" for fix in climb.verdict.fix]
+    if failed and failed.run:
+        lines.append(f"  `stoker why {failed.run}` says more")
+    return lines
+
+
+def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
+    first = span(rung.first_step_s) if rung.first_step_s is not None else "n/a"
+    share = "100%" if rung.ranks == 1 and rung.steps_per_s else f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
+    card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
+    return f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9} {f'{rung.rss / 1e9:.2f} GB' if rung.rss else 'n/a':>9} {card:>16}"
+
+
+def _rate(rung: ladder.Climbed) -> str:
+    return f"{rung.steps_per_s:.3g}" if rung.steps_per_s else "n/a"
+
+
+def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
+    return {
+        "schema": 1, "script": request.script, "status": climb.verdict.status if climb.verdict else "passed", **as_json(climb),
+        "scaling": as_json(ladder.scaling(climb.climbed, climb.world_size)),
+    }  # fmt: skip
+
+
+def _dump(data: dict[str, Any]) -> None:
+    json.dump(data, sys.stdout, indent=1)
+    print()
+
+
+def _to_stdout(line: str) -> None:
+    print(line, flush=True)
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

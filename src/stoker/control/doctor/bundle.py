@@ -1,0 +1,55 @@
+"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict. No secret in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import tarfile
+import time
+
+from stoker.contract import redact
+from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.shape import as_json
+from stoker.contract.shapes import Finding
+from stoker.control.machine.facts import Examination
+
+COMMANDS = {
+    "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
+    "processes.txt": ["ps", "-eo", "pid,ppid,user,stat,etime,rss,args"], "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
+}  # fmt: skip
+LIMIT_S = 5.0
+
+
+def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
+    files = {
+        "examination.json": json.dumps(found.to_json(), indent=1), "findings.json": json.dumps(as_json(findings), indent=1),
+        "environment.json": json.dumps(redact.environment(os.environ), indent=1),
+    }  # fmt: skip
+    for name, argv in COMMANDS.items():
+        files[name] = redact.text(_said(argv))
+    for name in ("run.json", "verdict.json", "events.jsonl", "stoker.log"):
+        last = os.path.join(runs_dir, "latest", name)
+        if os.path.exists(last):
+            with open(last, encoding="utf-8", errors="replace") as file:
+                files[f"latest-run/{name}"] = redact.text(file.read())
+    try:
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in files.items():
+                data = text.encode("utf-8", "backslashreplace")
+                entry = tarfile.TarInfo(f"stoker-doctor/{name}")
+                entry.size, entry.mtime = len(data), int(time.time())
+                archive.addfile(entry, io.BytesIO(data))
+    except OSError as problem:
+        raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def _said(argv: list[str]) -> str:
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
+    except FileNotFoundError:
+        return f"{argv[0]} is not installed\n"
+    except subprocess.TimeoutExpired:
+        return f"{argv[0]} did not answer within {LIMIT_S:.0f} s\n"
+    return done.stdout + done.stderr

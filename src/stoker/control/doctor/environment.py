@@ -1,0 +1,80 @@
+"""env.*: variables that hurt, are left over, or do nothing; each with why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.contract.shapes import Finding
+from stoker.control.doctor.check import Asked, check, warn
+from stoker.control.machine.facts import Examination
+
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "waits for every kernel: for debugging only",
+    "NCCL_P2P_DISABLE": "sends all traffic between GPUs through host memory",
+    "NCCL_SHM_DISABLE": "sends traffic on one machine through the network",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "makes every allocation a driver call",
+    "NCCL_ALGO": "takes the choice from NCCL, which measures",
+    "NCCL_PROTO": "takes the choice from NCCL, which measures",
+    "NCCL_MAX_NCHANNELS": "few channels wreck NVLink",
+    "NCCL_NTHREADS": "is clamped to 64 .. 512: below 64 it does not do what it says",
+    "NCCL_BUFFSIZE": "small buffers make large all-reduces slow",
+    "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective on the host",
+}
+_NOTHING = {
+    "TORCH_USE_CUDA_DSA": "does nothing at run time: device-side assertions are compiled in or not (PYTORCH_USE_CUDA_DSA, in such a build)",
+    "NCCL_TIMEOUT": "does not exist: pass timeout= to init_process_group",
+    "NCCL_IB_TIMEOUT": "is an exponent, for InfiniBand only: it is not a timeout in milliseconds",
+    "NCCL_BLOCKING_WAIT": "is called TORCH_NCCL_BLOCKING_WAIT now",
+}
+_OFF = ("", "0", "false", "no", "off")
+
+
+@check("env.slow", "environment", fast=True)
+def slow(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Variables that make training slower."""
+    for name, why in _SLOW.items():
+        value = (found.environment or {}).get(name)
+        if value is not None and value.lower() not in _OFF:
+            yield warn(f"{name}={value} {why}", f"unset {name}")
+
+
+@check("env.nothing", "environment", fast=True)
+def nothing(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Variables that do not do what their name says."""
+    for name, why in _NOTHING.items():
+        if name in (found.environment or {}):
+            yield warn(f"{name} {why}", f"unset {name}")
+
+
+@check("env.noisy", "environment", fast=True)
+def noisy(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """NCCL_DEBUG=INFO or TRACE left on: thousands of lines per start."""
+    value = (found.environment or {}).get("NCCL_DEBUG", "")
+    if value.upper() in ("INFO", "TRACE"):
+        yield warn(f"NCCL_DEBUG={value} prints thousands of lines", "unset NCCL_DEBUG, or NCCL_DEBUG=WARN")
+
+
+@check("env.stale-rank", "environment", fast=True)
+def stale_rank(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """RANK, WORLD_SIZE and their like left over from another launcher: a script started by hand waits for peers that never come."""
+    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in (found.environment or {})]
+    if left and "STOKER_RUN_ID" not in (found.environment or {}):
+        yield warn(f"{', '.join(left)} set outside a run", f"unset {' '.join(left)}")
+
+
+@check("env.agent-store", "environment", fast=True)
+def agent_store(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store nobody serves."""
+    if (found.environment or {}).get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
+        yield warn(
+            "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store", "unset TORCHELASTIC_USE_AGENT_STORE"
+        )
+
+
+@check("env.python", "environment", fast=True)
+def python(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """PYTHONHOME breaks virtual environments; LD_PRELOAD changes every process."""
+    for name, why in (("PYTHONHOME", "breaks virtual environments"), ("LD_PRELOAD", "is loaded into every rank")):
+        value = (found.environment or {}).get(name)
+        if value:
+            yield warn(f"{name}={value} {why}", f"unset {name}")

@@ -1,0 +1,242 @@
+"""gpu.*: is each card there, free, sound, and as fast as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.contract.quantities import gb
+from stoker.contract.shapes import Finding
+from stoker.control.doctor.check import Asked, check, fail, unknown, warn
+from stoker.control.machine.facts import Examination, Health
+from stoker.control.machine.model import Gpu
+
+DEAD = (
+    "leave it out (stoker run --exclude-bad, or --gpus with the others); restart the pod and not only the container; "
+    "then ask the provider, with `stoker doctor --bundle`"
+)
+# NVIDIA's Xid catalogue: what it means, what NVIDIA says to do.
+XIDS = {
+    48: ("double-bit ECC error", "reset the GPU or reboot; if it comes back, replace the card"),
+    62: ("internal micro-controller halt", "reset the GPU or reboot"),
+    64: ("row remapping failed", "replace the card"),
+    74: ("NVLink error", "check the links; reset, then replace if it comes back"),
+    79: ("GPU has fallen off the bus", "reboot the machine; then check its seat, power and the riser"),
+    95: ("uncontained ECC error", "reset the GPU before anything else uses it"),
+    119: ("GSP firmware does not answer", "reset the GPU or reboot; a newer driver may help"),
+    120: ("GSP firmware error", "reset the GPU or reboot; a newer driver may help"),
+}
+XID_WARN = {94: ("contained ECC error", "the job that had it must be restarted; watch for more")}
+
+
+def _cards(found: Examination) -> Iterator[tuple[Gpu, Health]]:
+    for gpu in found.machine.gpus:
+        health = (found.health or {}).get(gpu.uuid)
+        if health is not None:
+            yield gpu, health
+
+
+@check("gpu.driver", fast=True)
+def driver(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """The driver answers, and about every card."""
+    if "machine" in (found.missing or {}):
+        yield unknown(f"the NVIDIA driver could not be asked: {(found.missing or {})['machine']}")
+    elif found.machine.gpu_error:
+        yield fail(f"the NVIDIA driver does not answer: {found.machine.gpu_error}", "nvidia-smi says the same? reboot, or reinstall the driver")
+    for gpu in found.machine.gpus:
+        if gpu.error:
+            yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
+
+
+@check("gpu.count", "environment", fast=True)
+def count(found: Examination, asked: Asked) -> Iterator[Finding]:
+    """CUDA_VISIBLE_DEVICES names cards that exist, and there are as many as are asked for."""
+    there = {str(gpu.index) for gpu in found.machine.gpus} | {gpu.uuid for gpu in found.machine.gpus}
+    visible = (found.environment or {}).get("CUDA_VISIBLE_DEVICES")
+    words = [word.strip() for word in visible.split(",")] if visible and visible.strip() != "-1" else []
+    for word in words:
+        if word not in there and not any(gpu.uuid.startswith(word) for gpu in found.machine.gpus if word.startswith(("GPU-", "MIG-"))):
+            yield fail(f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it", "unset CUDA_VISIBLE_DEVICES")
+    usable = len(words) if words else len(found.machine.gpus)
+    if asked.ranks and found.machine.gpus and asked.ranks > usable:
+        yield fail(f"{asked.ranks} ranks are asked for and {usable} GPUs are here (invalid device ordinal)", f"stoker run --nproc-per-node {usable} ...")
+
+
+@check("gpu.compute-mode", fast=True)
+def compute_mode(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Exclusive or prohibited compute mode makes a second process fail with CUDA error 46, "busy or unavailable"."""
+    for gpu in found.machine.gpus:
+        if gpu.compute_mode == "prohibited":
+            yield fail(f"GPU {gpu.index} is in prohibited mode: no process can use it", f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root", gpu=gpu.index)
+        elif gpu.compute_mode not in (None, "default"):
+            yield warn(
+                f"GPU {gpu.index} is in {gpu.compute_mode} mode: one process only", f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root", gpu=gpu.index
+            )
+
+
+@check("gpu.held", fast=True)
+def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Somebody's memory is on the card: who, how much, or that it is held from outside this container."""
+    for gpu in found.machine.gpus:
+        if gpu.memory_used is None or gpu.memory_total is None:
+            continue
+        share = gpu.memory_used / gpu.memory_total
+        names = [
+            f"pid {one.pid} ({one.user}: {one.command[:60]})" if one.command else f"pid {one.pid}, from outside this container" for one in gpu.holders or ()
+        ]
+        if gpu.holders is not None and not gpu.holders and gpu.memory_used > 2 * 10**9:
+            names = ["somebody outside this container: no process here has it"]
+        if names and share > 0.02:
+            ours = any(one.run for one in gpu.holders or ())
+            fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
+            level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
+            yield level(f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}", fix, gpu=gpu.index)
+
+
+@check("gpu.context", "probes")
+def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """A context can be made, memory taken, and a product comes out right: proven in a short-lived child."""
+    for gpu in found.machine.gpus:
+        probe = (found.probes or {}).get(gpu.uuid)
+        if probe is None or probe.outcome == "ok":
+            if probe is not None and (probe.left or 0) > 2 * 10**8:
+                yield warn(
+                    f"GPU {gpu.index}: {gb(probe.left or 0)} more in use after the probe was gone",
+                    "somebody else started meanwhile, or the driver is slow",
+                    gpu=gpu.index,
+                )
+            continue
+        if probe.outcome == "busy":
+            why = (
+                f"it is in {gpu.compute_mode} mode" if gpu.compute_mode not in (None, "default") else "its mode is default, so it is sick or held by the driver"
+            )
+            yield fail(
+                f"GPU {gpu.index} is busy or unavailable (error 46): {why}",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT" if "mode" in why and "default" not in why else DEAD,
+                gpu=gpu.index,
+            )
+        elif probe.outcome == "full":
+            yield fail(f"GPU {gpu.index} is full: {probe.detail}", "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
+        elif probe.outcome == "hung":
+            yield fail(f"GPU {gpu.index} does not come back from making a context: {probe.detail}", DEAD, gpu=gpu.index)
+        elif probe.outcome == "wrong":
+            yield fail(f"GPU {gpu.index} computes wrong results: {probe.detail}", DEAD, gpu=gpu.index)
+        else:
+            yield fail(f"GPU {gpu.index} is dead: {probe.detail}", DEAD, gpu=gpu.index)
+
+
+@check("gpu.ecc", "health")
+def ecc(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Uncorrected memory errors, rows or pages waiting to be taken out of use."""
+    for gpu, health in _cards(found):
+        if health.rows_failed:
+            yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the card", gpu=gpu.index)
+        if health.ecc_uncorrected:
+            yield fail(
+                f"GPU {gpu.index}: {health.ecc_uncorrected} uncorrected memory errors since the driver was loaded",
+                "reset the GPU, then watch it",
+                gpu=gpu.index,
+            )
+        if health.rows_pending or health.pages_pending:
+            yield warn(f"GPU {gpu.index}: memory is waiting to be taken out of use", "reset the GPU or reboot when nobody uses it", gpu=gpu.index)
+
+
+@check("gpu.recovery", "health")
+def recovery(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """The driver itself asks for a reset or a reboot."""
+    for gpu, health in _cards(found):
+        if health.recovery not in (None, "none"):
+            yield fail(
+                f"GPU {gpu.index}: the driver asks for: {health.recovery}", "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index
+            )
+
+
+@check("gpu.xid", "health")
+def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Xid errors of the driver in the kernel's log, with NVIDIA's action. Those an application causes (13, 31, 43 ...) are not reported."""
+    for gpu, health in _cards(found):
+        for number in sorted(set(health.xids)):
+            times = f", {health.xids.count(number)} times" if health.xids.count(number) > 1 else ""
+            if number in XIDS:
+                yield fail(f"GPU {gpu.index}: Xid {number} ({XIDS[number][0]}){times}", XIDS[number][1], gpu=gpu.index)
+            elif number in XID_WARN:
+                yield warn(f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}", XID_WARN[number][1], gpu=gpu.index)
+
+
+@check("gpu.throttle", "health")
+def throttle(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """The clock is held down by heat or power."""
+    for gpu, health in _cards(found):
+        slow = [word for word in health.throttle or () if word != "power cap"]
+        if slow:
+            heat = f" at {health.temperature} °C" if health.temperature is not None else ""
+            yield warn(f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}", "check its fans, airflow and power cables", gpu=gpu.index)
+        elif health.temperature is not None and health.temperature_slowdown and health.temperature >= health.temperature_slowdown - 2:
+            yield warn(
+                f"GPU {gpu.index} is at {health.temperature} °C; it slows down at {health.temperature_slowdown} °C", "check its fans and airflow", gpu=gpu.index
+            )
+
+
+@check("gpu.pcie", "health")
+def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Fewer PCIe lanes than the card and slot can do. A lower generation alone is power saving, unless the card is at work."""
+    for gpu, health in _cards(found):
+        if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
+            yield warn(
+                f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}",
+                "reseat the card; check the riser and the slot's lanes",
+                gpu=gpu.index,
+            )
+        low = health.pcie_generation and health.pcie_generation_max and health.pcie_generation < health.pcie_generation_max
+        if low and (gpu.utilization or 0) > 50:
+            yield warn(
+                f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do {health.pcie_generation_max}",
+                "check the BIOS's PCIe setting",
+                gpu=gpu.index,
+            )
+
+
+@check("gpu.nvlink", "health")
+def nvlink(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """An NVLink is down while others of the card are up."""
+    for gpu, health in _cards(found):
+        links = health.nvlinks or ()
+        if any(links) and not all(links):
+            down = [str(n) for n, up in enumerate(links) if not up]
+            yield warn(
+                f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down", "nvidia-smi nvlink -s; reset the fabric or the bridge", gpu=gpu.index
+            )
+
+
+@check("gpu.p2p", "health")
+def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Cards that can't read each other's memory: traffic between ranks goes through the host."""
+    blocked = {
+        frozenset((gpu.index, other.index)): why
+        for gpu, health in _cards(found)
+        for other in found.machine.gpus
+        if (why := (health.peers or {}).get(other.uuid)) not in (None, "ok", "unknown")
+    }
+    if blocked:
+        pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
+        yield warn(
+            f"no peer-to-peer between GPUs {pairs} ({next(iter(blocked.values()))}): all-reduce goes through host memory",
+            "expected of consumer cards; nothing to set",
+        )
+
+
+@check("gpu.mig", fast=True)
+def mig(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """MIG slices: NCCL can't join slices of one card, and a process sees one slice only."""
+    sliced = sorted({gpu.index for gpu in found.machine.gpus if gpu.mig is not None})
+    if sliced:
+        yield warn(
+            f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card", "one rank per slice, or nvidia-smi -mig 0"
+        )
+
+
+@check("gpu.display", "health")
+def display(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """A screen hangs on the card: long kernels stutter the desktop, and its memory is not all yours."""
+    for gpu, health in _cards(found):
+        if health.display:
+            yield warn(f"GPU {gpu.index} drives a display", "leave it out for long runs, or expect a slow desktop", gpu=gpu.index)

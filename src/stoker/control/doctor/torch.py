@@ -1,0 +1,94 @@
+"""torch.*: does this torch fit this driver and these cards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.contract.shapes import Finding
+from stoker.control.doctor.check import Asked, check, fail, warn
+from stoker.control.machine.facts import Examination
+
+# The first driver branch that runs a build of that CUDA major version (minor versions are compatible among themselves).
+_DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
+SLOW_IMPORT_S = 20.0
+
+
+@check("torch.installed", "torch")
+def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """torch imports in the Python that will run the ranks."""
+    torch = found.torch
+    assert torch is not None
+    if torch.error:
+        yield fail(f"import torch fails: {torch.error}", "is it the right environment? bash setup.sh makes one")
+
+
+@check("torch.cuda-build", "torch")
+def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """The build has CUDA, and the driver is new enough for it."""
+    torch = found.torch
+    assert torch is not None
+    if torch.error or not found.machine.gpus:
+        return
+    if torch.cuda is None:
+        yield fail(f"torch {torch.version} is built without CUDA and there are {len(found.machine.gpus)} GPUs", "install a CUDA build of torch")
+        return
+    need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
+    have = found.machine.driver
+    if need and have and have.split(".")[0].isdigit() and int(have.split(".")[0]) < need:
+        yield fail(
+            f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}",
+            "a newer driver, or a torch built for an older CUDA",
+        )
+
+
+@check("torch.arch", "torch", "health")
+def arch(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """The build holds code for every card: sm_120 (50-series) needs a build of CUDA 12.8 or newer."""
+    torch = found.torch
+    assert torch is not None
+    if not torch.archs:
+        return
+    for gpu in found.machine.gpus:
+        health = (found.health or {}).get(gpu.uuid)
+        if health is None or health.capability is None:
+            continue
+        major, _, minor = health.capability.partition(".")
+        if not _covered(int(major), int(minor), torch.archs):
+            yield fail(
+                f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for {', '.join(torch.archs)}",
+                "install a torch built for this card",
+                gpu.index,
+            )
+
+
+def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
+    """Binary code runs on a card of the same major version and an equal or higher minor one; PTX on anything newer."""
+    for word in archs:
+        kind, _, number = word.partition("_")
+        digits = number.rstrip("af")
+        if not digits.isdigit():
+            continue
+        have_major, have_minor = int(digits[:-1]), int(digits[-1])
+        if kind == "sm" and have_major == major and have_minor <= minor:
+            return True
+        if kind == "compute" and (have_major, have_minor) <= (major, minor):
+            return True
+    return False
+
+
+@check("torch.import-time", "torch")
+def import_time(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """`import torch` in a child, timed: a cold or remote disk makes every rank and every restart wait."""
+    torch = found.torch
+    assert torch is not None
+    if torch.seconds is not None and torch.seconds > SLOW_IMPORT_S:
+        yield warn(f"import torch takes {torch.seconds:.0f} s", "move the environment to a local disk")
+
+
+@check("torch.nccl", "torch")
+def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
+    """Several GPUs need NCCL in the build."""
+    torch = found.torch
+    assert torch is not None
+    if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
+        yield fail(f"torch {torch.version} has no NCCL and there are {len(found.machine.gpus)} GPUs", "install the official build")

@@ -1,0 +1,527 @@
+"""The ladder: a script's imports one by one, then the script on one rank, on half and on all of them, a few steps each.
+
+Each rung of ranks is an ordinary `stoker run` in a process of its own, with a record of its own; the first that fails ends the climb.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.quantities import gb
+from stoker.contract.shape import options_of, shape
+from stoker.contract.shapes import Verdict
+from stoker.control.cluster.transport import ROOT
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.plan import default_name
+from stoker.control.launch.request import Request, program, python_flags
+from stoker.control.record import reader
+from stoker.control.verdict.launch import lost
+
+IMPORTS, SINGLE, ALL = "imports", "single", "all"  # what can be wanted
+STEPS = 20
+IMPORT_S = 120.0
+SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay for
+MARK = "STOKER_LADDER"  # told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
+_TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
+# Options of the run that a rung decides itself, or that would make it something other than a short run in the foreground.
+_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet", "show"}
+# Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
+_STOKER = (
+    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\n"
+    "from stoker.cli.main import entry\nentry()"
+)
+_IMPORTER = """
+import sys
+if not sys.flags.safe_path: del sys.path[0]
+import faulthandler, json, os, time
+told = json.loads(sys.argv[1])
+faulthandler.enable()
+os.set_inheritable(told["pipe"], False)
+sys.argv[:] = told["argv"]
+if not sys.flags.safe_path: sys.path.insert(0, told["folder"])
+page = os.sysconf("SC_PAGE_SIZE")
+def tell(**words):
+    with open("/proc/self/statm") as file: words["rss"] = int(file.read().split()[1]) * page
+    os.write(told["pipe"], json.dumps(words).encode() + b"\\n")
+tell()
+for name, statements, may_fail in told["imports"]:
+    tell(begins=name)
+    began = time.perf_counter()
+    problem = {}
+    try:
+        for statement in statements: exec(statement, {"__name__": "__main__"})
+    except BaseException as raised:
+        import traceback
+        problem = {"type": type(raised).__qualname__, "message": str(raised)[:2000], "missing": isinstance(raised, ModuleNotFoundError) and raised.name or "",
+                   "traceback": traceback.format_exc()[-4000:]}
+    tell(ended=name, seconds=time.perf_counter() - began, **problem)
+    if problem and not may_fail: break
+os._exit(0)
+"""
+
+
+@shape
+class Import:
+    """A module the script imports at its top level."""
+
+    name: str
+    line: int
+    statements: tuple[str, ...]
+    optional: str = ""  # why a failure proves nothing; empty: the script can't do without
+
+
+@shape
+class Imported:
+    name: str
+    seconds: float
+    grew: int  # bytes of resident memory it added
+    rss: int
+    problem: str = ""  # why an optional one is not there
+
+
+@shape
+class Climbed:
+    """A rung of ranks that was run, in its record's numbers. None: the script never said."""
+
+    ranks: int
+    exit_code: int
+    run: str = ""
+    dir: str = ""
+    steps: int = 0
+    first_step_s: float | None = None
+    steps_per_s: float | None = None  # the slowest rank's
+    rss: int | None = None  # the largest rank's, at POST-MODEL
+    rss_all: int | None = None
+    gpu: tuple[int, int] | None = None  # used and total of the fullest card
+    host_used: int | None = None
+    host_total: int | None = None
+
+
+@shape
+class Scaling:
+    efficiency: float | None = None  # steps/s of the highest rung, in those of one rank alone
+    throughput: str = ""  # scales | does not scale
+    memory_needed: int | None = None
+    memory_others: int = 0
+    memory_total: int | None = None
+    memory: str = ""  # scales | does not scale
+
+
+@shape
+class Climb:
+    """How the ladder went. `verdict` is that of the rung that failed."""
+
+    world_size: int
+    rungs: tuple[int, ...]
+    steps: int
+    imports: tuple[Imported, ...]
+    climbed: tuple[Climbed, ...]
+    verdict: Verdict | None
+    exit_code: int
+
+
+@shape
+class Plan:
+    world_size: int
+    uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
+    hidden: bool  # CPU ranks on a machine with GPUs
+    lines: tuple[str, ...]
+
+
+# ---- planning ----
+
+
+def rungs(world: int) -> tuple[int, ...]:
+    """1, half, all."""
+    return tuple(sorted({1, max(1, world // 2), world}))
+
+
+def wanted_by_environment(environ: Mapping[str, str]) -> set[str]:
+    return {rung for name, rung in _TESTS.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
+
+
+def flag_words(values: Mapping[str, Any]) -> list[str]:
+    """Options as a command line that reads back to the same."""
+    words: list[str] = []
+    for name in options_of(RunOptions):
+        value = values.get(name)
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            words.append(flag)
+        elif value is not None and value is not False:
+            each = value if isinstance(value, (tuple, list)) else (value,)
+            words += [f"{flag}={format(one, 'f') if isinstance(one, float) else one}" for one in each]
+    return words
+
+
+def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str) -> list[str]:
+    """The `stoker run` of one rung: on the cards the whole run would use, so that the rungs compare."""
+    options = request.options
+    values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
+    values |= {
+        "nproc_per_node": ranks, "stop_after_steps": steps, "name": f"{(options.name or default_name(request))[:80]}-ladder-{ranks}", "show": "none",
+        "quiet": True, "env": (*options.env, f"{MARK}={stamp}"),
+    }  # fmt: skip
+    if plan.uuids:
+        values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
+    return [*flag_words(values), request.script, *request.args]
+
+
+def imports_of(source: bytes | str) -> tuple[Import, ...]:
+    """What the script imports whenever it starts, in its order, the standard library left out. Reads the text, executes nothing.
+
+    What stands in a try or with may fail; what stands in another `if`, or in a function, is decided when the script runs.
+    """
+    found: dict[str, Import] = {}
+    for name, line, statement, optional in _imports(ast.parse(source).body, ""):
+        known = found.get(name)
+        if known is None:
+            found[name] = Import(name, line, (statement,), optional)
+        else:
+            found[name] = Import(name, known.line, tuple(dict.fromkeys((*known.statements, statement))), known.optional and optional)
+    return tuple(found.values())
+
+
+def _imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str, int, str, str]]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            named = [(alias.name, f"import {alias.name}") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            named = [(node.module, ast.unparse(node))]
+        else:
+            named = []
+            if isinstance(node, (ast.Try, ast.TryStar, ast.With)):
+                yield from _imports(node.body, optional or "the script tries it")
+            elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+                yield from _imports(node.body, optional)
+            elif any(isinstance(part, ast.Attribute) and ast.unparse(part) in ("sys.path", "site.addsitedir") for part in ast.walk(node)):
+                optional = optional or "the script changes sys.path first"
+        for name, statement in named:
+            if name.partition(".")[0] not in sys.stdlib_module_names:
+                yield name, node.lineno, statement, optional
+
+
+def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
+    """Throughput of the highest rung against one rank's; memory of all ranks, foretold from the highest rung that was measured."""
+    passed = [rung for rung in climbed if rung.exit_code == 0]
+    found = Scaling()
+    rates = [rung for rung in passed if rung.steps_per_s]
+    if len(rates) > 1 and rates[0].ranks == 1 and rates[0].steps_per_s and rates[-1].steps_per_s:
+        efficiency = rates[-1].steps_per_s / rates[0].steps_per_s
+        found = Scaling(efficiency, "scales" if efficiency >= SCALES else "does not scale")
+    measured = [rung for rung in passed if rung.rss and rung.rss_all and rung.host_total]
+    if not measured:
+        return found
+    last = measured[-1]
+    assert last.rss and last.rss_all and last.host_total
+    needed = last.rss_all if last.ranks == world else last.rss * world
+    others = max(0, (last.host_used or 0) - last.rss_all)
+    fits = "scales" if others + needed <= last.host_total else "does not scale"
+    return Scaling(found.efficiency, found.throughput, needed, others, last.host_total, fits)
+
+
+def memory_line(found: Scaling, world: int) -> str:
+    if found.memory_needed is None or found.memory_total is None:
+        return ""
+    room = "" if found.memory == "scales" else f", and {gb(found.memory_others)} of it is in use by others"
+    ranks = f"{world} rank{'s' if world != 1 else ''}"
+    return f"memory {found.memory}: {ranks} will need {gb(found.memory_needed)} of {gb(found.memory_total)} host memory{room}"
+
+
+# ---- the record of a rung ----
+
+
+def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
+    if run is None:
+        return Climbed(ranks, exit_code)
+    began, host_used, host_total = 0.0, None, None
+    first: dict[int, float] = {}
+    ends: dict[int, tuple[float, int]] = {}
+    rss: dict[int, int] = {}
+    cards: list[tuple[int, int]] = []
+    for event in reader.events(run.dir):
+        kind = event["event"]
+        if kind == "attempt":
+            began = event["time"]
+        elif kind == "first-step":
+            first[event["rank"]] = event["at"]
+        elif kind == "rank-exit":
+            ends[event["rank"]] = (event["time"], event["steps"])
+        elif kind == "mem" and event["at"] == "POST-MODEL":
+            rss[event["rank"]] = event["rss"] or 0
+            host_used, host_total = event["host_used"], event["host_total"]
+            if event["gpu"]:
+                cards.append((event["gpu"][0], event["gpu"][1]))
+    rates = [(steps - 1) / (end - first[rank]) for rank, (end, steps) in ends.items() if rank in first and steps > 1 and end > first[rank]]
+    whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
+    return Climbed(
+        ranks, exit_code, run.id, run.dir, min((steps for _, steps in ends.values()), default=0),
+        max(first.values()) - began if len(first) == ranks else None, min(rates) if len(rates) == ranks else None,
+        max(rss.values()) if whole else None, sum(rss.values()) if whole else None, max(cards, default=None), host_used, host_total,
+    )  # fmt: skip
+
+
+# ---- climbing ----
+
+
+class Ladder:
+    """`say` gets what there is to tell on the way, line by line."""
+
+    def __init__(self, request: Request, steps: int, say: Callable[[str], None]) -> None:
+        limit = request.options.stop_after_steps
+        if steps < 1:
+            raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
+        if request.options.hosts is not None:
+            raise Refusal("the ladder climbs on one machine: leave --hosts out and start it on each of them", EX_USAGE, cause="launch.nodes")
+        self._request = request
+        self._steps = min(steps, limit) if limit > 0 else steps
+        self._say = say
+        self._flags = python_flags(sys.orig_argv)[0]
+        self._child: subprocess.Popen[bytes] | None = None  # the rung under way
+        self._stop = 0
+        self._imported: list[Imported] = []
+        self._climbed: list[Climbed] = []
+        self._plan = Plan(0, (), False, ())
+
+    def climb(self, wanted: Collection[str]) -> Climb:
+        """Up to the first rung that fails. What can't start at all is refused before anything does."""
+        program(self._request)
+        before = {}
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
+            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
+                before[signum] = signal.signal(signum, self._on_signal)
+        try:
+            rungs_: tuple[int, ...] = ()
+            verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._look()
+            if verdict is None and self._plan.world_size:
+                rungs_ = rungs(self._plan.world_size) if ALL in wanted else (1,)
+            if verdict is None and not {IMPORTS, ALL}.isdisjoint(wanted):
+                verdict = try_imports(self._request, self._flags, self._imported, self._say, lambda: self._stop)
+            for number, ranks in enumerate(rungs_, 1):
+                verdict = verdict or self._stopped() or self._rung(ranks, f"rung {number} of {len(rungs_)}")
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+        verdict = verdict or self._stopped()
+        code = verdict.exit_code if verdict else 0
+        return Climb(self._plan.world_size, rungs_, self._steps, tuple(self._imported), tuple(self._climbed), verdict, code)
+
+    def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
+        """For --dry-run: the imports and the rungs."""
+        program(self._request)
+        verdict = self._look()
+        if verdict is not None:
+            raise Refusal(verdict.summary, verdict.exit_code, cause=verdict.cause)
+        return find_imports(self._request, self._say)[0], rungs(self._plan.world_size)
+
+    def _stopped(self) -> Verdict | None:
+        return Verdict("stopped", "launch.stopped", f"stopped by {signal.Signals(self._stop).name}", 128 + self._stop) if self._stop else None
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """The rung has a session of its own: a terminal's Ctrl-C comes here alone and is passed on, once."""
+        child = self._child
+        if signum != signal.SIGTSTP:
+            self._stop = self._stop or signum
+        if child is not None:
+            child.send_signal(signum)
+        if signum == signal.SIGTSTP:
+            os.kill(os.getpid(), signal.SIGSTOP)
+            if child is not None:
+                child.send_signal(signal.SIGCONT)
+
+    # ---- rungs of ranks ----
+
+    def _look(self) -> Verdict | None:
+        """The plan `stoker run` would make."""
+        request = self._request
+        values = {name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}}
+        code, out, said = self._stoker([*flag_words({**values, "dry_run": True, "json": True}), request.script, *request.args], False)[:3]
+        if code:
+            return self._stopped() or Verdict("refused", "launch.refused", said, code)
+        data = json.loads(out)
+        uuids = tuple(place["gpu"]["uuid"] for place in data["places"] if place["gpu"])
+        self._plan = Plan(len(data["places"]), uuids, not uuids and "" in data["visible"].values(), tuple(data["lines"]))
+        for line in self._plan.lines:
+            self._say(line)
+        return None
+
+    def _rung(self, ranks: int, which: str) -> Verdict | None:
+        request, plan = self._request, self._plan
+        found = scaling(self._climbed, ranks)
+        if found.memory == "does not scale":
+            self._say(memory_line(found, ranks))
+        self._say(f"{which}: {ranks} rank{'s' if ranks != 1 else ''}, {self._steps} steps or the script's end")
+        code, _, said, pid = self._stoker(rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S")), True, hide=plan.hidden)
+        root = layout.runs_root(request.options.runs_dir, os.environ)
+        run = next((one for one in reversed(reader.all_runs(root)) if one.launcher[0] == pid and one.name.endswith(f"-ladder-{ranks}")), None)
+        self._climbed.append(measure(ranks, code, run))
+        if code == 0:
+            return None
+        if run is None:
+            return self._stopped() or Verdict("refused", "launch.refused", said, code)
+        return run.verdict or lost(run.id)
+
+    def _stoker(self, words: list[str], aloud: bool, hide: bool = False) -> tuple[int, bytes, str, int]:
+        """A `stoker run` to its end: (exit code, stdout, its last word, pid). A refusal is said in any case."""
+        ours = {"PET_" + name.upper() for name in options_of(RunOptions)} | set(_TESTS)  # resolved already; and a rung does not climb a ladder
+        env = {name: value for name, value in os.environ.items() if name not in ours}
+        if hide:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        said = ""
+        with tempfile.TemporaryFile() as out:
+            argv = [sys.executable, *self._flags, "-c", _STOKER.format(root=ROOT), "run", *words]
+            # stdin stays ours: a first rung that read it would leave nothing for the others.
+            with _start(argv, env, out, subprocess.PIPE, signal.SIGTERM) as child:
+                self._child = child
+                try:
+                    assert child.stderr is not None
+                    for raw in child.stderr:
+                        line = raw.decode("utf-8", "replace").rstrip("\n")
+                        said = line.removeprefix("stoker: ") if line.startswith("stoker: ") else said
+                        if aloud or line.startswith("stoker: "):
+                            self._say(line)
+                    code = child.wait()
+                finally:
+                    self._child = None
+            out.seek(0)
+            return code if code >= 0 else 128 - code, out.read(), said or "no word why", child.pid
+
+
+# ---- the imports' rung ----
+
+
+def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Import, ...], str, str]:
+    """(imports, the file, what sys.path begins with for it)."""
+    script, path, folder = request.script, request.script, os.path.dirname(os.path.realpath(request.script))
+    if request.options.no_python:
+        say(f"imports: {script} is not a Python script")
+        return (), script, folder
+    if request.options.module:
+        folder = os.getcwd()
+        bases = [os.path.join(entry, *script.split(".")) for entry in (folder, *sys.path)]
+        path = next((file for base in bases for file in (base + ".py", os.path.join(base, "__main__.py")) if os.path.isfile(file)), "")
+    elif os.path.isdir(script):
+        path, folder = os.path.join(script, "__main__.py"), os.path.realpath(script)
+    try:
+        with open(path, "rb") as file:
+            return imports_of(file.read()), path, folder
+    except (OSError, SyntaxError, ValueError) as problem:
+        say(f"imports: not looked at, {path or script} can't be read as Python here: {problem}")
+        return (), path, folder
+
+
+def try_imports(
+    request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]
+) -> Verdict | None:
+    """All of them in one child, which tells what it does; what came through is added to `done`."""
+    wanted, path, folder = find_imports(request, say)
+    if not wanted:
+        return None
+    say(f"imports: {len(wanted)} of {path}, one by one in a process of their own")
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # for modules that read them
+    env |= {name: value for name, equals, value in (word.partition("=") for word in request.options.env) if equals}
+    answers, pipe = os.pipe()
+    told = {"pipe": pipe, "argv": [request.script, *request.args], "folder": folder,
+            "imports": [(one.name, one.statements, bool(one.optional)) for one in wanted]}  # fmt: skip
+    argv = [request.options.python or sys.executable, *flags, "-c", _IMPORTER, json.dumps(told)]
+    with os.fdopen(answers, "rb", 0), tempfile.TemporaryFile() as noise:
+        try:
+            child = _start(argv, env, noise, noise, signal.SIGKILL, pipe)
+        except OSError as problem:
+            raise Refusal(f"{argv[0]} can't be started: {problem.strerror}", EX_NOINPUT) from problem
+        finally:
+            os.close(pipe)
+        try:
+            under_way, late, verdict = _listen(child, answers, {one.name: one for one in wanted}, path, done, say, stopped)
+        finally:
+            # With whatever it left in its session: it is not reaped yet, so the number is still its own.
+            os.killpg(child.pid, signal.SIGKILL)
+            code = child.wait()
+        if verdict is not None or stopped() or (code == 0 and under_way is None):
+            return verdict
+        noise.seek(0)
+        tail = noise.read().decode("utf-8", "replace").strip().splitlines()[-8:]
+    return _died(under_way, path, code, late, tail)
+
+
+def _listen(
+    child: subprocess.Popen[bytes], answers: int, wanted: dict[str, Import], path: str, done: list[Imported], say: Callable[[str], None],
+    stopped: Callable[[], object],
+) -> tuple[Import | None, bool, Verdict | None]:  # fmt: skip
+    """Until the child's end, a failure or the deadline: (the import under way, was it too slow, a verdict)."""
+    rest, rss, under_way = b"", 0, None
+    deadline = time.monotonic() + IMPORT_S
+    while not stopped():
+        over = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None  # asked before the last read
+        data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if over else 0.1)[0] else b""
+        *lines, rest = (rest + data).split(b"\n")
+        for answer in (json.loads(line) for line in lines):
+            deadline = time.monotonic() + IMPORT_S
+            under_way = wanted.get(answer.get("begins", ""))
+            if "ended" in answer:
+                one = wanted[answer["ended"]]
+                problem = f"{answer['type']}: {answer['message']}" if "type" in answer else ""
+                if problem and not one.optional:
+                    return one, False, _failed_import(one, path, answer, problem)
+                done.append(Imported(one.name, answer["seconds"], answer["rss"] - rss, answer["rss"], problem))
+                say(import_line(done[-1], one))
+            rss = answer["rss"]
+        if over and not data:
+            break
+        if time.monotonic() > deadline:
+            return under_way, True, None
+    return under_way, False, None
+
+
+def import_line(done: Imported, one: Import) -> str:
+    if done.problem:
+        return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({done.problem.partition(chr(10))[0][:120]})"
+    return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 1e6:>+9.1f} MB {done.rss / 1e6:>9.1f} MB"
+
+
+def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
+    missing = answer["missing"].partition(".")[0]
+    fix = (f"pip install {missing}   # the package may have another name",) if missing else ()
+    return Verdict(
+        "failed", "env.import", f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}", 1,
+        evidence=tuple(answer["traceback"].strip().splitlines()[-6:]),
+        fix=(*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python"),
+    )  # fmt: skip
+
+
+def _died(one: Import | None, path: str, code: int, late: bool, tail: list[str]) -> Verdict:
+    what = f"import {one.name} at {path}:{one.line}" if one else f"the process for the imports of {path}"
+    fix: tuple[str, ...] = (f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}",)
+    if late:
+        return Verdict("failed", "env.import", f"{what} is not through after {IMPORT_S:.0f} s", EX_SOFTWARE, evidence=tuple(tail), fix=fix)
+    if code >= 0:
+        return Verdict("failed", "env.import", f"{what} ends the process with exit code {code}", code or EX_SOFTWARE, evidence=tuple(tail), fix=fix)
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        fix = ("was it the OOM killer? dmesg knows, and free -h what is left", *fix)
+    return Verdict("failed", "env.import", f"{what} kills the process: {name}", 128 - code, evidence=tuple(tail), fix=fix)
+
+
+# ---- processes ----
+
+
+def _start(argv: list[str], env: dict[str, str], out: Any, err: Any, at_our_death: int, *keep: int) -> subprocess.Popen[bytes]:
+    """In a session of its own, and it does not outlive us."""
+    libc = ctypes.CDLL(None)
+    return subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=keep, start_new_session=True,
+        preexec_fn=lambda: libc.prctl(1, int(at_our_death)),  # noqa: PLW1509  no thread runs here yet: the fork is safe. 1: PR_SET_PDEATHSIG
+    )  # fmt: skip

@@ -1,0 +1,68 @@
+"""Before anything starts: the doctor's fast checks on what the plan will use, and, if asked for, a proof of each GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+
+from stoker.contract import layout, names
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.shape import replace
+from stoker.control.doctor import check
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.plan import RunPlan
+from stoker.control.machine.examine import KNOWN, probe_cards
+from stoker.control.machine.facts import Examination, Probe, examination_from_json
+from stoker.control.machine.gather import quick_host
+from stoker.control.machine.model import Machine
+
+# The plan has already refused or left out what these would say of a card.
+_PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
+
+
+def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]:
+    """Warnings, a line each. A failure that would end the job is a refusal."""
+    cards = {place.gpu.uuid for place in plan.places if place.gpu}
+    used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in cards))
+    runs_dir = layout.runs_root(options.runs_dir, os.environ)
+    environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
+    found = Examination(used, host=quick_host(runs_dir), environment=environment)
+    fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
+    lines = []
+    for finding in check.run(fast, found, check.Asked(plan.world_size, runs_dir)):
+        line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
+        if finding.level == "fail":
+            raise Refusal(f"{line} (--no-preflight starts all the same)", EX_UNAVAILABLE, cause=finding.id)
+        lines.append(f"! {line}")
+    return lines
+
+
+def without_bad(machine: Machine) -> Machine:
+    """The machine with every GPU that fails its proof marked as one that does not answer."""
+    cards = [gpu for gpu in machine.gpus if not gpu.error]
+    probes = _recorded() or probe_cards(cards)
+    bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in ("dead", "hung", "wrong", "absent")}
+    return replace(machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus))
+
+
+def _recorded() -> Mapping[str, Probe] | None:
+    path = os.environ.get(names.MACHINE)
+    if not path:
+        return None
+    with open(path, encoding="utf-8") as file:
+        data = json.load(file)
+    return examination_from_json(data).probes if "machine" in data else {}
+
+
+def check_legal(options: RunOptions, plan: RunPlan) -> None:
+    if options.legal_ranks is None:
+        return
+    words = [word.strip() for word in options.legal_ranks.split(",")]
+    if not all(word.isdigit() and int(word) for word in words):
+        raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
+    legal = sorted(int(word) for word in words)
+    if plan.world_size not in legal:
+        fits = [count for count in legal if count <= plan.world_size]
+        hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
+        raise Refusal(f"{plan.world_size} ranks, and the job takes {', '.join(map(str, legal))}; {hint}", EX_UNAVAILABLE, cause="gpu.legal")

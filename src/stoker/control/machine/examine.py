@@ -1,0 +1,168 @@
+"""One thorough examination: all gatherers side by side, each in a child with a deadline.
+
+A child that does not answer is killed and, if it can't be (a driver call in D state), left behind: nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.contract.shape import replace
+from stoker.control.machine import facts, gather, host
+from stoker.control.machine.facts import Examination, Health, Host, Net, Probe, Torch
+from stoker.control.machine.model import Gpu, Machine, machine_from_json
+from stoker.control.machine.observe import packages_dir
+
+LIMIT_S = 3.0
+PROBE_S = 10.0  # a context alone takes seconds on a box of eight without a persistence daemon
+TORCH_S = 120.0  # a cold disk on a rented pod
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+# Variables that are known to matter: the only ones an examination keeps.
+KNOWN = (
+    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LD_PRELOAD",
+    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_ALGO", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_DEBUG",
+    "NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO",
+    "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT", "NPROC_PER_NODE", "NUM_GPUS", "OMP_NUM_THREADS", "PYTHONHOME",
+    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "RANK", "STOKER_RUN_ID", "TOKENIZERS_PARALLELISM", "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_USE_CUDA_DSA", "WORLD_SIZE",
+)  # fmt: skip
+
+
+class Child:
+    """A gatherer under way."""
+
+    def __init__(self, name: str, argv: list[str], env: Mapping[str, str], limit: float) -> None:
+        self.name, self.limit = name, limit
+        self.began = time.monotonic()
+        self.output = b""
+        self._process = subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self.stdout, self._stderr = self._process.stdout, self._process.stderr
+
+    def give_up(self) -> None:
+        self._process.kill()  # in D state it stays until the driver lets it go; we don't wait
+
+    def result(self) -> tuple[Any, str]:
+        """(what it found, or None; why not)."""
+        try:
+            code = self._process.wait(0.5)
+        except subprocess.TimeoutExpired:
+            return None, "its process does not end"
+        if code:
+            said = self._stderr.read().decode("utf-8", "replace").strip()
+            return None, f"ended with {code}" + (f": {said.splitlines()[-1]}" if said else "")
+        try:
+            return json.loads(self.output), ""
+        except ValueError:
+            return None, "said nothing that can be read"
+
+
+def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
+    """All of them side by side; each gets its own limit."""
+    results: dict[str, tuple[Any, str]] = {}
+    with selectors.DefaultSelector() as selector:
+        for child in children:
+            selector.register(child.stdout, selectors.EVENT_READ, child)
+        while selector.get_map():
+            now = time.monotonic()
+            for key in list(selector.get_map().values()):
+                late: Child = key.data
+                if now - late.began > late.limit:
+                    selector.unregister(late.stdout)
+                    late.give_up()
+                    results[late.name] = None, f"no answer within {late.limit:.0f} s"
+            for key, _ in selector.select(0.05):
+                child = key.data
+                data = os.read(child.stdout.fileno(), 1 << 20)
+                if data:
+                    child.output += data
+                else:
+                    selector.unregister(child.stdout)
+                    results[child.name] = child.result()
+    return results
+
+
+def _gatherer(kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = "") -> Child:
+    return Child(name or kind, [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more], env or os.environ, limit)
+
+
+def examine(runs_dir: str, port: int, probe: bool = True, python: str | None = None) -> Examination:
+    """Two rounds: what needs nothing, and what needs to know the cards. torch's import runs beside both."""
+    torch = Child("torch", [python or sys.executable, "-c", gather.TORCH], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)
+    first = _run([_gatherer("machine"), _gatherer("host", runs_dir), _gatherer("net", str(port))])
+    missing = {name: why for name, (found, why) in first.items() if found is None}
+    machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])
+    second: list[Child] = []
+    cards = [gpu for gpu in machine.gpus if not gpu.error]
+    if cards:
+        second.append(_gatherer("health"))
+        if probe:
+            second += _probers(cards)
+    found = _run(second)
+    health, why = found.pop("health", ({}, ""))
+    if health is None:
+        missing["health"] = why
+    probes = {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards} if probe else None
+    if probes:
+        probes = _after(probes, machine)
+    torch_found = _run([torch])["torch"]
+    if torch_found[0] is None:
+        missing["torch"] = torch_found[1]
+    return Examination(
+        machine,
+        None if health is None else {uuid: facts.read(Health, one) for uuid, one in health.items()},
+        probes, facts.read(Torch, torch_found[0]), facts.read(Host, first["host"][0]), facts.read(Net, first["net"][0]),
+        {name: os.environ[name] for name in KNOWN if name in os.environ}, missing,
+    )  # fmt: skip
+
+
+def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
+    """The context probe alone, side by side on these cards."""
+    found = _run(_probers(cards))
+    return {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards}
+
+
+def _probers(cards: list[Gpu]) -> list[Child]:
+    return [_gatherer("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit=PROBE_S, name=gpu.uuid) for gpu in cards if _room(gpu)]
+
+
+def _room(gpu: Gpu) -> bool:
+    return gpu.memory_free is None or gpu.memory_free > 10**9
+
+
+def _probed(gpu: Gpu, answer: tuple[Any, str] | None) -> Probe:
+    if answer is None:
+        return Probe("full", "less than 1 GB is free: no context was tried")
+    data, why = answer
+    if data is not None:
+        found: Probe = facts.read(Probe, data)
+        return found
+    return Probe("hung", why) if why.startswith("no answer") else Probe("dead", f"the probe {why}")
+
+
+def _after(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
+    """What the cards still hold once the probes are gone: a context dies with its process, in 0.15 s on an H200."""
+    deadline = time.monotonic() + 1.0
+    while True:
+        again, _ = _run([_gatherer("machine")])["machine"]
+        if again is None:
+            return probes
+        used = {gpu.uuid: gpu.memory_used for gpu in machine_from_json(again).gpus}
+        left = {gpu.uuid: max(0, (used.get(gpu.uuid) or 0) - (gpu.memory_used or 0)) for gpu in before.gpus}
+        if time.monotonic() > deadline or all(count < 10**8 for count in left.values()):
+            return {uuid: replace(one, left=left.get(uuid)) for uuid, one in probes.items()}
+        time.sleep(0.05)
+
+
+def _blind(why: str) -> Machine:
+    """The look itself hung: what can be said without the driver."""
+    total, available, limit = host.memory()
+    return Machine(os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit)

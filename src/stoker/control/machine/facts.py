@@ -1,0 +1,124 @@
+"""What an examination finds beyond a quick look: the GPUs' health, torch, the host, the network. None where it could not be asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.contract.shape import as_json, fields_of, shape
+from stoker.control.machine.model import Machine, machine_from_json
+
+SCHEMA = 1
+
+
+@shape
+class Health:
+    """One card's. A field it doesn't have is None."""
+
+    temperature: int | None = None
+    temperature_slowdown: int | None = None
+    power: float | None = None  # watts
+    power_limit: float | None = None
+    throttle: tuple[str, ...] | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None
+    ecc_uncorrected: int | None = None  # since the driver was loaded
+    pages_pending: bool | None = None
+    rows_pending: bool | None = None
+    rows_failed: bool | None = None
+    recovery: str | None = None  # none, reset, reboot, drain, drain and reset
+    nvlinks: tuple[bool, ...] | None = None  # up or down, per link
+    display: bool | None = None
+    capability: str | None = None  # 9.0
+    xids: tuple[int, ...] = ()
+    peers: dict[str, str] | None = None  # uuid -> ok, or why one card can't read the other's memory
+
+
+@shape
+class Torch:
+    version: str | None = None
+    cuda: str | None = None  # the build's
+    archs: tuple[str, ...] = ()
+    nccl: str | None = None
+    seconds: float | None = None  # what `import torch` took
+    error: str | None = None
+
+
+@shape
+class Host:
+    shm_total: int | None = None
+    shm_free: int | None = None
+    disk_free: int | None = None  # where runs go
+    disk_path: str | None = None
+    files_soft: int | None = None
+    files_hard: int | None = None
+    address_space: int | None = None  # an RLIMIT_AS in force
+    stuck: tuple[str, ...] = ()  # processes in D state, as "pid name"
+    zombies: int = 0
+    swap_used: int | None = None
+    clock: float | None = None
+
+
+@shape
+class Net:
+    hostname: str | None = None
+    addresses: tuple[str, ...] = ()  # what the host's own name resolves to
+    interfaces: tuple[str, ...] = ()  # those that are up, without loopback
+    port: int | None = None
+    port_holder: str | None = None
+    error: str | None = None
+
+
+@shape
+class Probe:
+    """A context made, memory taken, a product computed and compared, in a child of its own."""
+
+    outcome: str  # ok, busy, full, dead, hung, wrong, absent
+    detail: str = ""
+    seconds: float | None = None
+    left: int | None = None  # bytes still in use on the card after the child was gone, above what was before
+
+
+@shape
+class Examination:
+    machine: Machine
+    health: dict[str, Health] | None = None  # by uuid
+    probes: dict[str, Probe] | None = None  # by uuid
+    torch: Torch | None = None
+    host: Host | None = None
+    net: Net | None = None
+    environment: dict[str, str] | None = None  # the variables that are known to matter
+    missing: dict[str, str] | None = None  # what could not be found out, and why
+    schema: int = SCHEMA
+
+    def to_json(self) -> dict[str, Any]:
+        found: dict[str, Any] = as_json(self)
+        return found
+
+
+def read(kind: type[Any], data: Any) -> Any:
+    """One shape back from JSON; an unknown field is an error."""
+    if data is None:
+        return None
+    unknown = set(data) - set(fields_of(kind))
+    if unknown:
+        raise ValueError(f"{kind.__name__} has no field {sorted(unknown)[0]!r}")
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+
+
+def examination_from_json(data: Any) -> Examination:
+    if not isinstance(data, dict) or "machine" not in data or data.get("schema") != SCHEMA:
+        raise ValueError(f"not a recorded machine of schema {SCHEMA}")
+    try:
+        unknown = set(data) - set(fields_of(Examination))
+        if unknown:
+            raise ValueError(f"not a recorded machine: unknown field {sorted(unknown)[0]!r}")
+        return Examination(
+            machine_from_json(data["machine"]),
+            None if data.get("health") is None else {uuid: read(Health, one) for uuid, one in data["health"].items()},
+            None if data.get("probes") is None else {uuid: read(Probe, one) for uuid, one in data["probes"].items()},
+            read(Torch, data.get("torch")), read(Host, data.get("host")), read(Net, data.get("net")), data.get("environment"), data.get("missing"),
+        )  # fmt: skip
+    except (TypeError, AttributeError, KeyError) as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from problem

@@ -1,0 +1,1 @@
+"""The training plane: torch lives here, and only here."""

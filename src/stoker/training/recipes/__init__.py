@@ -1,0 +1,1 @@
+"""One readable script per stage, started as the ranks of a run."""
