@@ -144,7 +144,8 @@ def test_healthy_replicas_raise_nothing_and_their_links_are_proven(stoker: Stoke
 def test_a_run_that_fails_is_not_a_verdict_on_the_machine(stoker: Stoker, tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     stoker.script("broken/torch.py", "raise ImportError('libcudart.so is missing')")
-    done = stoker("burnin", "--steps", "5", "--nproc-per-node", "2", env={"PYTHONPATH": str(tmp_path / "broken")})
+    path = f"{tmp_path / 'broken'}:{stoker.env.get('PYTHONPATH', '')}"
+    done = stoker("burnin", "--steps", "5", "--nproc-per-node", "2", env={"PYTHONPATH": path})
     assert done.code == 3 and "could not be checked: " in done.out and "libcudart.so is missing" in done.out
     assert json.loads(stoker("burnin", "--gpus", "3", "--json").out) == {
         "schema": 1, "run": None, "status": "refused", "summary": None, "exit_code": 3, "replicas": [], "left_out": [], "links": [], "findings": [],

@@ -133,12 +133,17 @@ NCCL = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6
         ([end(0, 1, 5.0, LOST), end(1, 1, 5.1, LOST)], 0, "rank.exception"),
         ([end(0, -9, 5.0, oom_killed=True), end(1, 1, 5.1, LOST)], 0, "oom.host"),
         ([end(0, 1, 5.0, RankError("DistNetworkError", "EADDRINUSE: port: 29500 address already in use")), end(1, 1, 5.1, LOST)], 0, "net.port-in-use"),
+        # our own SIGTERM, answered with an exit code or an exception, is nobody's cause
+        ([end(0, 1, 5.0, LOST), end(1, 1, 6.0, ours=True)], 0, "rank.exception"),
+        ([end(0, 1, 5.0, REAL), end(1, 1, 9.0, RankError("RuntimeError", "in the handler", time_ns=9_000_000_000), ours=True)], 0, "rank.exception"),
+        # an EOFError of the script's own is not the echo of a rank that was done before
+        ([end(0, 0, 3.0), end(1, 1, 6.0, RankError("EOFError", "Ran out of input", module="builtins", time_ns=6_000_000_000))], 1, "rank.exception"),
         # a rank that finished first is not guilty of what another did by itself
         ([end(0, 0, 3.0), end(1, 1, 6.0, REAL)], 1, "rank.exception"),
     ],
 )
 def test_cause_before_consequence(ends: list[RankEnd], rank: int, cause: str) -> None:
-    verdict = judge(Evidence(len(ends), tuple(ends)))
+    verdict = judge(Evidence(len(ends), tuple(ends), stopped_at=6.5))
     assert (verdict.rank, verdict.cause) == (rank, cause)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from conftest import Done, Stoker, tagged, wait_for
 from stoker.contract.settings import build
 from stoker.control.launch import ladder
-from stoker.control.launch.ladder import Climbed, Plan, flag_words, imports_of, rung_words, rungs, scaling, wanted_by_environment
+from stoker.control.launch.ladder import Climbed, Plan, command_words, imports_of, rung_words, rungs, scaling, wanted_by_environment
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 
@@ -82,9 +83,9 @@ def test_imports_are_read_from_the_text() -> None:
 def test_options_survive_being_written_as_flags() -> None:
     from stoker.cli.run import parse
 
-    words = ["--grace", "1m30s", "--ram-limit", "1.5GB", "--ssh-option=-p2222", "--env", "A=b c", "--env=B=--x", "--isolate", "-m", "--nproc-per-node", "2", "pkg.mod", "--", "-x"]
+    words = ["--grace", "1m30s", "--ram-limit", "1.5GB", "--ssh-option=-p2222", "--env", "A=b c", "--env=B=--x", "--isolate", "-m", "--nproc-per-node", "2", "pkg.mod", "--", "--", "-x"]
     asked = parse(words)
-    again = parse([*flag_words({name: getattr(asked.options, name) for name in asked.given}), asked.script, *asked.args])
+    again = parse(command_words({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args))
     assert again == asked and again.options.grace == 90.0 and again.options.env == ("A=b c", "B=--x") and again.args == ("--", "-x")
 
 
@@ -92,8 +93,8 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
     told = {"gpus": "any:4", "detach": True, "notify": "mail", "max_restarts": 3, "json": True, "name": "exp", "isolate": True, "env": ("A=1",)}
     request = Request(build(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
     words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False, ()), 2, 20, "now")
-    flags = set(words[: words.index("t.py")])
-    assert words[-3:] == ["t.py", "--lr", "1"]
+    flags = set(words[: words.index("--")])
+    assert words[-4:] == ["--", "t.py", "--lr", "1"]
     assert flags == {"--gpus=GPU-a,GPU-b", "--nproc-per-node=2", "--stop-after-steps=20", "--name=exp-ladder-2", "--show=none", "--quiet", "--isolate", "--env=A=1", "--env=STOKER_LADDER=now"}
 
 
@@ -114,12 +115,12 @@ def test_what_scales() -> None:
 
 def test_all_rungs_hold(stoker: Stoker) -> None:
     stoker.script("mine.py", "import os\nprint('noise')\nblob = bytearray(os.urandom(1 << 20)) * 30\n")
-    done = climb(stoker, "--nproc-per-node", "4", "--steps", "5", "--json", stoker.script("t.py", "import mine, yaml\n" + STEP), "--steps", "99")
+    done = climb(stoker, "--nproc-per-node", "4", "--steps", "5", "--json", stoker.script("t.py", "import mine, yaml\n" + STEP), "--", "--steps", "99")
     assert done.code == 0, done.err
     found = json.loads(done.out)
     assert (found["schema"], found["status"], found["rungs"], found["steps"], found["world_size"]) == (1, "passed", [1, 2, 4], 5, 4)
     mine, yaml, _ = found["imports"]
-    assert (mine["name"], yaml["name"]) == ("mine", "yaml") and 30e6 < mine["grew"] < 60e6 < 5e6 + yaml["rss"] + 30e6 and mine["seconds"] > 0
+    assert (mine["name"], yaml["name"]) == ("mine", "yaml") and 30e6 < mine["grew"] < 60e6 and yaml["rss"] > mine["rss"] and mine["seconds"] > 0
     for rung, ranks in zip(found["climbed"], (1, 2, 4), strict=True):
         run = json.loads((Path(stoker.cwd, rung["dir"]) / "run.json").read_text())
         assert (rung["ranks"], run["name"], run["plan"]["world_size"], run["args"]) == (ranks, f"t-ladder-{ranks}", ranks, ["--steps", "99"])
@@ -258,14 +259,14 @@ def test_stopped_on_the_way_leaves_nothing(stoker: Stoker, signum: int) -> None:
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 10)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch here")
 def test_a_torch_script(stoker: Stoker) -> None:
-    pytest.importorskip("torch")
     text = (
-        "import torch, time\nimport torch.distributed as dist\ndist.init_process_group('gloo')\nw = torch.nn.Linear(8, 8)\no = torch.optim.SGD(w.parameters(), 0.1)\n"
+        "import torch, time\nfrom torch import nn\nw = nn.Linear(8, 8)\no = torch.optim.SGD(w.parameters(), 0.1)\n"
         "while True:\n    w(torch.ones(8)).sum().backward(); o.step(); time.sleep(0.01)\n"
     )
-    done = climb(stoker, "--nproc-per-node", "2", "--steps", "5", "--json", stoker.script("t.py", text))
+    done = climb(stoker, "--steps", "5", "--json", stoker.script("t.py", text))
     assert done.code == 0, done.err
     found: dict[str, Any] = json.loads(done.out)
-    assert [one["name"] for one in found["imports"]] == ["torch", "torch.distributed"] and found["imports"][0]["grew"] > 50e6
+    assert [one["name"] for one in found["imports"]] == ["torch"] and found["imports"][0]["grew"] > 50e6
     assert all(rung["steps_per_s"] > 0 and rung["rss"] > 50e6 for rung in found["climbed"])

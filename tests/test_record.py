@@ -113,7 +113,7 @@ def test_attach_ends_with_the_runs_exit_code(stoker: Stoker) -> None:
 def test_stop_now_takes_no_grace(stoker: Stoker) -> None:
     ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(100)\n"
     done = stoker("run", "--detach", stoker.script("i.py", ignore))
-    assert wait_for(lambda: True if done.log(0) else None, 20)
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) and done.log(0) else None, 20)
     began = time.monotonic()
     assert stoker("stop", "--now").code == 0 and time.monotonic() - began < 10
     assert done.verdict["exit_code"] == 131
@@ -183,3 +183,37 @@ def test_no_leftovers_helper_sees_what_it_should(stoker: Stoker) -> None:
     finally:
         stray.kill()
         stray.wait()
+
+
+def test_launches_of_one_second_do_not_share_a_folder(stoker: Stoker) -> None:
+    script = stoker.script("s.py", "import time; time.sleep(0.2)")
+    runs = [stoker.start("run", script) for _ in range(6)]
+    assert [run.wait(60) for run in runs] == [0] * 6
+    assert len(list(stoker.cwd.glob("runs/2*/verdict.json"))) == 6
+
+
+def test_a_reopened_run_does_not_show_its_old_verdict(stoker: Stoker) -> None:
+    script = stoker.script("r.py", "import os, sys, time\nif os.environ.get('GO') != '1': sys.exit(3)\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    assert stoker("run", "--name", "re", script).code == 3
+    run = stoker.start("run", "--name", "re", script, env={"GO": "1"})
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-1/rank-0.log")) else None, 20)
+    run.kill()
+    run.wait()
+    assert json.loads(stoker("why", "--json").out)["cause"] == "launch.killed"
+
+
+def test_a_huge_variable_costs_nothing(stoker: Stoker) -> None:
+    done = stoker("run", stoker.script("ok.py", "print('ok')"), env={"BIG": "x" * 120_000}, timeout=30)
+    assert done.code == 0 and (done.run_dir / "run.json").stat().st_size < 60_000
+
+
+def test_stop_takes_a_whole_name(stoker: Stoker) -> None:
+    stoker("run", "--name", "exp10", stoker.script("ok.py", "print('ok')"))
+    assert stoker("stop", "exp1").code == 66 and stoker("why", "exp1").code == 0
+
+
+def test_redaction_of_nested_assignments() -> None:
+    assert redact.arguments(["--env=WANDB_API_KEY=abc", "GH_PAT=x1", "--max-tokens", "5", "--token", "s3"]) == [
+        f"--env=WANDB_API_KEY={redact.HIDDEN}", f"GH_PAT={redact.HIDDEN}", "--max-tokens", "5", "--token", redact.HIDDEN
+    ]  # fmt: skip
+    assert redact.text("https://me:pw@host/x") == f"https://me:{redact.HIDDEN}@host/x"

@@ -133,11 +133,12 @@ def test_a_full_disk(stoker: Stoker) -> None:
         pytest.skip(f"no right to mount a small file system: {mounted.stderr.strip()}")
     try:
         (full / "filler").write_bytes(b"x" * 64 * 1024)
-        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="No space left")
+        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="host.disk: 0.0 GB free")
+        refused(stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="No space left")
         assert os.listdir(full) == ["filler"]
         (full / "filler").unlink()
         script = stoker.script("much.py", "print('x' * 300_000)\nprint('end')")
-        done = stoker("run", "--runs-dir", "full", script)
+        done = stoker("run", "--no-preflight", "--runs-dir", "full", script)
         assert done.code == 0 and "could not be written (disk full?)" in done.err and "CPU0:end" in done.out
     finally:
         subprocess.run(["umount", str(full)], check=True)
@@ -218,3 +219,52 @@ def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:
     assert [place["label"] for place in plan["places"]] == ["CPU0", "CPU1"] and plan["argv"] == [sys.executable, "ok.py"]
     assert "would start 2 ranks" in stoker("run", "--dry-run", "--nproc-per-node", "2", script).out
     assert sorted(os.listdir(stoker.cwd)) == before
+
+
+def test_closed_standard_streams(stoker: Stoker) -> None:
+    script = stoker.script("ok.py", OK)
+    done = subprocess.run(["sh", "-c", f"{sys.executable} -m stoker run --nproc-per-node 2 {script} <&- >&- 2>&-"], cwd=stoker.cwd, env=stoker.env, timeout=60, check=False)
+    assert done.returncode == 0 and stoker.result().log(1) == b"ran\n"
+
+
+def test_a_bad_log_dir_is_refused_before_the_start(stoker: Stoker) -> None:
+    refused(stoker, "run", "--log-dir", "/proc/nope/x", stoker.script("ok.py", OK), code=73, says="--log-dir /proc/nope/x can't be written")
+
+
+def test_few_descriptors_are_made_enough(stoker: Stoker) -> None:
+    script = stoker.script("n.py", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    done = subprocess.run(["sh", "-c", f"ulimit -Sn 64; {sys.executable} -m stoker run -q --nproc-per-node 40 {script}"], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(b":64\n") == 40
+
+
+def test_a_refusal_is_notified(stoker: Stoker) -> None:
+    stoker("run", "--notify", "cat > told", "--gpus", "7", stoker.script("ok.py", OK))
+    told = json.loads((stoker.cwd / "told").read_text())
+    assert (told["status"], told["cause"], told["exit_code"]) == ("refused", "gpu.too-few", 69)
+
+
+def test_module_glued_to_its_flag(stoker: Stoker) -> None:
+    done = subprocess.run([sys.executable, "-Bmstoker", "run", stoker.script("f.py", "import sys; print(sys.flags.dont_write_bytecode)")], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 0 and b"CPU0:1" in done.stdout
+
+
+def test_preflight_warns_and_refuses(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    script = stoker.script("ok.py", OK)
+    done = stoker("run", script, env={"CUDA_LAUNCH_BLOCKING": "1"})
+    assert done.code == 0 and "! env.slow: CUDA_LAUNCH_BLOCKING=1 waits for every kernel" in done.err
+    limited = ["sh", "-c", f"ulimit -v 60000000; {sys.executable} -m stoker run {script}"]
+    done_limited = subprocess.run(limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, text=True, timeout=60, check=False)
+    assert done_limited.returncode == 69 and "host.address-space: RLIMIT_AS" in done_limited.stderr
+    limited[2] = limited[2].replace(" run ", " run --no-preflight ")
+    assert subprocess.run(limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
+    dead = {"STOKER_MACHINE": str(Path(__file__).parent / "machines" / "dead-gpu-0.json")}
+    script = stoker.script("ok.py", OK)
+    done = stoker("run", "--exclude-bad", "--share-gpus", script, env=dead)
+    assert done.code == 0 and sorted(done.out.splitlines()) == ["GPU1:ran", "GPU2:ran", "GPU3:ran"]
+    assert "using 3 GPUs: GPU 1, GPU 2, GPU 3; left out: GPU 0 does not answer: dead: error 999" in done.err
+    refused(stoker, "run", "--exclude-bad", "--nproc-per-node", "4", script, code=69, says="4 ranks asked for and 3 GPUs usable", env=dead)
+    refused(stoker, "run", "--exclude-bad", "--legal-ranks", "1,2,4,8", script, code=69, says="3 ranks, and the job takes 1, 2, 4, 8; --nproc-per-node 2 would do", env=dead)

@@ -188,3 +188,49 @@ def test_piped_stdin_reaches_rank_0(stoker: Stoker, tmp_path: Path) -> None:
     with open(tmp_path / "in.txt", "rb") as source:
         done = stoker("run", "--nproc-per-node", "2", stoker.script("r.py", "import sys; print('got', sys.stdin.read().strip())"), stdin=source)
     assert done.log(0) == b"got hello from a pipe\n" and done.log(1) == b"got \n"
+
+
+def test_a_closing_terminal_leaves_the_grace_to_save(stoker: Stoker) -> None:
+    """The kernel and the shell both send SIGHUP: two of them at once are one."""
+    run = stoker.start("run", "--nproc-per-node", "1", stoker.script("s.py", SLEEPER), "save")
+    assert wait_for(lambda: ready(stoker, 1), 20)
+    run.send_signal(signal.SIGHUP)
+    run.send_signal(signal.SIGHUP)
+    assert run.wait(15) == 129 and b"saved 0 1" in stoker.result().log(0)
+
+
+def test_a_signal_while_sweeping_prevents_the_restart(stoker: Stoker) -> None:
+    script = stoker.script(
+        "fin.py",
+        "import subprocess, sys, time\n"
+        "subprocess.Popen([sys.executable, '-c', 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); open(\"up\", \"w\").close(); time.sleep(100)'])\n"
+        "import os\nwhile not os.path.exists('up'): time.sleep(0.01)\nos.kill(os.getpid(), 9)\n",
+    )
+    run = stoker.start("run", "--max-restarts", "5", script)
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/events.jsonl")) and '"rank-exit"' in (stoker.latest / "events.jsonl").read_text() else None, 20)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(20) == 137
+    assert len(list(stoker.latest.glob("attempt-*"))) == 1
+
+
+def test_a_failure_before_the_signal_stays_the_cause(stoker: Stoker) -> None:
+    script = stoker.script("fs.py", "import os, signal, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('first')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n")
+    run = stoker.start("run", "--nproc-per-node", "2", script)
+    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/events.jsonl")) and '"rank-exit"' in (stoker.latest / "events.jsonl").read_text() else None, 20)
+    time.sleep(0.3)
+    run.send_signal(signal.SIGINT)
+    code = run.wait(20)
+    verdict = stoker.result().verdict
+    assert code == 1 and verdict["cause"] == "rank.exception" and verdict["rank"] == 1 and "SIGINT" in verdict["evidence"][-1]
+
+
+def test_a_chain_of_forks_does_not_escape(stoker: Stoker) -> None:
+    script = stoker.script(
+        "comet.py",
+        "import os, time\nif os.fork() == 0:\n    end = time.time() + 60\n    while time.time() < end:\n        if os.fork(): os._exit(0)\n        open('alive', 'w').write(str(time.time()))\n    os._exit(0)\ntime.sleep(0.3)\n",
+    )
+    done = stoker("run", "--grace", "0.2s", script)
+    assert done.code == 0
+    last = (stoker.cwd / "alive").read_text()
+    time.sleep(0.5)
+    assert (stoker.cwd / "alive").read_text() == last

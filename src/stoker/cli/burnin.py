@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -113,7 +114,9 @@ class _Result:
         self.status = run.verdict.status if run and run.verdict else "refused"
         folder = os.path.join(run.dir, "burnin") if run else ""
         ranks = run.data["plan"]["ranks"] if run else []
-        found = [doctor.replica_from(_records(os.path.join(folder, f"rank-{one['rank']}.jsonl")), one["label"]) for one in ranks]
+        shared = Counter(one["label"] for one in ranks)  # --share-gpus: GPU0#0 and GPU0#1
+        names = {one["rank"]: one["label"] if shared[one["label"]] == 1 else f"{one['label']}#{one['rank']}" for one in ranks}
+        found = [doctor.replica_from(_records(os.path.join(folder, f"rank-{rank}.jsonl")), name) for rank, name in names.items()]
         self.replicas = [one for one in found if one is not None]
         self.links = doctor.links_from(_records(os.path.join(folder, "links.jsonl"))) if run else []
         self.judgement = doctor.judge(self.replicas, self.links, stopped=self.status == "stopped")
@@ -156,7 +159,7 @@ class _Result:
         done = [link for link in self.links if link.bus_gbs is not None]
         for start in range(0, len(done), 6):
             head = f"links ({done[0].backend}, bus GB/s): " if not start else "  "
-            yield head + " · ".join(f"{doctor.between(link, of)} {link.bus_gbs:.3g}" for link in done[start : start + 6])
+            yield head + " · ".join(f"{doctor.between(link, of)} {_number(link.bus_gbs)}" for link in done[start : start + 6])
         if self.left_out:
             yield f"not tried: {', '.join(self.left_out)} (in use, unusable or not asked for)"
         for finding in self.judgement.findings:
@@ -178,7 +181,7 @@ class _Result:
     def _row(self, replica: doctor.Replica) -> tuple[str, ...]:
         opinion, speed, own = self._opinion(replica), doctor.hot(replica), doctor.sheet(replica.card)
         figures = [(speed.tflops, own and own[0]), (speed.gbs, own and own[1])] if speed else []
-        shown = [f"{mine:.3g}" + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures] or ["n/a", "n/a"]
+        shown = [_number(mine) + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures] or ["n/a", "n/a"]
         if opinion.agrees is None:
             agrees = "n/a"
         elif opinion.agrees:
@@ -186,6 +189,10 @@ class _Result:
         else:
             agrees = f"{'NO' if opinion.decided else 'disputed'}, step {opinion.first}"
         return str(replica.rank), replica.label, replica.card or "n/a", str(len(replica.steps)), *shown, agrees
+
+
+def _number(value: float | None) -> str:
+    return "n/a" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -72,7 +72,8 @@ def _leftovers(told: argparse.Namespace) -> int:
         _show_others(others)
         if machine.gpu_error:
             print(f"GPUs could not be checked: {machine.gpu_error}")
-    stopped, back = None, []
+    stopped: Stopped | None = None
+    back: list[clean.Back] = []
     kept: list[tuple[Debris, str]] = []
     if told.yes and leftovers:
         stopped, back = _stop(leftovers, told.grace, machine, lambda: [one.process for one in clean.find_leftovers({}, told.runs_dir)[0]])
@@ -225,8 +226,8 @@ def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
     if not stopped.survivors:
         print(f"stopped in {span(stopped.seconds)}{forced}")
     for one in stopped.survivors:
-        stuck = "it waits in the kernel, where no signal reaches it: a GPU or disk that does not answer; a reboot may be needed" if one.state == "D" else "not killed"
-        print(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)} in state {one.state}: {stuck}")
+        stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed" if one.state == "D" else ""
+        print(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {one.state}{stuck}")
     for gpu in back:
         when = f"back after {span(gpu.seconds)}" if gpu.whole else f"back; not all of what was held, {span(gpu.seconds)} after"
         print(f"{gpu.gpu}: {gb(gpu.freed)} {when}")

@@ -20,6 +20,13 @@ from stoker.control.doctor.advice import advice
 from stoker.control.machine.examine import examine
 from stoker.control.machine.facts import Examination, examination_from_json
 
+_EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
+
+examples:
+  stoker doctor
+  stoker doctor --only gpu. --json
+  stoker doctor --bundle ticket.tar.gz      for a support ticket, without secrets
+  stoker doctor --record box.json           keep this machine; --machine box.json replays it"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 
 
@@ -27,8 +34,7 @@ def parser() -> Parser:
     made = Parser(
         prog="stoker doctor", formatter_class=argparse.RawDescriptionHelpFormatter,
         description="What is wrong with this machine, how that is known, and what to type.",
-        epilog="exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked\n\nexamples:\n  stoker doctor\n  stoker doctor --only gpu. --json\n"
-        "  stoker doctor --bundle ticket.tar.gz      for a support ticket, without secrets\n  stoker doctor --record box.json           keep this machine; --machine box.json replays it",
+        epilog=_EXAMPLES,
     )  # fmt: skip
     made.add_argument("--only", action="append", default=[], metavar="ID", help="only checks whose id begins so, e.g. gpu. or host.disk")
     made.add_argument("--skip", action="append", default=[], metavar="ID", help="leave these checks out")

@@ -53,7 +53,7 @@ def parse(argv: list[str]) -> tuple[Request, int]:
         raise Refusal("what shall run? stoker ladder [options] script.py [args]", EX_USAGE)
     if told.get("detach"):
         raise Refusal("a ladder stays in the foreground: leave --detach out", EX_USAGE)
-    return run.parse([*ladder.flag_words(told), script, *args]), steps  # PET_* and --config come in there
+    return run.parse(ladder.command_words(told, script, args)), steps  # PET_* and --config come in there
 
 
 def main(argv: list[str]) -> int:

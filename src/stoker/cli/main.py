@@ -11,6 +11,9 @@ COMMANDS = {
     "logs": "what a rank printed",
     "attach": "follow a run that is under way",
     "stop": "end a run",
+    "clean": "free what dead runs left behind; shows first, acts with --yes",
+    "ladder": "imports one by one, then 1, half and all ranks: where does a script begin to fail?",
+    "burnin": "same-seed replicas on every GPU: which one computes something else, which is slow",
     "doctor": "what is wrong with this machine, and what to type",
     "completion": "print a completion script for bash, zsh or tcsh",
 }
@@ -40,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"stoker {__version__}")
         return 0
-    from stoker.contract.names import EX_USAGE, Refusal
+    from stoker.contract.names import EX_OSERR, EX_USAGE, Refusal
 
     command, rest = words[0], words[1:]
     try:
@@ -54,18 +57,29 @@ def main(argv: list[str] | None = None) -> int:
     except Refusal as refusal:
         print(f"stoker: {refusal.line}", file=sys.stderr)
         return refusal.code
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
         import os
 
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as problem:
+        print(f"stoker: {problem}", file=sys.stderr)
+        return EX_OSERR
 
 
 def entry() -> None:
-    sys.exit(main())
+    import os
+
+    for handle in (0, 1, 2):  # `<&-`: a pipe of ours must not land on a standard descriptor
+        try:
+            os.fstat(handle)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

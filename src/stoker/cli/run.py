@@ -55,6 +55,14 @@ def parse(argv: list[str]) -> Request:
 
 def main(argv: list[str]) -> int:
     request = parse(argv)
+    if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
+        from stoker.cli.ladder import before_run
+        from stoker.control.launch.ladder import wanted_by_environment
+
+        wanted = ({"all"} if request.options.ladder else set()) | wanted_by_environment(os.environ)
+        code = before_run(request, wanted) if wanted and not request.options.dry_run else 0
+        if code:
+            return code
     # The agent starts while the coordinator is still being imported: 50 ms each, side by side.
     from stoker.control.cluster import transport
     from stoker.control.launch import detach

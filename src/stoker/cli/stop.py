@@ -23,7 +23,7 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ), exact=True)
     if reader.status(run) not in ("running", "unknown"):
         print(f"run {run.id} is not running: {reader.status(run)}")
         return 0

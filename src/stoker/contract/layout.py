@@ -9,8 +9,6 @@ RUN = "run.json"
 EVENTS = "events.jsonl"
 VERDICT = "verdict.json"
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
-METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 LATEST = "latest"
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
-RUNS = "STOKER_RUNS"
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_RANK = "GPU_RANK"
 

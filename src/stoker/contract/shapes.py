@@ -21,6 +21,7 @@ class RankError:
     traceback: str = ""
     time_ns: int = 0
     import_name: str = ""  # the module an ImportError could not find
+    module: str = ""  # where the exception's class lives
     late: bool = False  # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
 
 
@@ -51,6 +52,7 @@ class Evidence:
     ends: tuple[RankEnd, ...]
     stop_signal: int = 0  # a signal the launcher received
     stop_now: bool = False
+    stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
 

@@ -17,7 +17,7 @@ import time
 from typing import Any
 
 from stoker.contract import protocol
-from stoker.contract.names import Refusal
+from stoker.contract.names import EX_OSERR, Refusal
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.gate import Gate
 from stoker.control.agent.ladder import StopLadder
@@ -25,7 +25,7 @@ from stoker.control.agent.locks import GpuLocks, held
 from stoker.control.agent.memory import MemoryWatch, memory_now
 from stoker.control.agent.port import reserve
 from stoker.control.agent.spawn import Rank
-from stoker.control.agent.sweep import Sweeper, reap
+from stoker.control.agent.sweep import Sweeper, ending, reap
 from stoker.control.machine import host
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.observe import Observer
@@ -33,6 +33,8 @@ from stoker.control.machine.observe import Observer
 CHUNK = 1 << 18
 BACKLOG = 8 << 20  # past this much unsent output the loop stops reading ranks: the flooding one waits, not the agent's memory
 BEATS_S = 0.5
+REST_S = 0.05
+RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
 
 
 class Agent:
@@ -46,7 +48,6 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._decoder = protocol.Decoder()
         self._outbox = bytearray()
-        self._sent = 0
         self._ranks: dict[int, Rank] = {}
         self._by_pid: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
@@ -62,6 +63,7 @@ class Agent:
         self._suspended = False
         self._closing = False
         self._paused = False
+        self._resting: dict[int, float] = {}  # streams that were just read, and when to listen to them again
         self._kills_before = host.oom_kills()
 
     # ---- life ----
@@ -69,6 +71,7 @@ class Agent:
     def serve(self) -> int:
         kernel.become_subreaper()
         kernel.set_name(b"stoker-agent")
+        self._files = host.raise_files_limit()  # two pipes a rank; the ranks themselves get the old limit back
         wake_read, wake_write = os.pipe()
         for handle in (wake_read, wake_write, 0, 1):
             os.set_blocking(handle, False)
@@ -104,12 +107,14 @@ class Agent:
                     return  # the guardian is gone: nobody would sweep after us
                 elif what == "out":
                     self._flush()
-                else:
-                    self._read_stream(key.fd)
+                elif 0 < self._read_stream(key.fd) < RESTLESS:
+                    self._rest(key.fd)
             if not self._tick():
                 return
 
     def _pause(self) -> float:
+        if self._resting:
+            return max(0.0, min(self._resting.values()) - time.monotonic())
         if self._ladder or self._finish:
             return 0.02
         if self._memory and self._memory.limit:
@@ -118,6 +123,7 @@ class Agent:
 
     def _tick(self) -> bool:
         now = time.monotonic()
+        self._wake(now)
         if now - self._last_ping >= protocol.PING_S:
             self._last_ping = now
             os.write(self._heart, b"\n")
@@ -168,10 +174,26 @@ class Agent:
         if pause != self._paused:
             self._paused = pause
             for handle in self._streams:
-                if pause:
-                    self._selector.unregister(handle)
-                else:
-                    self._selector.register(handle, selectors.EVENT_READ, "stream")
+                if handle not in self._resting:
+                    self._listen(handle, not pause)
+
+    def _listen(self, handle: int, wanted: bool) -> None:
+        if wanted:
+            self._selector.register(handle, selectors.EVENT_READ, "stream")
+        else:
+            self._selector.unregister(handle)
+
+    def _rest(self, handle: int) -> None:
+        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 20 times and not 50."""
+        if handle in self._streams and handle not in self._resting and not self._paused:
+            self._listen(handle, False)
+            self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
+
+    def _wake(self, now: float) -> None:
+        for handle in [handle for handle, until in self._resting.items() if now >= until]:
+            del self._resting[handle]
+            if not self._paused:
+                self._listen(handle, True)
 
     def _read_orders(self) -> bool:
         try:
@@ -186,6 +208,8 @@ class Agent:
                 self._obey(order)
             except Refusal as refusal:
                 self._say({"is": "refused", "line": refusal.line, "code": refusal.code})
+            except OSError as problem:
+                self._say({"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR})
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -194,7 +218,7 @@ class Agent:
             return
         if do == "open":
             run_id, run_dir = order["run"], order["dir"]
-            os.write(self._heart, f"{run_id}\0{run_dir}\n".encode())  # the guardian sweeps by the same tag
+            os.write(self._heart, os.fsencode(f"{run_id}\0{run_dir}\0{self._dir}\n"))  # the guardian sweeps by the same tag, and our folder
             self._sweeper.run_id, self._sweeper.run_dir = run_id, run_dir
             self._locks.run_id = run_id
             self._hup_ignored = bool(order.get("hup_ignored"))
@@ -220,7 +244,7 @@ class Agent:
             for rank in self._by_pid.values():
                 kernel.send(rank.me, order["signal"])
         elif do == "finish":
-            self._finish = {"begun": time.monotonic(), "grace": order["grace"], "asked": 0.0, "named": []}
+            self._finish = {"begun": time.monotonic(), "grace": order["grace"], "asked": 0.0, "named": [], "said": False}
         elif do == "suspend":
             self._suspended = True
             self._to_all(signal.SIGSTOP)
@@ -283,7 +307,7 @@ class Agent:
         null = os.open(os.devnull, os.O_RDONLY)
         stdin = self._stdin_fd if spec["rank"] == 0 and self._stdin_fd >= 0 else null
         try:
-            rank = spawn.start(spec, self._dir, os.path.join(self._dir, "s"), stdin, self._hup_ignored)
+            rank = spawn.start(spec, self._dir, os.path.join(self._dir, "s"), stdin, self._hup_ignored, self._files)
         except OSError as problem:
             self._release(number, "not started")
             self._say({"is": "unstarted", "rank": number, "text": str(problem)})
@@ -291,31 +315,32 @@ class Agent:
         finally:
             os.close(null)
         self._ranks[number] = self._by_pid[rank.pid] = rank
+        self._sweeper.groups.add(rank.pid)
         for handle in rank.streams:
             self._streams[handle] = rank
             if not self._paused:
-                self._selector.register(handle, selectors.EVENT_READ, "stream")
+                self._listen(handle, True)
         self._say({"is": "up", "rank": number, "pid": rank.pid, "time": rank.started})
 
-    def _read_stream(self, handle: int) -> bool:
-        """One chunk; False when there is nothing more for now."""
+    def _read_stream(self, handle: int) -> int:
+        """One chunk; how many bytes it had, 0 when there is nothing more for now."""
         rank = self._streams.get(handle)
         if rank is None:  # closed by an event of the same batch: its rank's end was collected first
-            return False
+            return 0
         try:
             data = os.read(handle, CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         if not data:
             self._forget_stream(handle)
-            return False
+            return 0
         self._say({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
-        return True
+        return len(data)
 
     def _forget_stream(self, handle: int) -> None:
         del self._streams[handle]
-        if not self._paused:
-            self._selector.unregister(handle)
+        if self._resting.pop(handle, None) is None and not self._paused:
+            self._listen(handle, False)
         os.close(handle)
 
     def _read_mail(self) -> None:
@@ -370,11 +395,14 @@ class Agent:
             self._say({"is": "beats", "ranks": fresh})
 
     def _collect(self) -> None:
-        for pid, status in reap().items():
-            rank = self._by_pid.pop(pid, None)
-            if rank is None:
-                continue  # an orphan of a rank's, or of a former attempt's
-            rank.ended = status
+        """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be a stranger's."""
+        reap(self._sweeper.groups)
+        for rank in list(self._by_pid.values()):
+            end = ending(rank.pid)
+            if end is None:
+                continue
+            del self._by_pid[rank.pid]
+            rank.ended = end[0]
             for handle in list(rank.streams):
                 while handle in self._streams and self._read_stream(handle):
                     continue
@@ -382,9 +410,9 @@ class Agent:
             self._release(rank.rank, "exit")
             kills = host.oom_kills()
             self._say({
-                "is": "exit", "rank": rank.rank, "code": os.waitstatus_to_exitcode(status), "time": time.time(), "ours": rank.signalled,
+                "is": "exit", "rank": rank.rank, "code": end[0], "time": time.time(), "ours": rank.signalled,
                 "error": _read_json(rank.error_path), "elastic": _read_json(rank.elastic_path), "stack": _read_text(rank.stack_path),
-                "steps": rank.steps, "core": os.WCOREDUMP(status),
+                "steps": rank.steps, "core": end[1],
                 "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
             })  # fmt: skip
 
@@ -403,10 +431,13 @@ class Agent:
         """All ranks have ended: what they left behind gets its own grace, then goes."""
         finish = self._finish
         assert finish is not None
-        reap()
+        reap(self._sweeper.groups)
         left = self._sweeper.leftovers()
         if left and not finish["asked"]:
             if now - finish["begun"] < finish["grace"]:
+                if not finish["said"] and now - finish["begun"] > 1.0:
+                    finish["said"] = True
+                    self._say({"is": "helpers", "names": [f"pid {one.pid} ({one.name})" for one in left], "seconds": finish["grace"]})
                 return
             finish["asked"] = now
             finish["named"] = [f"pid {one.pid} ({one.name})" for one in left]
@@ -414,7 +445,9 @@ class Agent:
             return
         if left and now - finish["asked"] < 1.0:
             return
-        stuck = self._sweeper.kill() if left else []
+        stuck = self._sweeper.kill()
+        self._sweeper.groups.clear()
+        reap()
         for handle in list(self._streams):
             while handle in self._streams and self._read_stream(handle):
                 continue
@@ -432,13 +465,13 @@ class Agent:
         })  # fmt: skip
 
     def _wait_for_gpus(self) -> list[str]:
-        """Until NVML has our processes off the cards; 3 s at most. On an H200 it takes 0.15 s."""
+        """Until NVML has our processes off the cards; 2 s at most. On an H200 it takes 0.15 s."""
         nvml = self._observer.nvml if self._observer else None
         if nvml is None:
             return []
         ours = {rank.pid for rank in self._ranks.values()}
         cards = {rank.gpu for rank in self._ranks.values() if rank.gpu}
-        deadline = time.monotonic() + 3.0
+        deadline = time.monotonic() + 2.0
         while True:
             busy = [card for card in cards if nvml.pids(card) & ours]
             if not busy or time.monotonic() > deadline:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -45,6 +46,8 @@ def main(stdin_fd: int = -1) -> int:
     sweeper = Sweeper(os.getpid(), {os.getpid()})
     status = _wait(child, heart_read, sweeper)
     survivors = sweeper.kill()
+    if sweeper.scratch:
+        shutil.rmtree(sweeper.scratch, ignore_errors=True)  # an agent that was killed could not
     for one in survivors:
         print(f"stoker: pid {one.pid} ({one.name}) can't be killed: state {one.state}", file=sys.stderr)
     return os.waitstatus_to_exitcode(status) & 0xFF
@@ -74,8 +77,7 @@ def _wait(child: int, heart: int, sweeper: Sweeper) -> int:
             *lines, words = (words + data).split(b"\n")
             for line in lines:
                 if line:  # an empty one is a heartbeat; this says which run it is
-                    run_id, _, run_dir = line.decode().partition("\0")
-                    sweeper.run_id, sweeper.run_dir = run_id, run_dir
+                    sweeper.run_id, sweeper.run_dir, sweeper.scratch = os.fsdecode(line).split("\0")
         elif time.monotonic() - last > STALL_S:
             print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
             os.kill(child, signal.SIGKILL)

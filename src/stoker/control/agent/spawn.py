@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import signal
 import time
 from mmap import mmap
@@ -27,7 +28,7 @@ class Rank:
         self.me = me
         self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
         self.reader = reader
-        self.error_path, self.stack_path, self.elastic_path = files(base)
+        self.error_path, self.stack_path, self.elastic_path = scratch_files(base)
         self.gpu = gpu
         self.started = started
         self.signalled = False
@@ -38,19 +39,19 @@ class Rank:
         self.over = 0  # bytes, when it passed its memory limit
 
 
-def files(base: str) -> tuple[str, str, str]:
+def scratch_files(base: str) -> tuple[str, str, str]:
     """Where the shim's error report, a fatal signal's stack and torch's own error file go, on this host's disk."""
     return base + ".error.json", base + ".stack", base + ".elastic.json"
 
 
-def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool) -> Rank:
+def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool, files: int) -> Rank:
     """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the thread."""
     rank = int(spec["rank"])
     base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
     env = {**os.environ, **spec["env"]}
     for name in spec.get("unset", ()):
         env.pop(name, None)
-    error, stack, env["TORCHELASTIC_ERROR_FILE"] = files(base)
+    error, stack, env["TORCHELASTIC_ERROR_FILE"] = scratch_files(base)
     memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
     os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
     if spec["shim"]:
@@ -69,7 +70,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     started = time.time()
     pid = os.fork()
     if pid == 0:
-        _become(spec, env, agent, stdin, out_write, err_write, memory if spec["shim"] else -1, failed_write, hup_ignored)
+        _become(spec, env, agent, stdin, out_write, err_write, memory if spec["shim"] else -1, failed_write, hup_ignored, files)
     os.close(out_write)
     if err_read >= 0:
         os.close(err_write)
@@ -90,7 +91,9 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     return Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
 
 
-def _become(spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool) -> None:
+def _become(
+    spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool, files: int
+) -> None:
     """In the child, between fork and exec. Never returns."""
     try:
         os.setsid()
@@ -104,6 +107,8 @@ def _become(spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, o
             signal.signal(signum, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if hup_ignored else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
         if spec.get("cwd"):
             os.chdir(spec["cwd"])
         if spec.get("cpus"):

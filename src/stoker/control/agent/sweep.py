@@ -23,6 +23,8 @@ class Sweeper:
         self.spare = spare
         self.run_id = ""  # known once the coordinator has said it
         self.run_dir = ""
+        self.scratch = ""  # the agent's folder on this host
+        self.groups: set[int] = set()  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
@@ -45,28 +47,46 @@ class Sweeper:
                 kernel.send(one, signal.SIGCONT)
             kernel.send(one, signum)
 
-    def kill(self, seconds: float = 5.0) -> list[Process]:
-        """SIGKILL until nothing is left, for at most `seconds`. Returns what survived: D state."""
+    def kill(self, seconds: float = 3.0) -> list[Process]:
+        """SIGKILL until two looks in a row find nothing, for at most `seconds`. Returns what survived: D state."""
         deadline = time.monotonic() + seconds
+        empty = 0
         while True:
             left = self.leftovers()
-            if not left:
+            empty = 0 if left else empty + 1
+            if empty == 2:
                 return []
+            # By group too: the kernel reaches all of it at once, also a child forked since the look.
+            for group in self.groups:
+                try:
+                    os.killpg(group, signal.SIGKILL)
+                except (ProcessLookupError, PermissionError):
+                    continue
             self.signal_all(signal.SIGKILL, left)
-            reap()
-            if time.monotonic() > deadline:
+            reap(self.groups)
+            if left and time.monotonic() > deadline:
                 return left
-            time.sleep(0.01)  # polling with a deadline: a SIGKILL takes effect when its target is next scheduled
+            time.sleep(0.005)  # polling with a deadline: a SIGKILL takes effect when its target is next scheduled
 
 
-def reap() -> dict[int, int]:
-    """Collects every child that ended: pid -> wait status."""
+def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
+    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and the ones behind them wait for another call."""
     ended: dict[int, int] = {}
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return ended
-        if pid == 0:
+        if found is None or found.si_pid in keep:
             return ended
-        ended[pid] = status
+        ended[found.si_pid] = os.waitpid(found.si_pid, 0)[1]
+
+
+def ending(pid: int) -> tuple[int, bool] | None:
+    """(exit code, negative for a signal; did it dump core) of a child that has ended, without collecting it. None while it lives."""
+    found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if found is None:
+        return None
+    if found.si_code == os.CLD_EXITED:
+        return found.si_status, False
+    return -found.si_status, found.si_code == os.CLD_DUMPED

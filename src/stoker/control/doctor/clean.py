@@ -138,7 +138,7 @@ def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -
 
 
 def _age(one: Process) -> float:
-    return max(0.0, time.time() - processes.started_at(one.start))
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - one.start / os.sysconf("SC_CLK_TCK"))
 
 
 def lives(one: Process) -> bool:

@@ -25,14 +25,15 @@ NOTIFY_S = 30.0
 
 def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
     me = process(os.getpid())
-    options = {key: value for key, value in as_json(request.options).items() if key in request.given}
+    told = as_json(request.options)
+    options = {key: redact.text(told[key]) if isinstance(told[key], str) else told[key] for key in request.given}
     if "env" in options:
         options["env"] = [f"{name}={value}" for name, value in redact.environment(dict(word.partition("=")[::2] for word in request.options.env)).items()]
     return {
         "run": place.id, "name": place.name, "started": began, "cwd": os.getcwd(),
         "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
         "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
-        "script": request.script, "args": redact.arguments(list(request.args)),
+        "script": redact.text(request.script), "args": redact.arguments(list(request.args)),
         "plan": {
             "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
             "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid} for p in plan.places],

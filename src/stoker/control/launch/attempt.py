@@ -24,6 +24,7 @@ class Attempt:
         self.stopping = False
         self.stop_signal = 0
         self.stop_now = False
+        self.stopped_at = 0.0
         self.steps_reached = 0
         self.finished: set[str] = set()  # hosts whose agents have swept
 
@@ -56,7 +57,13 @@ class Attempt:
 
     def evidence(self) -> Evidence:
         return Evidence(
-            self.expected, tuple(self.ends[rank] for rank in sorted(self.ends)), self.stop_signal, self.stop_now, self.steps_reached, tuple(self.trouble)
+            self.expected,
+            tuple(self.ends[rank] for rank in sorted(self.ends)),
+            self.stop_signal,
+            self.stop_now,
+            self.stopped_at,
+            self.steps_reached,
+            tuple(self.trouble),
         )
 
 

@@ -13,6 +13,7 @@ from collections import deque
 ROOM = 24 << 20
 RESERVE = 2 << 20  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
 SMALL = 16 << 10
+EACH = 256  # what a queued piece costs beyond its bytes
 _LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
 
 
@@ -59,7 +60,7 @@ class Console:
 
     def _enqueue(self, stream: int, data: bytes) -> None:
         self._queue.append((stream, data))
-        self._size += len(data)
+        self._size += len(data) + EACH
 
     def _write(self) -> None:
         while True:
@@ -69,7 +70,7 @@ class Console:
                 if not self._queue:
                     return
                 stream, data = self._queue.popleft()
-                size = len(data)
+                size = len(data) + EACH
             self._write_all(stream, data)
             with self._ready:
                 self._size -= size

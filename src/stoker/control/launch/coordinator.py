@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import RankEnd, Verdict
@@ -26,14 +27,18 @@ from stoker.control.launch.muster import Interrupted, Muster, check_numbers
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import GATE_TOTAL_S, RunPlan, common_environment, rank_argv, rank_environment
 from stoker.control.launch.request import Request, program
-from stoker.control.launch.runplace import RunPlace, find_place
+from stoker.control.launch.runplace import RunPlace, abandon, find_place
+from stoker.control.machine import host
 from stoker.control.record.writer import RunRecord
+from stoker.control.verdict import launch
 from stoker.control.verdict.judge import judge
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
 SETTLE_S = 1.0
 EARLY_S = 10.0
+TWICE_S = 1.0
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_")
 
 
@@ -44,6 +49,7 @@ class Coordinator:
         self._report = report
         self._console = Console()
         self._began = time.time()
+        self._cwd = os.getcwd()
         self._signals: list[int] = []
         self._record: RunRecord | None = None
         self._output: Output | None = None
@@ -55,6 +61,7 @@ class Coordinator:
 
     def run(self) -> int:
         try:
+            host.raise_files_limit()  # a log file a rank
             self._muster = Muster(self.request, self._link, self._signals, self._say)
             try:
                 self._catch_signals()
@@ -70,6 +77,7 @@ class Coordinator:
             return 128 + stop.signum
         except Refusal as refusal:
             self._say(f"stoker: {refusal.line}")
+            about.notify(self.options.notify, launch.refused(refusal), "refused", self._say, wait=True)
             return refusal.code
         finally:
             self._console.close()
@@ -79,11 +87,29 @@ class Coordinator:
         argv = program(self.request)
         check_numbers(self.request)
         place = find_place(self.request, os.environ)
-        self._muster.meet(place)
-        plan = self._muster.plan(argv)
+        try:
+            plan = self._prepare(argv, place)
+        except BaseException:
+            abandon(place)
+            raise
         if self.options.dry_run:
             self._print_plan(plan, place)
             return None
+        try:
+            verdict = self._attempts(plan, place)
+        except Refusal as refusal:
+            verdict = replace(launch.refused(refusal), status="failed", run=place.id)
+        except OSError as problem:
+            verdict = launch.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
+        self._close_record(verdict, place)
+        return verdict
+
+    def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
+        """All that can be refused; ends with the record open. Nothing has been started."""
+        self._muster.meet(place)
+        plan = self._muster.plan(argv)
+        if self.options.dry_run:
+            return plan
         warnings: list[str] = []
         if not self.options.no_preflight and "" in self._muster.machines:
             from stoker.control.launch import preflight
@@ -99,14 +125,14 @@ class Coordinator:
         if self.options.quiet is False:
             for line in ([place.notice] if place.notice else []) + list(plan.lines) + warnings:
                 self._say(line)
-        verdict = self._attempts(plan, place)
-        self._close_record(verdict, place)
-        return verdict
+        if self._report is not None:
+            self._report.started(place.dir)
+        return plan
 
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
         self._record.verdict(verdict)
-        shown = os.path.relpath(place.dir)
+        shown = os.path.relpath(place.dir, self._cwd)
         took = span(time.time() - self._began)
         if verdict.status == "completed":
             self._say(f"✓ {verdict.summary} in {took}; record: {shown}")
@@ -145,8 +171,10 @@ class Coordinator:
             text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
-            text = "\n".join([*plan.lines, f"would start {plan.world_size} ranks of: {' '.join(plan.argv)}", *rows, f"record: {os.path.relpath(place.dir)}"])
-        self._console.put(1, text.encode() + b"\n")
+            text = "\n".join(
+                [*plan.lines, f"would start {plan.world_size} ranks of: {' '.join(plan.argv)}", *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"]
+            )
+        self._console.put(1, text.encode("utf-8", "backslashreplace") + b"\n")
 
     # ---- the record ----
 
@@ -191,8 +219,6 @@ class Coordinator:
         """Every rank is on its way: time for what nobody should wait for."""
         assert self._record is not None
         self._record.save(os.path.join(self._record.dir, layout.RUN), about.enrich(self._record.dir, self.request))
-        if self._report is not None:
-            self._report.started(self._record.dir)
 
     def _start(self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int) -> None:
         for member in self._muster.members.all:
@@ -208,7 +234,7 @@ class Coordinator:
             member.say({
                 "do": "start",
                 "common": {"attempt": number, "env": env, "unset": ["PYTHONHOME"] if not member.link.local else [], "shim": plan.shim, "split": plan.split,
-                           "cwd": os.getcwd(), "numa": self.options.numa_binding},
+                           "cwd": self._cwd, "numa": self.options.numa_binding},
                 "ranks": [{"rank": one.rank, "argv": rank_argv(one, plan), "env": rank_environment(one, plan), "gpu": one.gpu.uuid if one.gpu else None,
                            "pci": one.gpu.pci if one.gpu else None} for one in mine],
                 "gate": {"slots": plan.init_slots[member.host], "slot_s": self.options.init_timeout, "total_s": GATE_TOTAL_S},
@@ -225,12 +251,12 @@ class Coordinator:
                 if member.gone:
                     self._member_lost(attempt, member)
             if not attempt.stopping and attempt.must_stop(now, SETTLE_S):
-                attempt.stopping = True
+                attempt.stopping, attempt.stopped_at = True, now
                 at_once = [entry["rank"] for entry in attempt.trouble if entry.get("at_once")]
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S, at_once)
             wanted = self.options.stop_after_steps
             if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in range(attempt.expected)), default=0) >= wanted:
-                attempt.stopping, attempt.steps_reached = True, wanted
+                attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S)
             early = [rank for rank in attempt.left_early(now, EARLY_S) if rank not in self._early_said]
             if early and not attempt.stopping:
@@ -251,8 +277,11 @@ class Coordinator:
                 self._say("stoker: an agent did not finish sweeping in time; its guardian goes on with it")
                 return
             self._muster.members.pump(0.25)
-            if any(signum for signum in self._signals):
-                self._signals.clear()
+            if self._signals:
+                signum = self._signals.pop(0)
+                if not clean and signum in _STOPS:  # what is over can't be stopped, but it must not start again
+                    attempt.stop_signal = attempt.stop_signal or signum
+                    attempt.stopped_at = attempt.stopped_at or time.time()
                 self._muster.members.say({"do": "finish", "grace": 0.0})
 
     def _stop(self, signum: int, default_grace: float, at_once: list[int] | None = None) -> None:
@@ -263,11 +292,7 @@ class Coordinator:
         """Its ranks are gone with it: the guardian there sees to that."""
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not any(entry.get("host") == member.host for entry in attempt.trouble):
-            where = f"host {member.host}" if member.host else "this machine"
-            attempt.trouble.append({
-                "cause": "host.agent-lost", "host": member.host, "summary": f"the agent on {where} was lost: {member.gone}; its ranks are stopped",
-                "evidence": [member.complaint] if member.complaint else [], "fix": ["was it killed? dmesg may know"], "exit_code": EX_SOFTWARE,
-            })  # fmt: skip
+            attempt.trouble.append(launch.agent_lost(member.host, member.gone, member.complaint))
         now = time.time()
         for one in mine:
             if one.rank not in attempt.ends:
@@ -296,14 +321,18 @@ class Coordinator:
             signum = self._signals.pop(0)
             name = signal.Signals(signum).name
             if signum == signal.SIGTSTP:
-                self._suspend()
+                self._muster.suspend()
                 continue
-            if signum not in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            if signum not in _STOPS:
                 self._muster.members.say({"do": "signal", "signal": signum})
                 continue
             assert self._record is not None
+            now = time.time()
+            if attempt.stop_signal and signum != signal.SIGINT and now - attempt.stopped_at < TWICE_S:
+                continue  # a closing terminal sends SIGHUP from the kernel and from its shell
             again = bool(attempt.stop_signal) or signum == signal.SIGQUIT
             attempt.stop_signal = attempt.stop_signal or signum
+            attempt.stopped_at = attempt.stopped_at or now
             attempt.stop_now = again
             attempt.stopping = True
             self._record.event("stop", signal=name, now=again)
@@ -314,24 +343,14 @@ class Coordinator:
                 self._say(f"stoker: {name} passed on to the ranks; a second one ends them at once")
                 self._stop(signum, GRACE_STOP_S)
 
-    def _suspend(self) -> None:
-        """Ctrl-Z: the ranks stop too, and nobody takes the silence for death."""
-        self._muster.forget("suspended")
-        self._muster.members.say({"do": "suspend"})
-        deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not self._muster.answered("suspended"):
-            self._muster.members.pump(0.1)
-        os.kill(os.getpid(), signal.SIGSTOP)
-        now = time.monotonic()
-        for member in self._muster.members.all:
-            member.heard = now
-        self._muster.members.say({"do": "resume"})
-
 
 def run(request: Request, link: transport.Link | None, report: detach.Report | None) -> int:
     """`stoker run`, whole."""
     try:
         code = Coordinator(request, link, report).run()
+    except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
+        print(f"stoker: the system refuses: {problem}", file=sys.stderr)
+        code = EX_OSERR
     except Exception:
         import traceback
 

@@ -32,7 +32,10 @@ class Report:
     def _send(self, data: bytes) -> None:
         if self._pipe < 0:
             return
-        os.write(self._pipe, data)
+        try:
+            os.write(self._pipe, data)
+        except OSError:
+            pass  # the shell that waited has been closed: nobody needs to hear it
         os.close(self._pipe)
         self._pipe = -1
         null = os.open(os.devnull, os.O_WRONLY)

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import layout, protocol
-from stoker.contract.names import EX_OSERR, EX_SOFTWARE
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import Attempt, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
+from stoker.control.verdict import launch
 
 
 class Hearing:
@@ -46,11 +46,7 @@ class Hearing:
             self._all_up()
 
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
-        rank = message["rank"]
-        self._attempt.trouble.append({
-            "cause": "launch.not-started", "rank": rank, "summary": f"rank {rank} could not be started: {message['text']}", "exit_code": EX_OSERR,
-            "fix": ["does the program exist, and may it be executed?"],
-        })  # fmt: skip
+        self._attempt.trouble.append(launch.not_started(message["rank"], message["text"]))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
@@ -87,6 +83,10 @@ class Hearing:
         for card in message["gpus_held"]:
             self._say(f"stoker: {card} still shows memory of a rank that is gone")
 
+    def _on_helpers(self, _host: str, message: protocol.Message) -> None:
+        names = ", ".join(message["names"][:5])
+        self._say(f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running: {names}")
+
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, where = message["rank"], message["at"]
         self._record.event("mem", rank=rank, at=where, rss=message["rss"], host_used=message["host_used"], host_total=message["host_total"], gpu=message["gpu"])
@@ -116,12 +116,7 @@ class Hearing:
 
     def _on_ram(self, _host: str, message: protocol.Message) -> None:
         rank = message["rank"]
-        self._attempt.trouble.append({
-            "cause": "oom.ram-limit", "rank": rank, "at_once": True, "exit_code": EX_SOFTWARE,
-            "summary": f"rank {rank} ({self._label(rank)}) took {gb(message['bytes'])} of memory, past --ram-limit {gb(message['limit'])}",
-            "evidence": [f"resident memory {message['bytes']} bytes, limit {message['limit']}"],
-            "fix": ["fewer data-loader workers, a smaller batch, or a higher --ram-limit"],
-        })  # fmt: skip
+        self._attempt.trouble.append(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])

@@ -40,8 +40,7 @@ _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet", "show"}
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
 _STOKER = (
-    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\n"
-    "from stoker.cli.main import entry\nentry()"
+    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom stoker.cli.main import entry\nentry()"
 )
 _IMPORTER = """
 import sys
@@ -167,6 +166,11 @@ def flag_words(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
+def command_words(values: Mapping[str, Any], script: str, args: Sequence[str]) -> list[str]:
+    """With a -- before the script: argparse drops the first one it finds, and that must not be the script's own."""
+    return [*flag_words(values), "--", script, *args]
+
+
 def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str) -> list[str]:
     """The `stoker run` of one rung: on the cards the whole run would use, so that the rungs compare."""
     options = request.options
@@ -177,7 +181,7 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     }  # fmt: skip
     if plan.uuids:
         values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
-    return [*flag_words(values), request.script, *request.args]
+    return command_words(values, request.script, request.args)
 
 
 def imports_of(source: bytes | str) -> tuple[Import, ...]:
@@ -348,7 +352,7 @@ class Ladder:
         """The plan `stoker run` would make."""
         request = self._request
         values = {name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}}
-        code, out, said = self._stoker([*flag_words({**values, "dry_run": True, "json": True}), request.script, *request.args], False)[:3]
+        code, out, said = self._stoker(command_words({**values, "dry_run": True, "json": True}, request.script, request.args), False)[:3]
         if code:
             return self._stopped() or Verdict("refused", "launch.refused", said, code)
         data = json.loads(out)
@@ -423,9 +427,7 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
         return (), path, folder
 
 
-def try_imports(
-    request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]
-) -> Verdict | None:
+def try_imports(request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]) -> Verdict | None:
     """All of them in one child, which tells what it does; what came through is added to `done`."""
     wanted, path, folder = find_imports(request, say)
     if not wanted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 
 
@@ -26,7 +27,7 @@ class LineCutter:
             self._rest = bytearray(data)
         else:
             self._rest += data
-            return b""
+            return self.partial() if len(self._rest) > LONGEST else b""
         return self._dress(done)
 
     def _dress(self, text: bytes) -> bytes:

@@ -95,8 +95,7 @@ class Muster:
                     raise Refusal(f"the agent on {where} does not answer within {seconds:.0f} s: a sick driver, or a machine without memory",
                                   EX_UNAVAILABLE, cause="host.agent")  # fmt: skip
             self.members.pump(0.5)
-            if self._signals:
-                raise Interrupted(self._signals[0])
+            self._heed_signals()
 
     @property
     def machines(self) -> dict[str, Machine]:
@@ -108,7 +107,7 @@ class Muster:
         said = ""
         races = 0
         while True:
-            held = {member.host: self._answers[member.host]["host"]["held"] for member in self.members.all}
+            held = {member.host: self._held(member) for member in self.members.all}
             try:
                 plan = make_plan(self.request, argv, os.environ, self._sound_machines(), held, wants_split(self.options))
                 lost = {} if self.options.dry_run or self.options.share_gpus else self._lock(plan)
@@ -130,6 +129,15 @@ class Muster:
             self.members.say({"do": "look"})
             self._await("host", MEET_S)
 
+    def _lent(self, member: Member) -> list[str]:
+        """GPUs held by the run whose rank we are started in: ours to use, and not to lock again."""
+        outer = os.environ.get(names.RUN_ID)
+        return [uuid for uuid, who in self._answers[member.host]["host"]["held"].items() if outer and f"run {outer} " in who]
+
+    def _held(self, member: Member) -> dict[str, str]:
+        lent = self._lent(member)
+        return {uuid: who for uuid, who in self._answers[member.host]["host"]["held"].items() if uuid not in lent}
+
     def _sound_machines(self) -> dict[str, Machine]:
         """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel yet."""
         machines = self.machines
@@ -143,7 +151,8 @@ class Muster:
         if not any(place.gpu for place in plan.places):
             return {}
         for member in self.members.all:
-            member.say({"do": "lock", "gpus": sorted({place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host})})
+            mine = {place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host}
+            member.say({"do": "lock", "gpus": sorted(mine - set(self._lent(member)))})
         self._await("locked", MEET_S)
         return {uuid: who for member in self.members.all for uuid, who in self._answers[member.host]["locked"]["refused"].items()}
 
@@ -151,8 +160,15 @@ class Muster:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.members.pump(left)
-            if self._signals:
-                raise Interrupted(self._signals[0])
+            self._heed_signals()
+
+    def _heed_signals(self) -> None:
+        """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
+        while self._signals:
+            signum = self._signals.pop(0)
+            if signum != signal.SIGTSTP:
+                raise Interrupted(signum)
+            self.suspend()
 
     def reserve(self) -> tuple[str, int]:
         first = self.members.all[0]
@@ -172,6 +188,19 @@ class Muster:
         if answer.get("wanted"):
             self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {answer['holder']}; using port {answer['port']}")
         return address, int(answer["port"])
+
+    def suspend(self) -> None:
+        """Ctrl-Z: the ranks stop too, and nobody takes the silence for death."""
+        self.forget("suspended")
+        self.members.say({"do": "suspend"})
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and not self.answered("suspended"):
+            self.members.pump(0.1)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        now = time.monotonic()
+        for member in self.members.all:
+            member.heard = now
+        self.members.say({"do": "resume"})
 
     def _complain(self, member: Member, line: str) -> None:
         self._say(f"{member.host + ': ' if member.host else ''}{line}")

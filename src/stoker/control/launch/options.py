@@ -55,12 +55,13 @@ class RunOptions:
     name: str | None = option("name of the run; given again it goes on with that run if it is unfinished", default=None, group=_RUN)
     runs_dir: str | None = option("folder of the run directories (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_RUN)
     config: str | None = option("YAML or JSON file with any of these options", default=None, metavar="FILE", group=_RUN)
+    ladder: bool = option("first the imports one by one, then 1, half and all ranks for a few steps (stoker ladder)", default=False, group=_RUN)
     dry_run: bool = option("print the plan and start nothing", default=False, group=_RUN)
     json: bool = option("print the plan as JSON (with --dry-run)", default=False, group=_RUN)
     no_preflight: bool = option("skip the checks before the start", default=False, group=_RUN)
 
     hosts: str | None = option("hosts reached by ssh, comma-separated, in rank order", default=None, group="hosts")
-    ssh_option: tuple[str, ...] = option("an option for the ssh client, e.g. -p2222", default=(), metavar="OPT", many=True, group="hosts")
+    ssh_option: tuple[str, ...] = option("an option for the ssh client: --ssh-option=-p2222", default=(), metavar="OPT", many=True, group="hosts")
     python: str | None = option(
         "the Python of the ranks (default: the one that runs Stoker; python3 on other hosts)", default=None, metavar="PATH", group="hosts"
     )

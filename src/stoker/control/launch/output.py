@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from stoker.contract import layout
-from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter
 from stoker.control.launch.options import RunOptions
@@ -39,8 +39,18 @@ def wants_split(options: RunOptions) -> bool:
     """One pipe for both streams keeps their order exactly; two are needed only where somebody tells them apart."""
     if options.redirects or options.tee or options.log_dir or options.show == "errors":
         return True
+    if options.detach:
+        return False
     here = [os.fstat(handle) for handle in (1, 2)]
     return (here[0].st_dev, here[0].st_ino) != (here[1].st_dev, here[1].st_ino)
+
+
+def _make_log_dir(folder: str, run_id: str) -> str:
+    try:
+        os.makedirs(os.path.join(folder, run_id), exist_ok=True)
+    except OSError as problem:
+        raise Refusal(f"--log-dir {folder} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+    return os.path.join(folder, run_id)
 
 
 class Output:
@@ -48,7 +58,7 @@ class Output:
         self._console = console
         self._redirects = std_map(options.redirects, plan.world_size)
         self._tee = std_map(options.tee, plan.world_size)
-        self._log_dir = os.path.join(options.log_dir, run_id) if options.log_dir else None
+        self._log_dir = _make_log_dir(os.path.abspath(options.log_dir), run_id) if options.log_dir else None
         self._all_streams = options.tee is None and options.redirects is None
         self._labels = {place.rank: place.label for place in plan.places}
         self._locals = {place.rank: place.local_rank for place in plan.places}

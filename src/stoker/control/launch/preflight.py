@@ -7,15 +7,14 @@ import os
 from collections.abc import Mapping
 
 from stoker.contract import layout, names
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
-from stoker.control.machine.examine import KNOWN, probe_cards
-from stoker.control.machine.facts import Examination, Probe, examination_from_json
-from stoker.control.machine.gather import quick_host
+from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
 from stoker.control.machine.model import Machine
+from stoker.control.machine.room import quick_host
 
 # The plan has already refused or left out what these would say of a card.
 _PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
@@ -28,12 +27,13 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     runs_dir = layout.runs_root(options.runs_dir, os.environ)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
-    fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
+    fast = [one for one in check.load(fast=True).values() if one.fast and one.id not in _PLANNED]
     lines = []
     for finding in check.run(fast, found, check.Asked(plan.world_size, runs_dir)):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")
         if finding.level == "fail":
-            raise Refusal(f"{line} (--no-preflight starts all the same)", EX_UNAVAILABLE, cause=finding.id)
+            code = EX_CANTCREAT if finding.id == "host.disk" else EX_UNAVAILABLE
+            raise Refusal(f"{line} (--no-preflight starts all the same)", code, cause=finding.id)
         lines.append(f"! {line}")
     return lines
 
@@ -41,6 +41,8 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
 def without_bad(machine: Machine) -> Machine:
     """The machine with every GPU that fails its proof marked as one that does not answer."""
     cards = [gpu for gpu in machine.gpus if not gpu.error]
+    from stoker.control.machine.examine import probe_cards
+
     probes = _recorded() or probe_cards(cards)
     bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in ("dead", "hung", "wrong", "absent")}
     return replace(machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus))

@@ -55,6 +55,9 @@ def python_flags(typed: list[str]) -> tuple[list[str], str]:
             flags += [word, next(words, "")] if len(word) == 2 else [word]
             continue
         letters = word[1:]
+        end = min((letters.index(letter) for letter in "mc" if letter in letters), default=-1)
+        if end >= 0:
+            letters = letters[: end + 1]  # -mstoker: what follows is the module's name
         kept = "".join(letter for letter in letters if letter not in "EISmc")
         dropped += "".join(letter for letter in letters if letter in "EIS")
         if kept:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shutil
 import time
 
 from stoker.contract import layout
@@ -12,9 +14,10 @@ from stoker.contract.shape import as_json, shape
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
+from stoker.control.record.writer import cannot_write
 
 # What may differ between two starts of one run without making it another run.
-_VOLATILE = {"detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
+_VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout"}  # fmt: skip
 
 
@@ -26,6 +29,8 @@ class RunPlace:
     first_attempt: int
     reopened: bool
     notice: str = ""
+    made: bool = False  # by us, just now
+    made_root: bool = False
 
 
 def config_hash(request: Request) -> str:
@@ -47,6 +52,8 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
         same = [run for run in reader.all_runs(root) if run.name == name]
         if same:
             last = same[-1]
+            if reader.alive(last) is None:
+                raise Refusal(f"run {name} was started on host {last.launcher[2]} and may be running there: stop it there first", EX_UNAVAILABLE)
             if reader.alive(last):
                 raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
             if last.verdict is not None and last.verdict.status == "completed":
@@ -56,9 +63,36 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
             else:
                 attempts = last.attempts
                 return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
+    return _new(root, name, notice, make=not request.options.dry_run)
+
+
+def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:
+    """The folder itself is made here: the only way to be sure that no other launch of the same second has the name."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    candidate, n = f"{stamp}-{name}", 1
-    while os.path.exists(os.path.join(root, candidate)):
-        n += 1
-        candidate = f"{stamp}-{name}-{n}"
-    return RunPlace(os.path.join(root, candidate), candidate, name, 0, False, notice)
+    new_root = not os.path.isdir(root)
+    for n in itertools.count(1):
+        id = f"{stamp}-{name}" + (f"-{n}" if n > 1 else "")
+        path = os.path.join(root, id)
+        if not make:
+            if os.path.exists(path):
+                continue
+            return RunPlace(path, id, name, 0, False, notice)
+        try:
+            os.makedirs(root, exist_ok=True)
+            os.mkdir(path)
+        except FileExistsError:
+            if not os.path.isdir(root):
+                raise cannot_write(root, NotADirectoryError(20, "Not a directory")) from None
+            continue
+        except OSError as problem:
+            raise cannot_write(root, problem) from problem
+        return RunPlace(path, id, name, 0, False, notice, made=True, made_root=new_root)
+    raise AssertionError("counting does not end")
+
+
+def abandon(place: RunPlace) -> None:
+    """Nothing was started: what was made for it goes again."""
+    if place.made:
+        shutil.rmtree(place.dir, ignore_errors=True)
+        if place.made_root and not os.listdir(os.path.dirname(place.dir)):
+            os.rmdir(os.path.dirname(place.dir))

@@ -16,7 +16,7 @@ from typing import Any
 
 from stoker.contract.shape import replace
 from stoker.control.machine import facts, gather, host
-from stoker.control.machine.facts import Examination, Health, Host, Net, Probe, Torch
+from stoker.control.machine.facts import KNOWN, Examination, Health, Host, Net, Probe, Torch
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
@@ -24,16 +24,6 @@ LIMIT_S = 3.0
 PROBE_S = 10.0  # a context alone takes seconds on a box of eight without a persistence daemon
 TORCH_S = 120.0  # a cold disk on a rented pod
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-
-# Variables that are known to matter: the only ones an examination keeps.
-KNOWN = (
-    "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_ORDER", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "LD_PRELOAD",
-    "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NCCL_ALGO", "NCCL_BLOCKING_WAIT", "NCCL_BUFFSIZE", "NCCL_DEBUG",
-    "NCCL_IB_DISABLE", "NCCL_IB_TIMEOUT", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_NTHREADS", "NCCL_P2P_DISABLE", "NCCL_PROTO",
-    "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT", "NPROC_PER_NODE", "NUM_GPUS", "OMP_NUM_THREADS", "PYTHONHOME",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_NO_CUDA_MEMORY_CACHING", "RANK", "STOKER_RUN_ID", "TOKENIZERS_PARALLELISM", "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCH_DISTRIBUTED_DEBUG", "TORCH_NCCL_BLOCKING_WAIT", "TORCH_USE_CUDA_DSA", "WORLD_SIZE",
-)  # fmt: skip
 
 
 class Child:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import sys
 import time
 from typing import Any
 
 from stoker.contract.shape import as_json, replace
-from stoker.control.machine import facts, host, ports, processes
+from stoker.control.machine import facts, ports, processes
 from stoker.control.machine.observe import Observer
+from stoker.control.machine.room import quick_host
 
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); from stoker.control.machine.gather import main; main(sys.argv[3:])"
 
@@ -77,20 +77,6 @@ def _kernel_xids() -> dict[str, list[int]]:
         return found  # EAGAIN: the end of the log
     finally:
         os.close(handle)
-
-
-def quick_host(disk: str) -> facts.Host:
-    """What takes no time to ask: room and limits, no look at other processes."""
-    while disk and not os.path.isdir(disk):
-        disk = os.path.dirname(disk)
-    space, shm = os.statvfs(disk or "."), os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    address, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return facts.Host(
-        shm_total=shm.f_blocks * shm.f_frsize if shm else None, shm_free=shm.f_bavail * shm.f_frsize if shm else None,
-        disk_free=space.f_bavail * space.f_frsize, disk_path=disk or ".", files_soft=None if soft < 0 else soft, files_hard=None if hard < 0 else hard,
-        address_space=None if address < 0 else address, swap_used=host.swap_used(), clock=time.time(),
-    )  # fmt: skip
 
 
 def _host(disk: str) -> Any:

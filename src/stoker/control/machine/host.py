@@ -110,6 +110,13 @@ def max_processes() -> int | None:
     return min((limit for limit in limits if limit is not None), default=None)
 
 
+def raise_files_limit() -> int:
+    """The soft limit on open files up to the hard one, for this process. Returns what it was."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft
+
+
 def max_files() -> int | None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     return None if hard < 0 else hard

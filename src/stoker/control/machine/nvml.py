@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from stoker.contract import redact
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, Holder
@@ -174,7 +175,7 @@ def _holder(entry: Any) -> Holder:
         return Holder(pid, memory)
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)
-    return Holder(pid, memory, processes.command(pid), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
+    return Holder(pid, memory, redact.command(processes.command(pid) or "?"), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
 
 
 def _has_device_open(pid: int) -> bool:

@@ -8,7 +8,6 @@ from stoker.contract import names
 from stoker.contract.shape import shape
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_TICK = os.sysconf("SC_CLK_TCK")
 
 
 @shape
@@ -118,7 +117,5 @@ def user_name(uid: int) -> str:
 def started_at(start_ticks: int) -> float:
     """Wall-clock time of a start in ticks since boot."""
     with open("/proc/stat", "rb") as file:
-        for line in file:
-            if line.startswith(b"btime"):
-                return int(line.split()[1]) + start_ticks / _TICK
-    return 0.0
+        boot = next((int(line.split()[1]) for line in file if line.startswith(b"btime")), 0)
+    return boot + start_ticks / os.sysconf("SC_CLK_TCK")

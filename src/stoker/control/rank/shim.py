@@ -146,7 +146,8 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
     import traceback
 
     frames = traceback.extract_tb(trace)
-    last = frames[-1] if frames else None
+    theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
+    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(theirs)), frames[-1] if frames else None)  # the user's own line
     file, line, function = (last.filename, last.lineno or 0, last.name) if last else ("", 0, "")
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
@@ -179,23 +180,20 @@ class _AfterImport:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.then:
             return None
-        then = self.then.pop(name)
-        if not self.then:
-            sys.meta_path.remove(self)
         for finder in sys.meta_path:
             if finder is not self:
                 spec = finder.find_spec(name, path, target) if hasattr(finder, "find_spec") else None
                 if spec is not None:
                     if spec.loader is not None:
-                        spec.loader = _Loader(spec.loader, then)  # type: ignore[assignment]
+                        spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
                     return spec
         return None
 
 
 class _Loader:
-    def __init__(self, real: Any, then: Callable[[Any], None]) -> None:
+    def __init__(self, real: Any, finder: _AfterImport) -> None:
         self._real = real
-        self._then = then
+        self._finder = finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -206,8 +204,11 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._real
         self._real.exec_module(module)
-        if inside():
-            self._then(module)
+        then = self._finder.then.pop(module.__name__, None)  # not in find_spec: somebody may only ask whether torch is there
+        if not self._finder.then and self._finder in sys.meta_path:
+            sys.meta_path.remove(self._finder)
+        if then is not None and inside():
+            then(module)
 
 
 def _torch_loaded(_module: Any) -> None:

@@ -72,8 +72,8 @@ def all_runs(root: str) -> list[Run]:
     return sorted((run for run in found if run is not None), key=lambda run: run.started)
 
 
-def find(which: str | None, root: str) -> Run:
-    """By path, by id, by name (the newest of that name), or the newest of all."""
+def find(which: str | None, root: str, exact: bool = False) -> Run:
+    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all."""
     for candidate in (which, os.path.join(root, which)) if which else (os.path.join(root, layout.LATEST),):
         if os.path.exists(os.path.join(candidate, layout.RUN)):
             run = load(os.path.realpath(candidate))
@@ -84,9 +84,12 @@ def find(which: str | None, root: str) -> Run:
         if runs:
             return runs[-1]
         raise names.Refusal(f"no runs in {root}; name another folder with --runs-dir", names.EX_NOINPUT)
-    match = [run for run in runs if run.name == which] or [run for run in runs if which in run.id]
+    match = [run for run in runs if run.name == which]
     if match:
         return match[-1]
+    begins = [run for run in runs if run.id.startswith(which) or run.name.startswith(which)]
+    if len(begins) == 1 and not exact:
+        return begins[0]
     import difflib
 
     near = difflib.get_close_matches(which, [run.id for run in runs] + [run.name for run in runs], 1, 0.4)

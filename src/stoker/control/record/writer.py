@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from typing import Any
 
@@ -36,17 +35,14 @@ class RunRecord:
         self._host = host
         self._logs: dict[str, int] = {}
         self._lost: dict[str, int] = {}
-        self._created = not reopened
         root = os.path.dirname(run_dir)
         try:
-            os.makedirs(root, exist_ok=True)
-            if not reopened:
-                os.mkdir(run_dir)
+            if reopened:
+                self._put_verdict_aside()
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._console = os.open(os.path.join(run_dir, layout.CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as problem:
-            self._unmake()
-            raise _cannot(root, problem) from problem
+            raise cannot_write(root, problem) from problem
 
     def begin(self, run: dict[str, Any]) -> None:
         """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
@@ -55,8 +51,7 @@ class RunRecord:
             os.write(self._events, self._line("run", {}))
             self._point_latest()
         except OSError as problem:
-            self._unmake()
-            raise _cannot(os.path.dirname(self.dir), problem) from problem
+            raise cannot_write(os.path.dirname(self.dir), problem) from problem
 
     def _point_latest(self) -> None:
         link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
@@ -64,9 +59,11 @@ class RunRecord:
         os.symlink(os.path.basename(self.dir), temporary)
         os.replace(temporary, link)
 
-    def _unmake(self) -> None:
-        if self._created:
-            shutil.rmtree(self.dir, ignore_errors=True)
+    def _put_verdict_aside(self) -> None:
+        """The verdict of the attempts before is not this start's: kept under another name."""
+        old = os.path.join(self.dir, layout.VERDICT)
+        if os.path.exists(old):
+            os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
         event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **more}
@@ -82,7 +79,7 @@ class RunRecord:
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
         except OSError as problem:
-            raise _cannot(self.dir, problem) from problem
+            raise cannot_write(self.dir, problem) from problem
 
     def output(self, path: str, data: bytes) -> None:
         """A rank's bytes, to its file, as they came."""
@@ -130,7 +127,7 @@ class RunRecord:
         self.event("verdict", status=verdict.status, cause=verdict.cause, rank=verdict.rank, exit_code=verdict.exit_code, summary=verdict.summary)
 
 
-def _cannot(folder: str, problem: OSError) -> names.Refusal:
+def cannot_write(folder: str, problem: OSError) -> names.Refusal:
     return names.Refusal(
         f"the runs folder {folder} can't be written: {problem.strerror or problem}; choose another with --runs-dir",
         names.EX_CANTCREAT, cause="launch.runs-dir",

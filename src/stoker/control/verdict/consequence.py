@@ -15,7 +15,7 @@ _LOST_PEER = re.compile(
     r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or timed out",
     re.IGNORECASE,
 )
-_NETWORK_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError", "ConnectionError", "EOFError"}
+_TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
 def is_consequence(end: RankEnd) -> bool:
@@ -23,6 +23,6 @@ def is_consequence(end: RankEnd) -> bool:
         text = end.error.message
         if "EADDRINUSE" in text or "address already in use" in text.lower():
             return False
-        return bool(_LOST_PEER.search(text)) or end.error.type in _NETWORK_TYPES
+        return bool(_LOST_PEER.search(text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
     # torch's NCCL watchdog aborts the process without a Python exception; its last words are in the log.
     return end.code == -6 and bool(_LOST_PEER.search(end.tail))

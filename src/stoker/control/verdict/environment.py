@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.control.verdict.wording import base, first_line, place
 
 _IMPORTS = {"ImportError", "ModuleNotFoundError"}
 
 
 def explain(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    from stoker.control.verdict.rank import base, first_line, place
-
     error = end.error
     if error is None:
         return None

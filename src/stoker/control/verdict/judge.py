@@ -8,33 +8,35 @@ from __future__ import annotations
 
 import signal
 
-from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import launch, rank
 from stoker.control.verdict.consequence import is_consequence
 
-_STOPS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGKILL}
 
-
-def failed(end: RankEnd) -> bool:
-    """It ended badly by itself: a signal from us does not count, an exception it reported before does."""
-    if end.code is None:
-        return end.error is not None
-    if end.code == 0:
+def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
+    """It ended badly by itself: not by our signal, nor in answer to it."""
+    if end.code == 0 or (end.code is None and end.error is None):
         return False
-    return end.error is not None or not (end.ours and -end.code in _STOPS)
+    answered = end.error is None or (stopped_at > 0 and _when(end) >= stopped_at)
+    return not (end.ours and answered)
 
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
         return launch.trouble(evidence)
+    guilty = _guilty(evidence)
     if evidence.stop_signal:
-        return launch.stopped(evidence)
-    if evidence.steps_reached and not any(failed(end) and not is_consequence(end) for end in evidence.ends):
+        before = guilty is not None and _when(guilty) < evidence.stopped_at
+        if not before:
+            return launch.stopped(evidence)
+        assert guilty is not None
+        found = rank.explain(guilty, evidence)
+        return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
+    if evidence.steps_reached and guilty is None:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks made {evidence.steps_reached} steps; ended as asked for", 0)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks ended with 0", 0)
-    guilty = _guilty(evidence)
     if guilty is None:
         return launch.unknown(evidence)
     return rank.explain(guilty, evidence)
@@ -45,21 +47,12 @@ def _when(end: RankEnd) -> float:
 
 
 def _guilty(evidence: Evidence) -> RankEnd | None:
-    bad = sorted((end for end in evidence.ends if failed(end)), key=_when)
+    bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=_when)
     causes = [end for end in bad if not is_consequence(end)]
-    if causes:
+    if causes and not (evidence.steps_reached and _when(causes[0]) >= evidence.stopped_at):
         return causes[0]
-    if not bad:
+    if not bad or evidence.steps_reached:
         return None
-    # Every failure is a lost peer's: a rank that left with 0 before them, or whose end we don't have, is what they lost.
+    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost.
     left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= _when(bad[0]) + 1.0), key=lambda end: end.time)
     return left[0] if left else bad[0]
-
-
-def exit_code(end: RankEnd) -> int:
-    """The guilty rank's own; 128 + n for a signal; 70 where that would be 0 or was our doing."""
-    if end.code is None or end.code == 0 or (end.ours and end.error is None):
-        return EX_SOFTWARE
-    if end.ours and end.code < 0:
-        return EX_SOFTWARE
-    return end.code if end.code > 0 else 128 - end.code

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
-from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
+from stoker.contract.quantities import gb
 from stoker.contract.shapes import Evidence, Verdict
 
 
@@ -45,3 +47,35 @@ def lost(run: str) -> Verdict:
         evidence=("no verdict.json, and the launcher's process is gone",), retryable=True,
         fix=("the agent stopped the ranks when the launcher vanished; start the same command again",),
     )  # fmt: skip
+
+
+def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
+    return {
+        "cause": "oom.ram-limit", "rank": rank, "at_once": True, "exit_code": EX_SOFTWARE,
+        "summary": f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}",
+        "evidence": [f"resident memory {taken} bytes, limit {limit}"], "fix": ["fewer data-loader workers, a smaller batch, or a higher --ram-limit"],
+    }  # fmt: skip
+
+
+def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
+    return {
+        "cause": "host.agent-lost", "host": host, "exit_code": EX_SOFTWARE,
+        "summary": f"the agent on {f'host {host}' if host else 'this machine'} was lost: {why}; its ranks are stopped",
+        "evidence": [complaint] if complaint else [], "fix": ["was it killed? dmesg may know"],
+    }  # fmt: skip
+
+
+def not_started(rank: int, why: str) -> dict[str, Any]:
+    return {
+        "cause": "launch.not-started", "rank": rank, "summary": f"rank {rank} could not be started: {why}", "exit_code": EX_OSERR,
+        "fix": ["does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?"],
+    }  # fmt: skip
+
+
+def refused(refusal: Refusal) -> Verdict:
+    return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=(refusal.fix,) if refusal.fix else ())
+
+
+def broken(cause: str, line: str, code: int, evidence: tuple[str, ...] = ()) -> Verdict:
+    """Stoker itself could not go on after the start."""
+    return Verdict("failed", cause, line, code, evidence=evidence)

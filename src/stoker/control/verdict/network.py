@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.control.verdict.wording import base, first_line, place
 
 
 def explain(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    from stoker.control.verdict.rank import base, first_line, place
-
     error = end.error
     if error is None or not ("EADDRINUSE" in error.message or "address already in use" in error.message.lower()):
         return None

@@ -6,6 +6,7 @@ import signal
 
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import environment, network
+from stoker.control.verdict.wording import base, first_line, place
 
 
 def explain(end: RankEnd, evidence: Evidence) -> Verdict:
@@ -14,26 +15,6 @@ def explain(end: RankEnd, evidence: Evidence) -> Verdict:
         if verdict is not None:
             return verdict
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")
-
-
-def base(end: RankEnd, cause: str, summary: str, *, retryable: bool, evidence: list[str], fix: list[str]) -> Verdict:
-    from stoker.control.verdict.judge import exit_code
-
-    gpu = end.label if "GPU" in end.label else None
-    return Verdict(
-        "failed", cause, summary, exit_code(end), rank=end.rank, host=end.host or None, gpu=gpu, evidence=tuple(evidence),
-        retryable=retryable, fix=tuple(fix),
-    )  # fmt: skip
-
-
-def place(end: RankEnd) -> str:
-    error = end.error
-    return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
-
-
-def first_line(text: str, limit: int = 200) -> str:
-    line = text.strip().splitlines()[0] if text.strip() else ""
-    return line if len(line) <= limit else line[: limit - 1] + "…"
 
 
 def _exception(end: RankEnd, _evidence: Evidence) -> Verdict | None:
@@ -86,7 +67,7 @@ def _signal(end: RankEnd, _evidence: Evidence) -> Verdict | None:
     at = next((line.strip() for line in stack if line.lstrip().startswith("File ")), "")
     return base(
         end, "rank.crash" if crash else "rank.signal", f"rank {end.rank} ({end.label}) died of {name}{' at ' + at if at else ''}", retryable=True,
-        evidence=seen + stack, fix=["the Python stack is in the record: rank-*.stack.txt", f"stoker logs --rank {end.rank}"],
+        evidence=seen + stack, fix=[*(["the Python stack is in the record: rank-*.stack.txt"] if stack else []), f"stoker logs --rank {end.rank}"],
     )  # fmt: skip
 
 
