@@ -1,0 +1,181 @@
+"""The doctor: every recorded machine gives exactly its findings; a healthy one none; a driver that hangs hangs nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker, wait_for
+from stoker.contract.names import Refusal
+from stoker.contract.shape import replace
+from stoker.control.doctor import check, docs
+from stoker.control.doctor.advice import advice
+from stoker.control.machine import examine
+from stoker.control.machine.facts import Examination, examination_from_json
+
+MACHINES = Path(__file__).parent / "machines"
+NAMES = sorted(path.stem for path in MACHINES.glob("*.json"))
+HEALTHY = {"laptop", "box8-healthy", "half-unsupported", "h200"}
+
+
+def load(name: str) -> Examination:
+    return examination_from_json(json.loads((MACHINES / f"{name}.json").read_text()))
+
+
+def report(name: str) -> str:
+    found = load(name)
+    findings = check.run(check.choose([], []), found, check.Asked())
+    lines = [f"{one.level} {one.id}" + (f" [GPU {one.gpu}]" if one.gpu is not None else "") + f": {one.text}\n    -> {one.fix}" for one in findings]
+    return "\n".join([*lines, f"advice: {advice(found, findings)}", f"exit code: {check.exit_code(findings)}"]) + "\n"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recorded_machine_gives_exactly_its_findings(name: str) -> None:
+    assert report(name) == (MACHINES / f"{name}.findings").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(HEALTHY & set(NAMES)))
+def test_a_healthy_machine_gives_none(name: str) -> None:
+    assert check.run(check.choose([], []), load(name), check.Asked()) == []
+
+
+def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
+    assert len(NAMES) >= 12
+    said = {finding.id for name in NAMES for finding in check.run(check.choose([], []), load(name), check.Asked()) if finding.level != "unknown"}
+    silent = set(check.load()) - said
+    assert silent == {"host.swap", "host.clock", "env.python"}, "these have their own tests below"
+
+
+def test_the_three_without_a_machine() -> None:
+    sick = load("laptop")
+    assert sick.host is not None
+    swapping = replace(sick, machine=replace(sick.machine, memory_available=10**9), host=replace(sick.host, swap_used=9 * 10**9))
+    old = replace(sick, host=replace(sick.host, clock=1.0))
+    env = replace(sick, environment={"PYTHONHOME": "/x"})
+    for found, id in ((swapping, "host.swap"), (old, "host.clock"), (env, "env.python")):
+        assert id in {finding.id for finding in check.run(check.choose([id], []), found, check.Asked())}
+
+
+def test_asking_for_too_much() -> None:
+    findings = check.run(check.choose(["gpu.count"], []), load("box8-healthy"), check.Asked(ranks=9))
+    assert [finding.level for finding in findings] == ["fail"] and "9 ranks" in findings[0].text
+
+
+def test_only_and_skip_and_the_near_id() -> None:
+    assert {one.id for one in check.choose(["env."], ["env.slow"])} == {id for id in check.load() if id.startswith("env.")} - {"env.slow"}
+    with pytest.raises(Refusal, match=r"no check 'gpu.ecccc'; did you mean gpu.ecc\?"):
+        check.choose(["gpu.ecccc"], [])
+
+
+def test_the_docs_page_is_current() -> None:
+    page = Path(__file__).parent.parent / "docs" / "doctor.md"
+    assert page.read_text() == docs.page(), "run: python -m stoker.control.doctor.docs > docs/doctor.md"
+
+
+def test_this_machine(stoker: Stoker) -> None:
+    """The real thing, whatever this machine is: it answers, as JSON and as text, and agrees with itself."""
+    stoker.env.pop("STOKER_MACHINE")
+    done = stoker("doctor", "--json", "--skip", "torch.")
+    told = json.loads(done.out)
+    assert told["schema"] == 1 and done.code == told["exit_code"] in (0, 1, 2, 3)
+    assert isinstance(told["examination"]["machine"]["memory_total"], int) and told["examination"]["machine"]["hostname"] == os.uname().nodename
+    assert set(told["checks"]) == {id for id in check.load() if not id.startswith("torch.")}
+
+
+def test_record_replay_and_bundle(stoker: Stoker) -> None:
+    stoker.env.pop("STOKER_MACHINE")
+    done = stoker("doctor", "--record", "box.json", "--bundle", "b.tar.gz", env={"HF_TOKEN": "hf_abcdefghijklmnopqrstuvw", "NCCL_DEBUG": "INFO"})
+    assert "env.noisy" in done.out
+    again = stoker("doctor", "--machine", "box.json")
+    kept = [line for line in done.out.splitlines() if not line.startswith(("bundle:", "recorded machine:"))]
+    assert again.out.splitlines() == kept and again.code == done.code
+    with tarfile.open(stoker.cwd / "b.tar.gz") as archive:
+        names = archive.getnames()
+        whole = b"".join(archive.extractfile(name).read() for name in names)  # type: ignore[union-attr]
+    assert "stoker-doctor/examination.json" in names and "stoker-doctor/findings.json" in names and b"hf_abcdef" not in whole
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--machine", "absent.json"], 66, "absent.json is not there"),
+        (["--machine", "corrupt.json"], 65, "corrupt.json"),
+        (["--machine", "other.json"], 65, "unknown field 'colour'"),
+        (["--only", "gpo."], 64, "did you mean gpu."),
+        (["--bundle", "/proc/nope.tar.gz", "--only", "env."], 73, "can't be written"),
+        (["--record", "/proc/nope.json", "--only", "env."], 73, "can't be written"),
+    ],
+)  # fmt: skip
+def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> None:
+    stoker.script("corrupt.json", '{"schema": 1, "machine"')
+    stoker.script("other.json", json.dumps({**json.loads((MACHINES / "laptop.json").read_text()), "colour": 1}))
+    if words[0] in ("--bundle", "--record"):
+        words = [*words, "--machine", str(MACHINES / "laptop.json")]
+    done = stoker("doctor", *words)
+    assert done.code == code and says in done.err and done.err.count("\n") == 1
+
+
+def test_a_driver_that_never_answers(stoker: Stoker) -> None:
+    """A libnvidia-ml that hangs in nvmlInit: the doctor says so and goes on. Compiled here, because only a real library can hang so."""
+    source = stoker.cwd / "hang.c"
+    source.write_text("#include <unistd.h>\nint nvmlInitWithFlags(unsigned f) { for (;;) sleep(100); }\nint nvmlInit_v2(void) { for (;;) sleep(100); }\n")
+    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", str(stoker.cwd / "libnvidia-ml.so.1"), str(source)], capture_output=True, text=True, check=False)
+    if built.returncode:
+        pytest.skip(f"no C compiler to build a hanging library: {built.stderr.strip()[:100]}")
+    env = {**stoker.env, "LD_LIBRARY_PATH": str(stoker.cwd)}
+    env.pop("STOKER_MACHINE")
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "stoker", "doctor", "--skip", "torch."], cwd=stoker.cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 3, done.stdout
+    assert "? gpu.driver: the NVIDIA driver could not be asked: no answer within 3 s" in done.stdout
+    assert time.monotonic() - began < 30
+    assert wait_for(lambda: True if not _children_of(str(stoker.cwd)) else None, 5), "a gatherer was left behind"
+
+
+def _children_of(folder: str) -> list[int]:
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                if folder in os.readlink(f"/proc/{entry}/cwd") and b"machine.gather" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                    found.append(int(entry))
+            except OSError:
+                continue
+    return found
+
+
+def test_watch_prints_what_changes(stoker: Stoker) -> None:
+    run = stoker.start("doctor", "--machine", str(MACHINES / "bad-environment.json"), "--watch", "0.2s")
+    assert run.stdout is not None
+    lines = [run.stdout.readline().decode() for _ in range(3)]
+    assert all(re.match(r"\d\d:\d\d:\d\d [✗!?] ", line) for line in lines)
+    run.send_signal(2)
+    assert run.wait(10) == 2
+
+
+def test_an_examination_survives_json() -> None:
+    for name in NAMES:
+        found = load(name)
+        assert examination_from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+def test_gatherers_that_crash_are_told_apart_from_those_that_hang() -> None:
+    quick = examine.Child("a", [sys.executable, "-c", "import sys; sys.exit('broken')"], os.environ, 5.0)
+    slow = examine.Child("b", [sys.executable, "-c", "import time; time.sleep(60)"], os.environ, 0.5)
+    fine = examine.Child("c", [sys.executable, "-c", "print('{\"x\": 1}')"], os.environ, 5.0)
+    results = examine._run([quick, slow, fine])
+    assert results["a"][0] is None and "broken" in results["a"][1]
+    assert results["b"] == (None, "no answer within 0 s") and results["c"] == ({"x": 1}, "")
+
+
+if __name__ == "__main__":
+    for machine in NAMES:
+        (MACHINES / f"{machine}.findings").write_text(report(machine))
