@@ -21,7 +21,7 @@ import pytest
 
 from conftest import Stoker, gpu_json, wait_for
 from stoker.contract.shape import replace
-from stoker.control.doctor import clean
+from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.machine import processes
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
@@ -271,7 +271,7 @@ def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:
     child = int(rank.stdout.readline())
     both = [one for one in (process(child), process(rank.pid)) if one]
     assert clean.stop_ladder(both, 5.0).killed == ()
-    assert (tmp_path / "saved").read_text() == "0" and not clean.lives(both[0])
+    assert (tmp_path / "saved").read_text() == "0" and not leftovers.lives(both[0])
 
 
 def test_named_pids(stoker: Stoker, start: Start) -> None:
@@ -319,7 +319,7 @@ def old(path: Path, seconds: float = 3600) -> Path:
 @pytest.fixture
 def an_hour_later(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time
-    monkeypatch.setattr(clean.time, "time", lambda: now() + 3600)
+    monkeypatch.setattr(time, "time", lambda: now() + 3600)
 
 
 @pytest.mark.usefixtures("an_hour_later")
@@ -337,7 +337,7 @@ def test_shared_memory_of_the_dead(tmp_path: Path, start: Start) -> None:
         holding = kept[1].open("rb")
         with kept[2].open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
-        found = [one for one in clean.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}]
+        found = [one for one in debris.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}]
         assert {one.path for one in found} == {str(path) for path in dead} and all(one.size >= 8192 and one.age > 3000 for one in found)
         reopened = dead[1].open("rb")  # between showing and removing
         stays = clean.remove_debris(found)
@@ -356,8 +356,8 @@ def test_a_lease_sees_what_proc_does_not(tmp_path: Path) -> None:
     path.write_bytes(b"x")
     try:
         with path.open("rb"):
-            assert not clean._alone_with(str(path), os.lstat(path), unlink=True) and path.exists()
-        assert clean._alone_with(str(path), os.lstat(path), unlink=True) and not path.exists()
+            assert not clean.unlink_alone(str(path), os.lstat(path)) and path.exists()
+        assert clean.unlink_alone(str(path), os.lstat(path)) and not path.exists()
     finally:
         path.unlink(missing_ok=True)
 
@@ -381,7 +381,7 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
         start(["sleep", "600"], cwd=folders["standing"])
         (tmp / "stoker-linked_0").symlink_to(folders["deadbeef"])
         with (folders["writing_"] / "0-0.stack").open("w"):
-            found = clean.find_debris(str(tmp), str(tmp / "no-shm"))
+            found = debris.find_debris(str(tmp), str(tmp / "no-shm"))
         assert {Path(one.path).name for one in found} == {"stoker-deadbeef", "stoker-emptyold"}
         assert clean.remove_debris(found) == []
         assert {path.name for path in tmp.iterdir()} == {"stoker-" + n for n in ("alive_00", "notes_00", "standing", "writing_", "gpu-locks", "linked_0")}
@@ -394,7 +394,7 @@ def test_young_files_stay(tmp_path: Path) -> None:
     (tmp_path / "stoker-young_00").mkdir()
     old(path)  # a file may claim any age; its inode's change time does not lie
     try:
-        assert not {str(path), str(tmp_path / "stoker-young_00")} & {one.path for one in clean.find_debris(str(tmp_path))}
+        assert not {str(path), str(tmp_path / "stoker-young_00")} & {one.path for one in debris.find_debris(str(tmp_path))}
     finally:
         path.unlink()
 
@@ -404,9 +404,9 @@ def test_locks_are_listed_and_never_unlinked(tmp_path: Path) -> None:
         (tmp_path / name).write_text(json.dumps({"run": "r1", "pid": 7}) if name != "GPU-torn" else '{"run"')
     with (tmp_path / "GPU-held").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = clean.find_locks(str(tmp_path))
-    assert found == [clean.Lock("GPU-free", False, "run r1 (agent pid 7)"), clean.Lock("GPU-held", True, "run r1 (agent pid 7)"), clean.Lock("GPU-torn", False, "unknown")]
-    assert len(list(tmp_path.iterdir())) == 3 and clean.find_locks(str(tmp_path / "none")) == []
+        found = debris.find_locks(str(tmp_path))
+    assert found == [debris.Lock("GPU-free", False, "run r1 (agent pid 7)"), debris.Lock("GPU-held", True, "run r1 (agent pid 7)"), debris.Lock("GPU-torn", False, "unknown")]
+    assert len(list(tmp_path.iterdir())) == 3 and debris.find_locks(str(tmp_path / "none")) == []
 
 
 def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
@@ -426,11 +426,11 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 
 
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clean, "Observer", lambda: time.sleep(60))
+    monkeypatch.setattr(leftovers, "Observer", lambda: time.sleep(60))
     began = time.monotonic()
-    assert clean.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 2
-    monkeypatch.setattr(clean, "Observer", lambda: 1 // 0)
-    assert "ZeroDivisionError" in str(clean.look_at_gpus(None))
+    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 2
+    monkeypatch.setattr(leftovers, "Observer", lambda: 1 // 0)
+    assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
 
 def test_waiting_for_the_memory() -> None:
@@ -447,8 +447,8 @@ def test_waiting_for_the_memory() -> None:
     assert clean.wait_for_memory(machine(10**9), {5}, lambda: "no") == []
 
 
-def entry(name: str, size: int, idle: float, kept: str = "") -> clean.Cache:
-    return clean.Cache("data", "/c", f"/c/{name}", size, idle, kept)
+def entry(name: str, size: int, idle: float, kept: str = "") -> caches.Cache:
+    return caches.Cache("data", "/c", f"/c/{name}", size, idle, kept)
 
 
 @pytest.mark.parametrize(
@@ -456,8 +456,8 @@ def entry(name: str, size: int, idle: float, kept: str = "") -> clean.Cache:
     [(None, None, ""), (50.0, None, "cd"), (0.0, None, "abcd"), (None, 30, "dcb"), (None, 35, "dc"), (None, 1000, ""), (50.0, 30, "cdb"), (None, 0, "dcba")],
 )
 def test_what_is_pruned(older_than: float | None, max_size: int | None, gone: str) -> None:
-    caches = [entry("a", 10, 1), entry("b", 20, 10), entry("c", 30, 100), entry("d", 40, 1000), entry("e", 5, 5000, "in use")]
-    assert [one.path[-1] for one in clean.choose_to_prune(caches, older_than, max_size)] == list(gone)
+    some = [entry("a", 10, 1), entry("b", 20, 10), entry("c", 30, 100), entry("d", 40, 1000), entry("e", 5, 5000, "in use")]
+    assert [one.path[-1] for one in caches.choose_to_prune(some, older_than, max_size)] == list(gone)
 
 
 def test_caches(stoker: Stoker, start: Start) -> None:
@@ -503,13 +503,13 @@ def test_pruning_follows_no_link(tmp_path: Path) -> None:
     (treasure / "gold").touch()
     (root / "a" / "out").symlink_to(treasure)
     (tmp_path / "planted").symlink_to(treasure)
-    assert clean.find_caches([("compile", str(tmp_path / "planted"), ".*")]) == []
-    found = clean.find_caches([("compile", str(root), ".*")])
+    assert caches.find_caches([("compile", str(tmp_path / "planted"), ".*")]) == []
+    found = caches.find_caches([("compile", str(root), ".*")])
     (root / "b").mkdir()
     assert clean.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
     (root / "b").rmdir()
     (root / "b").symlink_to(treasure)  # swapped after it was listed
-    assert clean.prune([clean.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == [] and (treasure / "gold").exists()
+    assert clean.prune([caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == [] and (treasure / "gold").exists()
 
 
 @pytest.mark.parametrize(

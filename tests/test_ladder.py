@@ -17,8 +17,8 @@ import pytest
 
 from conftest import Done, Stoker, tagged, wait_for
 from stoker.contract.settings import build
-from stoker.control.launch import ladder
-from stoker.control.launch.ladder import Climbed, Plan, command_words, imports_of, rung_words, rungs, scaling, wanted_by_environment
+from stoker.control.launch import imports, ladder
+from stoker.control.launch.ladder import Climbed, Plan, command_words, rung_words, rungs, scaling, wanted_by_environment
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 
@@ -63,7 +63,7 @@ def test_wanted_by_environment() -> None:
 
 
 def test_imports_are_read_from_the_text() -> None:
-    found = imports_of(
+    found = imports.imports_of(
         "from __future__ import annotations\nimport os, json, torch, numpy as np\nfrom torch import nn\nfrom torch.optim import AdamW\nfrom torch.optim import SGD\n"
         "from . import sibling\nfrom .other import x\n"
         "try:\n    import flash_attn\nexcept ImportError:\n    import fallback\n"
@@ -180,9 +180,9 @@ def test_an_import_that_hangs_is_named_and_leaves_nothing(stoker: Stoker, monkey
     stoker.script("slow.py", "import subprocess, time\nchild = subprocess.Popen(['sleep', '60'])\nopen('pid', 'w').write(str(child.pid))\ntime.sleep(60)\n")
     stoker.script("t.py", "import slow\n")
     monkeypatch.chdir(stoker.cwd)
-    monkeypatch.setattr(ladder, "IMPORT_S", 1.0)
+    monkeypatch.setattr(imports, "IMPORT_S", 1.0)
     said: list[str] = []
-    verdict = ladder.try_imports(Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False)
+    verdict = imports.try_imports(Request(RunOptions(), "t.py", (), frozenset()), [], [], said.append, lambda: False)
     assert verdict is not None and verdict.exit_code == 70 and "import slow at t.py:1 is not through" in verdict.summary
     pid = int((stoker.cwd / "pid").read_text())
     assert wait_for(lambda: True if _gone(pid) else None, 5)

@@ -13,8 +13,11 @@ from stoker.contract import names
 from stoker.contract.quantities import duration, gb, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
-from stoker.control.doctor import clean
-from stoker.control.doctor.clean import Cache, Debris, Found, Lock, OnGpu, Stopped
+from stoker.control.doctor import caches, clean, debris, leftovers
+from stoker.control.doctor.caches import Cache
+from stoker.control.doctor.clean import Stopped
+from stoker.control.doctor.debris import Debris, Lock
+from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
 CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
@@ -59,14 +62,14 @@ def main(argv: list[str]) -> int:
 
 def _leftovers(told: argparse.Namespace) -> int:
     machine, held = _look()
-    leftovers, alone = clean.find_leftovers(held, told.runs_dir)
-    ours = {one.process.pid for one in leftovers}
-    others = clean.find_others(machine, ours, _recorded() is not None)
-    locks = clean.find_locks()
-    debris = [] if told.runs_dir else clean.find_debris()
+    left, alone = leftovers.find_leftovers(held, told.runs_dir)
+    ours = {one.process.pid for one in left}
+    others = leftovers.find_others(machine, ours, _recorded() is not None)
+    locks = debris.find_locks()
+    files = [] if told.runs_dir else debris.find_debris()
     if not told.json:
-        _show_processes("left behind by dead runs", leftovers)
-        _show_debris(debris)
+        _show_processes("left behind by dead runs", left)
+        _show_debris(files)
         _show_processes("of runs that may be over, left alone", alone)
         _show_locks(locks)
         _show_others(others)
@@ -75,33 +78,33 @@ def _leftovers(told: argparse.Namespace) -> int:
     stopped: Stopped | None = None
     back: list[clean.Back] = []
     kept: list[tuple[Debris, str]] = []
-    if told.yes and leftovers:
-        stopped, back = _stop(leftovers, told.grace, machine, lambda: [one.process for one in clean.find_leftovers({}, told.runs_dir)[0]])
+    if told.yes and left:
+        stopped, back = _stop(left, told.grace, machine, lambda: [one.process for one in leftovers.find_leftovers({}, told.runs_dir)[0]])
     if told.yes:
-        debris = debris if stopped is None or told.runs_dir else clean.find_debris()  # what the dead had open is free now
-        kept = clean.remove_debris(debris)
+        files = files if stopped is None or told.runs_dir else debris.find_debris()  # what the dead had open is free now
+        kept = clean.remove_debris(files)
     if told.json:
         _print_json(
-            dry_run=not told.yes, leftovers=_processes(leftovers), left_alone=_processes(alone), files=as_json(debris), locks=as_json(locks),
+            dry_run=not told.yes, leftovers=_processes(left), left_alone=_processes(alone), files=as_json(files), locks=as_json(locks),
             others=as_json(others), gpu_error=machine.gpu_error, **_outcome(stopped, back), files_kept=[{"path": one.path, "why": why} for one, why in kept],
         )  # fmt: skip
     else:
         _tell(stopped, back)
-        _tell_removed("file or folder", "files and folders", [one for one in debris if told.yes], kept)
-        if not leftovers and not debris:
+        _tell_removed("file or folder", "files and folders", [one for one in files if told.yes], kept)
+        if not left and not files:
             print("nothing to clean")
         elif not told.yes:
             print("nothing was touched: `stoker clean --yes` stops and removes what is left behind")
     if (stopped and stopped.survivors) or kept:
         return SURVIVED
-    if (leftovers or debris) and not told.yes:
+    if (left or files) and not told.yes:
         return FOUND
     return UNSURE if alone or machine.gpu_error else CLEAN
 
 
 def _named(told: argparse.Namespace) -> int:
     machine, held = _look()
-    found = clean.find_named(told.pid, held)
+    found = leftovers.find_named(told.pid, held)
     if not told.json:
         _show_processes("to be stopped", found)
     agreed = told.yes
@@ -127,10 +130,10 @@ def _recorded() -> str | None:
 
 def _look() -> tuple[Machine, dict[int, int]]:
     """The machine, and what each process here holds of its GPUs. The pids of a recorded machine are nobody's here."""
-    seen = clean.look_at_gpus(_recorded())
+    seen = leftovers.look_at_gpus(_recorded())
     if isinstance(seen, str):
         return Machine(os.uname().nodename, 0, 0, 0, gpu_error=seen), {}
-    return seen, {} if _recorded() else clean.gpu_memory(seen)
+    return seen, {} if _recorded() else leftovers.gpu_memory(seen)
 
 
 def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[clean.Back]]:
@@ -138,15 +141,15 @@ def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -
     if _recorded():
         return stopped, []
     gone = {one.process.pid for one in found if one.gpu_memory is not None} - {one.pid for one in stopped.survivors}
-    return stopped, clean.wait_for_memory(before, gone, lambda: clean.look_at_gpus(None))
+    return stopped, clean.wait_for_memory(before, gone, lambda: leftovers.look_at_gpus(None))
 
 
 # ---- caches ----
 
 
 def _caches(told: argparse.Namespace) -> int:
-    found = clean.find_caches(clean.cache_roots(os.environ, os.getcwd()))
-    chosen = clean.choose_to_prune(found, told.older_than, told.max_size)
+    found = caches.find_caches(caches.cache_roots(os.environ, os.getcwd()))
+    chosen = caches.choose_to_prune(found, told.older_than, told.max_size)
     kept = clean.prune(chosen) if told.yes else []
     if told.json:
         _print_json(

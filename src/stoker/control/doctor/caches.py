@@ -1,0 +1,93 @@
+"""Finding data and compile caches, and choosing which of them may go. Looks only; clean.py acts."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections.abc import Mapping
+
+from stoker.contract.shape import shape
+from stoker.control.doctor.debris import paths_in_use, walk
+from stoker.control.doctor.leftovers import AGENTS
+from stoker.control.machine import processes
+
+
+@shape
+class Cache:
+    kind: str  # data | compile | agent
+    root: str
+    path: str
+    size: int
+    idle: float  # seconds since anything in it was last read or written
+    kept: str = ""  # why it must not be pruned
+
+
+def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
+    """(kind, folder, pattern of the entries in it)."""
+    home = os.path.expanduser("~")
+    user = re.sub(r'[\\/:*?"<>|]', "_", processes.user_name(os.getuid()))  # torch spells it so
+    data = [os.path.join(cwd, "cache")]
+    if environment.get("STOKER_CACHE"):
+        data.append(os.path.abspath(environment["STOKER_CACHE"]))
+    return [
+        *(("data", os.path.join(folder, "datasets"), ".*") for folder in dict.fromkeys(data)),
+        ("compile", f"/tmp/torchinductor_{user}", ".*"), ("compile", os.path.join(home, ".triton", "cache"), ".*"),
+        ("agent", os.path.join(home, ".cache", "stoker"), r"agent-.*"),
+    ]  # fmt: skip
+
+
+def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
+    """Each root must be a real folder of this user: /tmp is everybody's, and a link there could point into anything."""
+    found: list[Cache] = []
+    real = [(kind, os.path.realpath(folder), pattern) for kind, folder, pattern in roots if own_folder(folder)]
+    used = paths_in_use(tuple(folder + "/" for _, folder, _ in real)) if real else set()
+    agents = any(one.name in AGENTS for one in processes.all_processes())
+    for kind, folder, pattern in real:
+        device = os.lstat(folder).st_dev
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if re.fullmatch(pattern, entry.name):
+                found.append(_cache(kind, folder, entry.path, device, used, agents))
+    return found
+
+
+def own_folder(path: str) -> bool:
+    try:
+        about = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(about.st_mode) and about.st_uid == os.getuid()
+
+
+def _cache(kind: str, root: str, path: str, device: int, used: set[str], agents: bool) -> Cache:
+    size, last, kept = 0, 0.0, ""
+    for name, about in walk(path):
+        size += about.st_blocks * 512
+        # Reading a folder touches its access time, and we have just read it: a file's alone says that somebody used it.
+        last = max(last, about.st_mtime, 0.0 if stat.S_ISDIR(about.st_mode) else about.st_atime)
+        if about.st_dev != device:
+            kept = kept or f"another file system is mounted at {name}"
+        if about.st_uid != os.getuid():
+            kept = kept or f"{name} is not yours"
+    if os.path.islink(path):
+        kept = "a symbolic link, not followed"
+    elif any(one == path or one.startswith(path + "/") for one in used):
+        kept = "in use"
+    elif kind == "agent" and agents:
+        kept = "an agent is running, perhaps from here"
+    return Cache(kind, root, path, size, max(0.0, time.time() - last), kept)
+
+
+def choose_to_prune(caches: list[Cache], older_than: float | None, max_size: int | None) -> list[Cache]:
+    """What has been idle too long; then, while all together are too large, what has been idle longest."""
+    free = [one for one in caches if not one.kept]
+    chosen = [one for one in free if older_than is not None and one.idle >= older_than]
+    if max_size is not None:
+        total = sum(one.size for one in caches) - sum(one.size for one in chosen)
+        for one in sorted((one for one in free if one not in chosen), key=lambda one: -one.idle):
+            if total <= max_size:
+                break
+            chosen.append(one)
+            total -= one.size
+    return chosen

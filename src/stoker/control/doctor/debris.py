@@ -1,0 +1,206 @@
+"""Finding GPU locks, and files that no process uses any more. Looks only; clean.py acts."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from stoker.contract.shape import shape
+from stoker.control.doctor.leftovers import open_files, pids_here
+from stoker.control.machine.processes import process
+
+LOCKS = "/tmp/stoker-gpu-locks"
+FRESH_S = 60.0  # a file younger than this may be about to be opened
+_SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|psm_\w+|nccl-\w+")
+_AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
+_AGENT_FILE = re.compile(r"s|\d+-\d+\.(error\.json|stack|elastic\.json)")
+
+
+@shape
+class Lock:
+    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see agent/locks.py."""
+
+    gpu: str
+    held: bool
+    who: str
+
+
+@shape
+class Debris:
+    kind: str  # shared memory | agent's folder
+    path: str
+    size: int
+    age: float
+
+
+# ---- locks ----
+
+
+def find_locks(folder: str = LOCKS) -> list[Lock]:
+    found: list[Lock] = []
+    try:
+        entries = sorted(os.listdir(folder))
+    except FileNotFoundError:
+        return found
+    for name in entries:
+        try:
+            handle = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as problem:
+            found.append(Lock(name, False, f"can't be read: {problem.strerror}"))
+            continue
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            held = False
+        except BlockingIOError:
+            held = True
+        try:
+            said = json.loads(os.pread(handle, 4096, 0))
+            who = f"run {said['run']} (agent pid {said['pid']})"
+        except (ValueError, KeyError, TypeError):
+            who = "unknown"
+        finally:
+            os.close(handle)
+        found.append(Lock(name, held, who))
+    return found
+
+
+# ---- files ----
+
+
+def find_debris(tmp: str = "/tmp", shm: str = "/dev/shm") -> list[Debris]:
+    tmp, shm = os.path.realpath(tmp), os.path.realpath(shm)  # as /proc spells them
+    used = paths_in_use((tmp + "/stoker-", shm + "/"))
+    return [*_dead_folders(tmp, used), *_dead_shared_memory(shm, used)]
+
+
+def _own_entries(folder: str, pattern: re.Pattern[str]) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    """Entries of this uid with such a name, old enough, and no links."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return
+    for entry in entries:
+        if pattern.fullmatch(entry.name):
+            try:
+                found = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if found.st_uid == os.getuid() and time.time() - max(found.st_mtime, found.st_ctime) > FRESH_S:
+                yield entry, found
+
+
+def _dead_shared_memory(folder: str, used: set[str]) -> Iterator[Debris]:
+    for entry, about in _own_entries(folder, _SHM):
+        match = _SHM.fullmatch(entry.name)
+        maker = match and (match[1] or match[2])
+        if not stat.S_ISREG(about.st_mode) or entry.path in used or (maker and process(int(maker)) is not None):
+            continue
+        with alone_with(entry.path, about) as alone:
+            pass  # asked only
+        if alone:
+            yield Debris("shared memory", entry.path, about.st_blocks * 512, time.time() - about.st_mtime)
+
+
+def _dead_folders(folder: str, used: set[str]) -> Iterator[Debris]:
+    for entry, about in _own_entries(folder, _AGENT_FOLDER):
+        try:
+            if stat.S_ISDIR(about.st_mode) and not folder_in_use(entry.path, used):
+                size = sum(about.st_blocks * 512 for _, about in walk(entry.path))
+                yield Debris("agent's folder", entry.path, size, time.time() - about.st_mtime)
+        except FileNotFoundError:
+            continue  # its agent has just ended in good order
+
+
+def folder_in_use(path: str, used: set[str]) -> bool:
+    """An agent's folder holds its socket and its ranks' reports. One with anything else in it is not an agent's."""
+    inside = os.listdir(path)
+    if not all(_AGENT_FILE.fullmatch(name) for name in inside) or any(one == path or one.startswith(path + "/") for one in used):
+        return True
+    if "s" not in inside:
+        return False
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as letter:  # sends nothing
+        try:
+            letter.connect(os.path.join(path, "s"))
+        except ConnectionRefusedError:
+            return False
+        except OSError:
+            return True
+    return True
+
+
+def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
+    """Paths that begin so and that some process has open, mapped, or stands in; of the processes we may look into."""
+    found: set[str] = set()
+    marks = [prefix.encode() for prefix in prefixes]
+    for pid in pids_here():
+        links = open_files(pid)
+        for what in ("cwd", "exe"):
+            try:
+                links.append(os.readlink(f"/proc/{pid}/{what}"))
+            except OSError:
+                continue
+        try:
+            with open(f"/proc/{pid}/maps", "rb") as file:
+                mapped = file.read()
+        except OSError:
+            mapped = b""
+        if any(mark in mapped for mark in marks):
+            links += [os.fsdecode(line.split(None, 5)[5]) for line in mapped.splitlines() if any(mark in line for mark in marks)]
+        found |= {link for link in links if link.startswith(prefixes)}
+    return found
+
+
+@contextmanager
+def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
+    """Nobody else has this file open or mapped, in this container or any other: the kernel gives a write lease only then.
+
+    Held until the block's end: who opens the file in it waits. Where a file system knows no leases, /proc has spoken.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _same_file(handle, about) and _lease(handle)
+    finally:
+        os.close(handle)
+
+
+def _same_file(handle: int, about: os.stat_result) -> bool:
+    now = os.fstat(handle)
+    return (now.st_dev, now.st_ino, now.st_uid) == (about.st_dev, about.st_ino, os.getuid())
+
+
+def _lease(handle: int) -> bool:
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # a lease is called back by SIGIO, which would kill us; this one is ignored
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+    except OSError as problem:
+        return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
+    return True
+
+
+def walk(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """The thing itself and all below it; links are looked at, never followed, and what is mounted in it is not entered."""
+    todo = [path]
+    top: int | None = None
+    while todo:
+        here = todo.pop()
+        try:
+            about = os.lstat(here)
+            yield here, about
+            top = about.st_dev if top is None else top
+            if stat.S_ISDIR(about.st_mode) and about.st_dev == top:
+                todo += [entry.path for entry in os.scandir(here)]
+        except OSError:
+            continue  # gone meanwhile

@@ -1,0 +1,342 @@
+"""Finding what dead runs left behind, and who else is on the GPUs. Looks only; clean.py acts."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Iterable, Iterator, Mapping
+
+from stoker.contract import names
+from stoker.contract.shape import shape
+from stoker.control.machine import processes
+from stoker.control.machine.model import Holder, Machine, machine_from_json
+from stoker.control.machine.observe import Observer, read_recorded
+from stoker.control.machine.processes import Process, process
+from stoker.control.record import reader
+
+NVML_S = 5.0  # a driver that says nothing for so long is sick
+AGENTS = ("stoker-agent", "stoker-guard")
+_SYSTEM = ("Xorg", "Xwayland", "gnome-shell", "nvidia-persiste", "nv-hostengine", "dcgm", "dcgm-exporter")
+
+
+# ---- what is there ----
+
+
+@shape
+class Found:
+    """A process, as it is shown."""
+
+    process: Process
+    user: str
+    age: float
+    rss: int | None
+    gpu_memory: int | None
+    command: str
+    run: str | None
+    why: str  # it is a leftover, or is left alone; or what its owner could do
+
+
+@shape
+class OnGpu:
+    """Somebody's hold on a GPU. What lies outside this container has neither user nor age nor command."""
+
+    gpu: str
+    pid: int
+    user: str | None
+    age: float | None
+    memory: int | None
+    command: str | None
+    run: str | None
+    advice: str
+
+
+def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
+    """The machine, or why it can't be had. NVML is asked in a child: a call into a sick driver may never return, not even for a SIGKILL."""
+    if recorded:
+        return read_recorded(recorded)
+    answer, back = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            said = json.dumps(Observer().look().to_json())
+        except Exception as problem:
+            said = json.dumps({"error": f"{type(problem).__name__}: {problem}"})
+        with os.fdopen(back, "w", encoding="utf-8") as pipe:
+            pipe.write(said)
+        os._exit(0)
+    os.close(back)
+    data, deadline = b"", time.monotonic() + limit
+    with os.fdopen(answer, "rb", buffering=0) as file:
+        while select.select([file], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            more = file.read(1 << 16)
+            if not more:
+                os.waitpid(child, 0)
+                told = json.loads(data) if data else {"error": "the process that asks NVML died"}
+                return str(told["error"]) if "error" in told else machine_from_json(told)
+            data += more
+    os.kill(child, signal.SIGKILL)  # our own child, not waited for: its pid can't be anyone else's
+    return f"NVML has not answered within {limit:.0f} s"
+
+
+def gpu_memory(machine: Machine) -> dict[int, int]:
+    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's, and could be anybody's here: left out."""
+    found: dict[int, int] = {}
+    for holder in _holders(machine):
+        if holder.command is not None:
+            found[holder.pid] = found.get(holder.pid, 0) + (holder.memory or 0)
+    return found
+
+
+def _holders(machine: Machine) -> Iterator[Holder]:
+    for gpu in machine.gpus:
+        yield from gpu.holders or ()
+
+
+def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Found:
+    uid = processes.owner(one.pid)
+    return Found(
+        one, processes.user_name(uid) if uid is not None else "?", _age(one), processes.resident(one.pid), held.get(one.pid),
+        processes.command(one.pid) or one.name, run, why,
+    )  # fmt: skip
+
+
+def _age(one: Process) -> float:
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - one.start / os.sysconf("SC_CLK_TCK"))
+
+
+def lives(one: Process) -> bool:
+    """Still that process, and not merely waiting to be collected. The first thread may be gone while another hangs in the driver."""
+    now = process(one.pid)
+    if now is None or now.start != one.start:
+        return False
+    if now.state not in "ZX":
+        return True
+    try:
+        return len(os.listdir(f"/proc/{one.pid}/task")) > 1
+    except OSError:
+        return False
+
+
+def untouchable(table: Iterable[Process]) -> set[int]:
+    """This process, all its parents and its session's leader; and pid 1."""
+    here = {one.pid: one for one in table}
+    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in _above(os.getpid(), here))}
+
+
+def _above(pid: int, here: Mapping[int, Process]) -> Iterator[Process]:
+    """Its parent, that one's parent, and so on."""
+    seen: set[int] = set()
+    one = here.get(pid)
+    while one is not None and one.pid not in seen:
+        seen.add(one.pid)
+        one = here.get(one.parent)
+        if one is not None:
+            yield one
+
+
+def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
+    """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
+    return next((one.pid for one in _above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
+
+
+# ---- leftovers of our runs ----
+
+
+@shape
+class Standing:
+    over: bool | None  # None: can't be told
+    why: str = ""
+    launcher: int = 0
+
+
+def standing(run_id: str, run_dir: str) -> Standing:
+    """Is this run over? Only a launcher that is known to be dead, or a record that is gone, says so."""
+    if not os.path.isabs(run_dir) or os.path.basename(run_dir) != run_id:
+        return Standing(False)  # not a tag that a run has set: --notify's command carries an id alone
+    try:
+        os.stat(run_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        return Standing(True, "its run directory is gone")
+    except OSError as problem:
+        return Standing(None, f"its run directory can't be read: {problem.strerror}")
+    try:
+        run = reader.load(run_dir)
+        pid, start, host = run.launcher if run else (0, 0, "")
+    except (TypeError, ValueError, AttributeError):
+        run, pid, start, host = None, 0, 0, ""
+    if run is None or pid <= 0 or start <= 0:
+        return Standing(None, "its run.json does not say who started it")
+    alive = reader.alive(run)
+    if alive is None:
+        return Standing(None, f"its launcher is on host {host}")
+    return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
+
+
+def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Found], list[Found]]:
+    """(leftovers, those with a tag that are left alone because something speaks against it). `root`: of runs in this folder only."""
+    table = processes.all_processes()
+    here = {one.pid: one for one in table}
+    me = os.getuid()
+    mine = [one for one in table if processes.owner(one.pid) == me and lives(one)]
+    tags = {one.pid: tag for one in mine if (tag := processes.run_tag(one.pid)) is not None and tag[1]}
+    runs = {tag: standing(*tag) for tag in set(tags.values())}
+    inside = os.path.realpath(root) if root is not None else None
+    spared = untouchable(table)
+    busy: dict[int, str] = {}  # a living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them
+    for (run_id, _), how in runs.items():
+        if how.launcher:
+            busy |= dict.fromkeys({how.launcher, *processes.descendants(how.launcher, table)}, run_id)
+
+    leftovers: dict[int, Found] = {}
+    alone: list[Found] = []
+    for one in mine:
+        tag = tags.get(one.pid)
+        how = runs[tag] if tag else Standing(False)
+        if tag is None or how.over is False or inside not in (None, os.path.realpath(os.path.dirname(tag[1]))):
+            continue
+        against = "" if how.over else how.why
+        against = against or _speaks_against(one, here, spared, busy, tag)
+        if against:
+            alone.append(describe(one, held, tag[0], against))
+        else:
+            leftovers[one.pid] = describe(one, held, tag[0], how.why)
+    for root_pid in list(leftovers):
+        for one in _untagged_below(root_pid, table, mine):
+            if one.pid not in leftovers and not _speaks_against(one, here, spared, busy, None):
+                leftovers[one.pid] = describe(one, held, leftovers[root_pid].run, f"started by pid {root_pid}")
+    return list(leftovers.values()), alone
+
+
+def _untagged_below(root: int, table: list[Process], mine: list[Process]) -> Iterator[Process]:
+    """setproctitle writes over a process's environment, and the workers that hold the memory are who use it."""
+    below = processes.descendants(root, table)
+    yield from (one for one in mine if one.pid in below and processes.run_tag(one.pid) is None)
+
+
+def _speaks_against(one: Process, here: Mapping[int, Process], spared: set[int], busy: Mapping[int, str], tag: tuple[str, str] | None) -> str:
+    if one.pid in spared:
+        return "this command runs inside it"
+    if tag is not None and one.group == os.getpgid(0) and processes.run_tag(os.getpid()) == tag:
+        return "this command runs beside it"  # `stoker clean | less`, typed in a shell that a rank had opened
+    if one.pid in busy:
+        return f"run {busy[one.pid]} is under way in it"
+    if not _same_container(one.pid):
+        return "it runs in another container, where its run may be alive"
+    agent = _agent_above(one.pid, here)
+    return f"its agent (pid {agent}) is alive and looks after it" if agent else ""
+
+
+def _same_container(pid: int) -> bool:
+    """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
+    try:
+        return all(os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt"))
+    except OSError:
+        return False
+
+
+def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
+    """The processes a user asks to be stopped; refuses the first that may not be."""
+    table = processes.all_processes()
+    here = {one.pid: one for one in table}
+    spared = untouchable(table)
+    found: list[Found] = []
+    for pid in dict.fromkeys(pids):
+        one = here.get(pid)
+        if one is None:
+            raise names.Refusal(f"--pid {pid}: no such process", names.EX_NOINPUT)
+        if pid in spared:
+            what = "init" if pid == 1 else "this very command, one of its parents or its session's leader"
+            raise names.Refusal(f"--pid {pid}: that is {what}; it is not stopped from here", names.EX_USAGE)
+        uid = processes.owner(pid)
+        if uid != os.getuid():
+            who = processes.user_name(uid) if uid is not None else "another user"
+            raise names.Refusal(f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it", names.EX_NOPERM)
+        if not lives(one):
+            raise names.Refusal(f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect", names.EX_UNAVAILABLE)
+        if pid == 2 or one.parent == 2:
+            raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
+        run = _living_run(pid, table)
+        if run:
+            raise names.Refusal(f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that", names.EX_UNAVAILABLE)
+        agent = _agent_above(pid, here)
+        if agent:
+            raise names.Refusal(f"--pid {pid}: its agent (pid {agent}) is alive and looks after it; stop its run where that was started", names.EX_UNAVAILABLE)
+        children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
+        tag = processes.run_tag(pid)
+        note = f"{len(children)} below it, not stopped with it: {' '.join(f'--pid {child}' for child in children[:16])}" if children else ""
+        found.append(describe(one, held, tag[0] if tag else None, note))
+    return found
+
+
+def _living_run(pid: int, table: list[Process]) -> str:
+    """The run that would lose its launcher, its agent or a rank."""
+    for member in (pid, *processes.descendants(pid, table)):
+        tag = processes.run_tag(member)
+        if tag is not None and standing(*tag).launcher:
+            return tag[0]
+    return ""
+
+
+# ---- who else is on the GPUs ----
+
+
+def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]:
+    """Everybody on a GPU whom we leave alone, with what their owner could do."""
+    found: list[OnGpu] = []
+    seen = {os.getpid(), *ours}
+    for gpu in machine.gpus:
+        for holder in gpu.holders or ():
+            if holder.pid not in ours:
+                seen.add(holder.pid)
+                known = process(holder.pid) if holder.command is not None and not recorded else None
+                found.append(
+                    OnGpu(gpu.label, holder.pid, holder.user, _age(known) if known else None, holder.memory, holder.command, holder.run, _advice(holder))
+                )
+    if not recorded:
+        for pid, devices in _device_openers().items():
+            one = process(pid)
+            if pid not in seen and one is not None:
+                uid, tag = processes.owner(pid), processes.run_tag(pid)
+                who = Holder(pid, None, processes.command(pid) or one.name, processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
+                found.append(OnGpu(", ".join(devices), pid, who.user, _age(one), None, who.command, who.run, _advice(who)))
+    return found
+
+
+def _advice(holder: Holder) -> str:
+    if holder.command is None:
+        return "held from outside this container: only its owner, out there, can end it"
+    if os.path.basename(holder.command.split()[0]).startswith(_SYSTEM):
+        return "a service of this machine: leave it"
+    if holder.user != processes.user_name(os.getuid()):
+        return f"ask {holder.user or 'its owner'} to end it, or use what is free: `stoker run --gpus any:N`"
+    if holder.run:
+        return f"of run {holder.run}: `stoker stop {holder.run}` ends it"
+    return f"yours, not started by Stoker: `stoker clean --pid {holder.pid}` stops it"
+
+
+def _device_openers() -> dict[int, list[str]]:
+    """Who has a GPU's device file open: in a container the only pids that are certainly ours to name."""
+    found: dict[int, list[str]] = {}
+    for pid in pids_here():
+        devices = {path[5:] for path in open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
+        if devices:
+            found[pid] = sorted(devices)
+    return found
+
+
+def pids_here() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    except OSError:
+        return found  # it ended, or is another user's
+    return found
