@@ -60,6 +60,15 @@ def test_what_the_console_gets(stoker: Stoker, flags: list[str], out: set[str], 
     assert all(sorted(done.log(rank).splitlines()) == [b"%d err" % rank, b"%d out" % rank] for rank in (0, 1))
 
 
+def test_unbuffered_streams_are_not_torn_in_the_file(stoker: Stoker) -> None:
+    """print() writes piece by piece with PYTHONUNBUFFERED; two pipes must not mix the pieces of two lines."""
+    script = stoker.script("u.py", "import sys\nfor i in range(300): print('out', i, 'of', 300); print('err', i, 'of', 300, file=sys.stderr)\n")
+    done = stoker("run", "--nproc-per-node", "2", "--tee", "3", script, env={"PYTHONUNBUFFERED": "1"})
+    for rank in (0, 1):
+        lines = done.log(rank).decode().splitlines()
+        assert sorted(lines) == sorted(f"{word} {i} of 300" for word in ("out", "err") for i in range(300))
+
+
 def test_log_dir_has_torchruns_layout(stoker: Stoker) -> None:
     script = stoker.script("say.py", "import sys\nprint('out')\nprint('err', file=sys.stderr)\n")
     done = stoker("run", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "0:2", "--tee", "1:1", script)

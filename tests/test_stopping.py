@@ -47,6 +47,10 @@ def ready(stoker: Stoker, ranks: int = 2) -> bool | None:
     return True if sum(b"ready" in log.read_bytes() for log in logs) == ranks else None
 
 
+def said(stoker: Stoker, event: str) -> bool | None:
+    return True if any(f'"{event}"' in path.read_text() for path in stoker.cwd.glob("runs/2*/events.jsonl")) else None
+
+
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_is_passed_on_and_the_ranks_may_save(stoker: Stoker, signum: signal.Signals, code: int) -> None:
     run = stoker.start("run", "--nproc-per-node", "2", stoker.script("s.py", SLEEPER), "save")
@@ -207,7 +211,7 @@ def test_a_signal_while_sweeping_prevents_the_restart(stoker: Stoker) -> None:
         "import os\nwhile not os.path.exists('up'): time.sleep(0.01)\nos.kill(os.getpid(), 9)\n",
     )
     run = stoker.start("run", "--max-restarts", "5", script)
-    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/events.jsonl")) and '"rank-exit"' in (stoker.latest / "events.jsonl").read_text() else None, 20)
+    assert wait_for(lambda: said(stoker, "rank-exit"), 20)
     run.send_signal(signal.SIGTERM)
     assert run.wait(20) == 137
     assert len(list(stoker.latest.glob("attempt-*"))) == 1
@@ -216,7 +220,7 @@ def test_a_signal_while_sweeping_prevents_the_restart(stoker: Stoker) -> None:
 def test_a_failure_before_the_signal_stays_the_cause(stoker: Stoker) -> None:
     script = stoker.script("fs.py", "import os, signal, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('first')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n")
     run = stoker.start("run", "--nproc-per-node", "2", script)
-    assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/events.jsonl")) and '"rank-exit"' in (stoker.latest / "events.jsonl").read_text() else None, 20)
+    assert wait_for(lambda: said(stoker, "rank-exit"), 20)
     time.sleep(0.3)
     run.send_signal(signal.SIGINT)
     code = run.wait(20)

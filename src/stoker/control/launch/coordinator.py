@@ -245,6 +245,8 @@ class Coordinator:
         """Until every rank has ended. Passes signals on, stops the rest when one fails."""
         while not attempt.all_ended:
             self._muster.members.pump(0.25)
+            assert self._record is not None and self._output is not None
+            self._output.settle(self._record)
             now = time.time()
             self._pass_signals(attempt)
             for member in self._muster.members.all:

@@ -57,7 +57,7 @@ class Hearing:
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
         rank = message["rank"]
-        output.ended(rank)
+        output.ended(record, rank)
         error = read_error(message.get("error")) or attempt.errors.get(rank)
         if error is not None and error.late and message["code"] != 1:
             error = None

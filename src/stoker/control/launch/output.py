@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
@@ -13,6 +14,8 @@ from stoker.control.launch.plan import RunPlan
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
+_HOLD_S = 0.2
+_PATIENT = 1 << 16
 
 
 def std_map(text: str | None, world: int) -> dict[int, int]:
@@ -69,6 +72,7 @@ class Output:
         self._alone = plan.world_size == 1
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
+        self._held: dict[tuple[int, int], tuple[bytes, float]] = {}  # unfinished lines, and since when
         self._attempt = 0
 
     def begin(self, attempt: int) -> None:
@@ -80,7 +84,7 @@ class Output:
         return rank in self._shown
 
     def take(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
-        record.output(layout.rank_log(record.dir, self._attempt, rank), data)
+        self._keep(record, rank, fd, data)
         self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL:])[-_TAIL:]
         if self._log_dir is not None and fd:
             wanted = 3 if self._all_streams else self._redirects.get(rank, 0) | self._tee.get(rank, 0)
@@ -88,6 +92,29 @@ class Output:
                 self._write_torchrun_log(record, rank, fd, data)
         if self._goes_to_console(rank, fd):
             self._show(rank, fd, data)
+
+    def _keep(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
+        """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a moment for its end."""
+        path = layout.rank_log(record.dir, self._attempt, rank)
+        if fd == 0:
+            record.output(path, data)
+            return
+        held, _ = self._held.pop((rank, fd), (b"", 0.0))
+        whole = held + data
+        cut = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if len(whole) - cut > _PATIENT:
+            cut = len(whole)
+        record.output(path, whole[:cut])
+        if whole[cut:]:
+            self._held[rank, fd] = whole[cut:], time.monotonic()
+
+    def settle(self, record: RunRecord, rank: int | None = None) -> None:
+        """Writes unfinished lines that have waited long enough, or all of a rank that is gone."""
+        now = time.monotonic()
+        for (owner, fd), (held, since) in list(self._held.items()):
+            if owner == rank or now - since > _HOLD_S:
+                del self._held[owner, fd]
+                record.output(layout.rank_log(record.dir, self._attempt, owner), held)
 
     def _write_torchrun_log(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
         assert self._log_dir is not None
@@ -121,8 +148,9 @@ class Output:
     def between_lines(self) -> bool:
         return not any(cutter.mid_line for cutter in self._cutters.values())
 
-    def ended(self, rank: int) -> None:
-        """The rank is gone: show the line it did not finish."""
+    def ended(self, record: RunRecord, rank: int) -> None:
+        """The rank is gone: show and keep the line it did not finish."""
+        self.settle(record, rank)
         for (owner, fd), cutter in list(self._cutters.items()):
             if owner == rank:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
