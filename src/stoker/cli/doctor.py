@@ -17,7 +17,7 @@ from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.control.doctor import check
 from stoker.control.doctor.advice import advice
-from stoker.control.machine.examine import examine
+from stoker.control.machine.examine import PARTS, examine
 from stoker.control.machine.facts import Examination, examination_from_json
 
 _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
@@ -55,18 +55,19 @@ def main(argv: list[str]) -> int:
     checks = check.choose(told.only, told.skip)
     runs_dir = layout.runs_root(told.runs_dir, os.environ)
     asked = check.Asked(told.nproc_per_node, runs_dir)
-    probe = not told.no_probe and any("probes" in one.needs for one in checks)
+    if told.no_probe:
+        checks = [one for one in checks if "probes" not in one.needs]
+    whole = bool(told.record or told.bundle)
+    parts = PARTS if whole else frozenset(part for one in checks for part in one.needs if part in PARTS)
 
     def look() -> Examination:
         if told.machine:
             return _read(told.machine)
-        return examine(runs_dir, told.master_port, probe)
+        return examine(runs_dir, told.master_port, parts - {"probes"} if told.no_probe else parts)
 
     if told.watch:
         return _watch(look, checks, asked, told.watch)
     found = look()
-    if told.no_probe:
-        checks = [one for one in checks if "probes" not in one.needs]
     findings = check.run(checks, found, asked)
     if told.record:
         _write(told.record, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")

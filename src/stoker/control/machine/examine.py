@@ -84,32 +84,33 @@ def _gatherer(kind: str, *more: str, env: Mapping[str, str] | None = None, limit
     return Child(name or kind, [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more], env or os.environ, limit)
 
 
-def examine(runs_dir: str, port: int, probe: bool = True, python: str | None = None) -> Examination:
-    """Two rounds: what needs nothing, and what needs to know the cards. torch's import runs beside both."""
-    torch = Child("torch", [python or sys.executable, "-c", gather.TORCH], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)
-    first = _run([_gatherer("machine"), _gatherer("host", runs_dir), _gatherer("net", str(port))])
+PARTS = frozenset(("health", "probes", "torch", "host", "net"))
+
+
+def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
+    """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs beside both."""
+    torch = [Child("torch", [python or sys.executable, "-c", gather.TORCH], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
+    first = _run([_gatherer("machine")] + [_gatherer(part, {"host": runs_dir, "net": str(port)}[part]) for part in ("host", "net") if part in parts])
     missing = {name: why for name, (found, why) in first.items() if found is None}
     machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])
-    second: list[Child] = []
     cards = [gpu for gpu in machine.gpus if not gpu.error]
-    if cards:
-        second.append(_gatherer("health"))
-        if probe:
-            second += _probers(cards)
-    found = _run(second)
+    second = [_gatherer("health")] if cards and "health" in parts else []
+    found = _run(second + (_probers(cards) if "probes" in parts else []))
     health, why = found.pop("health", ({}, ""))
     if health is None:
         missing["health"] = why
-    probes = {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards} if probe else None
+    probes = {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards} if "probes" in parts else None
     if probes:
         probes = _after(probes, machine)
-    torch_found = _run([torch])["torch"]
-    if torch_found[0] is None:
-        missing["torch"] = torch_found[1]
+    torch_found, torch_why = _run(torch)["torch"] if torch else (None, "not asked")
+    if torch_found is None:
+        missing["torch"] = torch_why
+    if "machine" in missing:
+        health, probes = None, None  # nothing is known of the cards, not even that there are none
     return Examination(
         machine,
-        None if health is None else {uuid: facts.read(Health, one) for uuid, one in health.items()},
-        probes, facts.read(Torch, torch_found[0]), facts.read(Host, first["host"][0]), facts.read(Net, first["net"][0]),
+        None if health is None or "health" not in parts else {uuid: facts.read(Health, one) for uuid, one in health.items()},
+        probes, facts.read(Torch, torch_found), facts.read(Host, first.get("host", (None, ""))[0]), facts.read(Net, first.get("net", (None, ""))[0]),
         {name: os.environ[name] for name in KNOWN if name in os.environ}, missing,
     )  # fmt: skip
 

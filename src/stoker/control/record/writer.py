@@ -11,15 +11,16 @@ from stoker.contract import layout, names
 from stoker.contract.shapes import Verdict
 
 
-def write_json(path: str, data: Any) -> None:
-    """All or nothing: a reader sees the old file or the new one."""
+def write_json(path: str, data: Any, durable: bool = True) -> None:
+    """All or nothing: a reader sees the old file or the new one. `durable`: also after a power cut, for the price of a disk's answer."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file, indent=1, ensure_ascii=False)
             file.write("\n")
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         if os.path.exists(temporary):
@@ -47,7 +48,7 @@ class RunRecord:
     def begin(self, run: dict[str, Any]) -> None:
         """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
         try:
-            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **run})
+            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **run}, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
             self._point_latest()
         except OSError as problem:
