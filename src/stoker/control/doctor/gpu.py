@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Finding
 from stoker.control.doctor.check import Asked, check, fail, unknown, warn
 from stoker.control.machine.facts import Examination, Health
-from stoker.control.machine.model import Gpu
+from stoker.control.machine.model import Gpu, Holder
 
 DEAD = (
     "leave it out (stoker run --exclude-bad, or --gpus with the others); restart the pod and not only the container; "
@@ -73,6 +73,14 @@ def compute_mode(found: Examination, _asked: Asked) -> Iterator[Finding]:
             )
 
 
+def _who(one: Holder) -> str:
+    if one.command is None:
+        return f"pid {one.pid}, held from outside this container"
+    age = f", {span(one.age)} old" if one.age is not None else ""
+    run = f", run {one.run}" if one.run else ""
+    return f"pid {one.pid} ({one.user}{age}{run}: {one.command[:60]})"
+
+
 @check("gpu.held", fast=True)
 def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Somebody's memory is on the card: who, how much, or that it is held from outside this container."""
@@ -80,11 +88,9 @@ def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
         if gpu.memory_used is None or gpu.memory_total is None:
             continue
         share = gpu.memory_used / gpu.memory_total
-        names = [
-            f"pid {one.pid} ({one.user}: {one.command[:60]})" if one.command else f"pid {one.pid}, from outside this container" for one in gpu.holders or ()
-        ]
+        names = [_who(one) for one in gpu.holders or ()]
         if gpu.holders is not None and not gpu.holders and gpu.memory_used > 2 * 10**9:
-            names = ["somebody outside this container: no process here has it"]
+            names = ["nobody here: held from outside this container"]
         if names and share > 0.02:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"

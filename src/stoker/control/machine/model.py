@@ -18,6 +18,7 @@ class Holder:
     command: str | None = None
     user: str | None = None
     run: str | None = None  # Stoker's run tag, if it has one
+    age: float | None = None  # seconds
 
 
 @shape

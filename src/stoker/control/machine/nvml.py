@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,9 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 _THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
 _RECOVERY = {0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset"}
 _PEER = {0: "ok", 1: "chipset does not support it", 2: "topology does not support it", 3: "disabled by a registry key", 4: "not supported"}
+
+
+EVENTS_S = 0.2
 
 
 class NoDriver(Exception):
@@ -57,13 +61,23 @@ class Nvml:
     def __init__(self) -> None:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
+        # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
+        self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError))
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """None for what this card or driver does not support."""
         try:
             return call(*args)
-        except self._nvml.NVMLError:
+        except self._unanswered:
             return None
+
+    def _running(self, handle: Any) -> Any:
+        """An older driver knows only the second version of this question."""
+        for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetComputeRunningProcesses_v2"):
+            found = self._ask(getattr(self._nvml, name), handle) if hasattr(self._nvml, name) else None
+            if found is not None:
+                return found
+        return None
 
     def driver(self) -> str | None:
         return _text(self._ask(self._nvml.nvmlSystemGetDriverVersion))
@@ -109,7 +123,7 @@ class Nvml:
         )  # fmt: skip
 
     def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
-        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle)
+        found = self._running(handle)
         return None if found is None else tuple(_holder(one) for one in found)
 
     def memory(self, uuid: str) -> tuple[int, int] | None:
@@ -120,13 +134,35 @@ class Nvml:
 
     def pids(self, uuid: str) -> set[int]:
         handle = self._handles.get(uuid)
-        found = self._ask(self._nvml.nvmlDeviceGetComputeRunningProcesses, handle) if handle is not None else None
+        found = self._running(handle) if handle is not None else None
         return {int(one.pid) for one in found or ()}
 
     def health(self, kernel_xids: dict[str, list[int]]) -> dict[str, Health]:
         """Every card's, by uuid. Asks many questions: seconds on a sick driver, so never on the launch path."""
         cards = [gpu for gpu in self.gpus() if gpu.mig is None and not gpu.error]
+        for uuid, numbers in self._events(cards, EVENTS_S).items():
+            kernel_xids.setdefault(uuid, []).extend(numbers)
         return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
+
+    def _events(self, cards: list[Gpu], seconds: float) -> dict[str, list[int]]:
+        """Xids the driver reports while we listen: by uuid. What happened before is in the kernel's log, where that can be read."""
+        nvml = self._nvml
+        found: dict[str, list[int]] = {}
+        listener = self._ask(nvml.nvmlEventSetCreate)
+        if listener is None:
+            return found
+        for gpu in cards:
+            self._ask(nvml.nvmlDeviceRegisterEvents, self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError, listener)
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            event = self._ask(nvml.nvmlEventSetWait_v2, listener, int(left * 1000) + 1)
+            if event is None:  # nothing came, or this card has no events
+                break
+            uuid = _text(self._ask(nvml.nvmlDeviceGetUUID, event.device))
+            if uuid:
+                found.setdefault(uuid, []).append(int(event.eventData))
+        self._ask(nvml.nvmlEventSetFree, listener)
+        return found
 
     def _health_of(self, gpu: Gpu, cards: list[Gpu], kernel_xids: dict[str, list[int]]) -> Health:
         nvml, ask, handle = self._nvml, self._ask, self._handles[gpu.uuid]
@@ -148,7 +184,7 @@ class Nvml:
             rows_pending=None if rows is None else bool(rows[2]), rows_failed=None if rows is None else bool(rows[3]), recovery=self._recovery(handle),
             nvlinks=tuple(bool(link) for link in links if link is not None) or None, display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(xid for where, found in kernel_xids.items() if where and pci.endswith(where) for xid in found),
+            xids=tuple(xid for where, found in kernel_xids.items() if where and (where == gpu.uuid or pci.endswith(where)) for xid in found),
             peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
         )  # fmt: skip
 
@@ -171,11 +207,15 @@ def _text(value: Any) -> str | None:
 def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
-    if not _has_device_open(pid):  # a pid of the host's, seen from inside a container, may be somebody else's here
+    one = processes.process(pid)
+    if one is None or not _has_device_open(pid):  # a pid of the host's, seen from inside a container, may be somebody else's here
         return Holder(pid, memory)
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)
-    return Holder(pid, memory, redact.command(processes.command(pid) or "?"), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
+    return Holder(
+        pid, memory, redact.command(processes.command(pid) or one.name), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None,
+        round(max(0.0, time.time() - processes.started_at(one.start)), 1),
+    )  # fmt: skip
 
 
 def _has_device_open(pid: int) -> bool:

@@ -1,0 +1,63 @@
+"""NVML through the real nvidia-ml-py, against a small library compiled here: most questions unsupported, one card, one Xid event."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from conftest import Stoker
+
+SOURCE = r"""
+#include <string.h>
+#include <stdint.h>
+typedef struct { void *device; unsigned long long type, data; unsigned gi, ci; } event_t;
+typedef struct { unsigned long long total, free, used; } memory_t;
+static int card, sent;
+int nvmlInitWithFlags(unsigned f) { return 0; }
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned *n) { *n = 2; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned i, void **h) { if (i == 1) return 15; *h = &card; return 0; }   /* 15: GPU is lost */
+int nvmlDeviceGetUUID(void *h, char *b, unsigned n) { strncpy(b, "GPU-fake-0", n); return 0; }
+int nvmlDeviceGetName(void *h, char *b, unsigned n) { strncpy(b, "Half a Card", n); return 0; }
+int nvmlDeviceGetMemoryInfo(void *h, memory_t *m) { m->total = 8000000000ull; m->used = 100000000ull; m->free = m->total - m->used; return 0; }
+int nvmlDeviceGetTemperature(void *h, int s, unsigned *t) { return 3; }                                    /* 3: not supported */
+int nvmlEventSetCreate(void **s) { *s = &sent; return 0; }
+int nvmlDeviceRegisterEvents(void *h, unsigned long long t, void *s) { return 0; }
+int nvmlEventSetWait_v2(void *s, event_t *e, unsigned ms) { if (sent++) return 10; memset(e, 0, sizeof *e); e->device = &card; e->type = 8; e->data = 79; return 0; }
+int nvmlEventSetFree(void *s) { return 0; }
+"""
+
+
+@pytest.fixture
+def half_a_card(stoker: Stoker) -> Stoker:
+    (stoker.cwd / "fake.c").write_text(SOURCE)
+    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "fake.c"], cwd=stoker.cwd, capture_output=True, text=True, check=False)
+    if built.returncode:
+        pytest.skip(f"no C compiler: {built.stderr.strip()[:100]}")
+    stoker.env.pop("STOKER_MACHINE")
+    stoker.env["LD_LIBRARY_PATH"] = str(stoker.cwd)
+    return stoker
+
+
+def test_unsupported_fields_are_none_and_a_lost_card_is_named(half_a_card: Stoker) -> None:
+    done = half_a_card("doctor", "--json", "--only", "gpu.")
+    told = json.loads(done.out)
+    first, second = told["examination"]["machine"]["gpus"]
+    assert (first["name"], first["memory_total"], first["utilization"], first["compute_mode"], first["holders"]) == ("Half a Card", 8 * 10**9, None, None, None)
+    assert "Lost" in second["error"] or "lost" in second["error"]
+    health = told["examination"]["health"]["GPU-fake-0"]
+    assert health["temperature"] is None and health["throttle"] is None and health["nvlinks"] is None and health["xids"] == [79]
+    said = {(finding["id"], finding["gpu"]) for finding in told["findings"]}
+    assert {("gpu.driver", 1), ("gpu.xid", 0)} <= said and done.code == 2
+    assert told["examination"]["probes"]["GPU-fake-0"]["outcome"] == "absent"  # there is no libcuda beside it
+
+
+def test_a_run_uses_the_half_card_and_leaves_the_lost_one_out(half_a_card: Stoker) -> None:
+    script = half_a_card.script("ok.py", "import os; print('ran on', os.environ['GPU_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    done = half_a_card("run", script)
+    assert done.code == 0 and done.out == "GPU0:ran on 0 GPU-fake-0\n", done.err
+    assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 does not answer" in done.err
+
+
