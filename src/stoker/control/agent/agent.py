@@ -88,7 +88,8 @@ class Agent:
             try:
                 self._loop(wake_read)
             finally:
-                self._sweeper.kill()
+                if self._sweeper.groups:  # ranks that have not been swept
+                    self._sweeper.kill()
         return 0
 
     def _loop(self, wake: int) -> None:

@@ -45,7 +45,7 @@ def main(stdin_fd: int = -1) -> int:
     _let_go_of_protocol(stdin_fd)
     sweeper = Sweeper(os.getpid(), {os.getpid()})
     status = _wait(child, heart_read, sweeper)
-    survivors = sweeper.kill()
+    survivors = sweeper.kill() if status or sweeper.leftovers() else []
     if sweeper.scratch:
         shutil.rmtree(sweeper.scratch, ignore_errors=True)  # an agent that was killed could not
     for one in survivors:

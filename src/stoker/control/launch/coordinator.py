@@ -218,7 +218,7 @@ class Coordinator:
     def _all_up(self, place: RunPlace) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
         assert self._record is not None
-        self._record.save(os.path.join(self._record.dir, layout.RUN), about.enrich(self._record.dir, self.request))
+        self._record.save(os.path.join(self._record.dir, layout.RUN), about.enrich(self._record.dir, self.request), durable=False)
 
     def _start(self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int) -> None:
         for member in self._muster.members.all:

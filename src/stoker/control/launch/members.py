@@ -157,7 +157,7 @@ class Members:
                 if os.waitpid(pid, os.WNOHANG)[0] == pid:
                     waiting.discard(pid)
             if waiting:
-                time.sleep(0.002)
+                time.sleep(0.001)
         for member in self.all:
             os.close(member.link.answers)
             os.close(member.link.errors)

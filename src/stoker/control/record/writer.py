@@ -113,13 +113,13 @@ class RunRecord:
         gone, self._lost = self._lost, {}
         return gone
 
-    def save(self, path: str, data: Any) -> None:
+    def save(self, path: str, data: Any, durable: bool = True) -> None:
         try:
             if isinstance(data, str):
                 with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(data)
             else:
-                write_json(path, data)
+                write_json(path, data, durable)
         except OSError:
             self._lost[path] = self._lost.get(path, 0) + 1
 
