@@ -119,7 +119,7 @@ def test_records_become_replicas_and_links() -> None:
 
 def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
     pytest.importorskip("torch")
-    done = stoker("burnin", "--nproc-per-node", "3", "--steps", "80", "--flip", "1:50")
+    done = stoker.torch("burnin", "--nproc-per-node", "3", "--steps", "80", "--flip", "1:50")
     assert done.code == 2, done.err
     table = [line.split() for line in done.out.splitlines()[1:4]]
     assert [(row[1], row[3], " ".join(row[6:])) for row in table] == [("CPU0", "80", "yes"), ("CPU1", "80", "NO, step 50"), ("CPU2", "80", "yes")]
@@ -131,7 +131,7 @@ def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
 
 def test_healthy_replicas_raise_nothing_and_their_links_are_proven(stoker: Stoker) -> None:
     pytest.importorskip("torch")
-    done = stoker("burnin", "--nproc-per-node", "2", "--minutes", "0.05", "--json")
+    done = stoker.torch("burnin", "--nproc-per-node", "2", "--minutes", "0.05", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)
     assert told["schema"] == 1 and told["findings"] == [] and told["run"] == done.run_dir.name

@@ -21,13 +21,14 @@ for step in range(25):
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
 print("weight", model.module.weight.sum().item())
+__import__("time").sleep(0.3)  # gloo's own thread lets go of its last tensors
 dist.destroy_process_group()
 """
 
 
 def test_beats_marks_and_memory_of_an_unmodified_script(stoker: Stoker) -> None:
     """Two optimizers beat twice a step: a step is one optimizer's count."""
-    done = stoker("run", "--nproc-per-node", "2", stoker.script("train.py", TRAIN), "2")
+    done = stoker.torch("run", "--nproc-per-node", "2", stoker.script("train.py", TRAIN), "2")
     assert done.code == 0, done.err
     assert {event["steps"] for event in done.events if event["event"] == "rank-exit"} == {25}
     marks = [(event["rank"], event["at"]) for event in done.events if event["event"] == "mem"]
@@ -37,7 +38,7 @@ def test_beats_marks_and_memory_of_an_unmodified_script(stoker: Stoker) -> None:
 
 
 def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
-    done = stoker("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("train.py", TRAIN), "1")
+    done = stoker.torch("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("train.py", TRAIN), "1")
     assert done.code == 0, done.err
     locks = [(event["rank"], event["what"], event["why"]) for event in done.events if event["event"] == "lock"]
     assert locks == [(0, "acquired", None), (1, "waiting", None), (0, "released", "INIT"), (1, "acquired", None), (1, "released", "INIT")]
@@ -45,12 +46,12 @@ def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
 
 def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
     script = stoker.script("die.py", TRAIN.replace("    for optimizer", "    if step == 20 and dist.get_rank() == 1: __import__('os')._exit(0)\n    for optimizer", 1))
-    done = stoker("run", "--nproc-per-node", "2", script, "1")
+    done = stoker.torch("run", "--nproc-per-node", "2", script, "1")
     assert done.code == 70 and (done.verdict["cause"], done.verdict["rank"]) == ("rank.early-exit", 1)
     assert "after step 20" in done.verdict["summary"]
 
 
 def test_stop_after_steps(stoker: Stoker) -> None:
     endless = TRAIN.replace("range(25)", "range(10**9)")
-    done = stoker("run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1")
+    done = stoker.torch("run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1")
     assert done.code == 0 and done.verdict["status"] == "completed" and "made 50 steps" in done.verdict["summary"]

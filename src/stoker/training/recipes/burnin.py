@@ -196,6 +196,7 @@ def links(device: torch.device, where: str) -> None:
             if RANK in ranks:
                 dist.destroy_process_group(group)
     dist.barrier()
+    time.sleep(0.3)  # gloo's own thread lets go of its last tensors: torch 2.13 can deadlock with it at exit
     dist.destroy_process_group()
 
 
