@@ -33,7 +33,7 @@ from stoker.control.machine.observe import Observer
 CHUNK = 1 << 18
 BACKLOG = 8 << 20  # past this much unsent output the loop stops reading ranks: the flooding one waits, not the agent's memory
 BEATS_S = 0.5
-REST_S = 0.05
+REST_S = 0.1
 RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
 
 
@@ -185,7 +185,7 @@ class Agent:
             self._selector.unregister(handle)
 
     def _rest(self, handle: int) -> None:
-        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 20 times and not 50."""
+        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 10 times and not 50."""
         if handle in self._streams and handle not in self._resting and not self._paused:
             self._listen(handle, False)
             self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
