@@ -26,6 +26,22 @@ class RankError:
 
 
 @shape
+class Around:
+    """What an agent looks at when a rank ends badly: the keys of RankEnd.around, each absent or None where it could not be seen."""
+
+    rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
+    host_available: int | None = None  # bytes
+    host_total: int | None = None
+    kernel: tuple[str, ...] = ()  # lines of the kernel's log about its pid, an out-of-memory kill or an Xid, since the rank started
+    holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
+    gpu_used: int | None = None
+    gpu_total: int | None = None
+    shm_free: int | None = None
+    shm_total: int | None = None
+    collectives: tuple[dict[str, Any], ...] = ()  # its last operation per process group: group, seq, op, sizes, done
+
+
+@shape
 class RankEnd:
     """How one rank ended, as its agent saw it. `code` is a wait status: negative for a signal."""
 
@@ -42,6 +58,7 @@ class RankEnd:
     stack: str = ""  # what faulthandler wrote on a fatal signal
     oom_killed: bool = False
     core: bool = False
+    around: Around = Around()  # what its agent saw around a bad end
 
 
 @shape

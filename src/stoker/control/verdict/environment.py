@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.wording import base, first_line, place
+from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.wording import first_line, place, traced
 
-_IMPORTS = {"ImportError", "ModuleNotFoundError"}
+_RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
 
 
-def explain(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    error = end.error
-    if error is None:
+@cause(
+    "env.import",
+    seen="an ImportError or ModuleNotFoundError ended the rank",
+    contradicts="the module was found and something else in it failed: then that is the exception",
+    fix=(_RIGHT_PYTHON,),
+)
+def missing_module(case: Case) -> Found | None:
+    """A module that the script imports is not there, or lacks the name asked for."""
+    error = case.end.error
+    if error is None or error.type not in ("ImportError", "ModuleNotFoundError"):
         return None
-    if error.type in _IMPORTS:
-        missing = error.import_name
-        return base(
-            end, "env.import", f"rank {end.rank} ({end.label}): {first_line(error.message)} at {place(end)}", retryable=False,
-            evidence=[f"{error.type} at {place(end)}", *error.traceback.strip().splitlines()[-6:]],
-            fix=([f"pip install {missing.partition('.')[0]}   # the package may have another name"] if missing and error.type == "ModuleNotFoundError" else [])
-            + ["is it the right Python environment? the ranks use the one that runs Stoker"],
-        )  # fmt: skip
-    if error.type in ("SyntaxError", "IndentationError", "TabError"):
-        return base(
-            end, "env.syntax", f"rank {end.rank} ({end.label}): {error.type}: {first_line(error.message)}", retryable=False,
-            evidence=error.traceback.strip().splitlines()[-6:], fix=[f"mend {error.file}:{error.line}"],
-        )  # fmt: skip
-    return None
+    missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
+    install = (f"pip install {missing}   # the package may have another name",) if missing else ()
+    return Found(f"{case.who}: {first_line(error.message)} at {place(case.end)}", traced(case.end), (*install, _RIGHT_PYTHON))
+
+
+@cause("env.syntax", seen="a SyntaxError, IndentationError or TabError ended the rank", contradicts="", fix=("mend {place}",))
+def syntax(case: Case) -> Found | None:
+    """The script, or a file it imports, is not valid for this Python."""
+    error = case.end.error
+    if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
+        return None
+    return Found(
+        f"{case.who}: {error.type}: {first_line(error.message)}", tuple(error.traceback.strip().splitlines()[-6:]), (f"mend {error.file}:{error.line}",)
+    )

@@ -10,8 +10,12 @@ import signal
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import launch, rank
+from stoker.control.verdict import data, environment, gpu, launch, memory, network, rank
+from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import is_consequence
+
+# The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
+_FAMILIES = (memory, gpu, network, data, environment, rank)
 
 
 def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
@@ -31,7 +35,7 @@ def judge(evidence: Evidence) -> Verdict:
         if not before:
             return launch.stopped(evidence)
         assert guilty is not None
-        found = rank.explain(guilty, evidence)
+        found = explain(guilty, evidence)
         return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     if evidence.steps_reached and guilty is None:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks made {evidence.steps_reached} steps; ended as asked for", 0)
@@ -39,7 +43,7 @@ def judge(evidence: Evidence) -> Verdict:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks ended with 0", 0)
     if guilty is None:
         return launch.unknown(evidence)
-    return rank.explain(guilty, evidence)
+    return explain(guilty, evidence)
 
 
 def _when(end: RankEnd) -> float:
@@ -56,3 +60,15 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost.
     left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= _when(bad[0]) + 1.0), key=lambda end: end.time)
     return left[0] if left else bad[0]
+
+
+def explain(end: RankEnd, evidence: Evidence) -> Verdict:
+    """The first cause of the catalogue that the end fits. Its families are asked in order, each family's causes as they stand in its file."""
+    case = Case(end, evidence)
+    for family in _FAMILIES:
+        for cause in CATALOGUE.values():
+            if cause.explain is not None and cause.explain.__module__ == family.__name__:
+                found = cause.explain(case)
+                if found is not None:
+                    return verdict_of(cause, case, found)
+    raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")

@@ -1,79 +1,103 @@
-"""rank.*: what one rank did wrong by itself."""
+"""rank.*: what one rank did wrong by itself. The last family asked: it takes whatever the others did not."""
 
 from __future__ import annotations
 
 import signal
 
-from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import environment, network
-from stoker.control.verdict.wording import base, first_line, place
+from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.wording import first_line, last_lines, place
+
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+_LOGS = "stoker logs --rank {rank}"
 
 
-def explain(end: RankEnd, evidence: Evidence) -> Verdict:
-    for family in (environment.explain, network.explain, _exception, _left_early, _signal, _exit):
-        verdict = family(end, evidence)
-        if verdict is not None:
-            return verdict
-    raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")
-
-
-def _exception(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    if end.error is None:
+@cause(
+    "rank.exception",
+    seen="an exception left the script; the shim reported its type, place and time",
+    contradicts="the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause",
+    fix=("look at {place}", _LOGS),
+    retryable=True,
+)
+def exception(case: Case) -> Found | None:
+    """The script raised an exception that nobody caught."""
+    error = case.end.error
+    if error is None:
         return None
-    error = end.error
     said = first_line(error.message)
-    return base(
-        end, "rank.exception", f"rank {end.rank} ({end.label}): {error.type}{': ' + said if said else ''} at {place(end)}", retryable=True,
-        evidence=[f"exception {error.type} at {place(end)}", *error.traceback.strip().splitlines()[-12:]],
-        fix=[f"look at {error.file}:{error.line}", f"stoker logs --rank {end.rank}"],
-    )  # fmt: skip
+    return Found(
+        f"{case.who}: {error.type}{': ' + said if said else ''} at {place(case.end)}",
+        (f"exception {error.type} at {place(case.end)}", *error.traceback.strip().splitlines()[-12:]),
+    )
 
 
-def _left_early(end: RankEnd, evidence: Evidence) -> Verdict | None:
+@cause(
+    "rank.early-exit",
+    seen="a rank ended with 0 while the others were still working, and they lost it or still wait for it",
+    contradicts="every rank ends with 0 at about its own time: then nobody was left waiting",
+    fix=("look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)", _LOGS),
+)
+def left_early(case: Case) -> Found | None:
+    """A rank left, with exit code 0, before the others were done."""
+    end = case.end
     if end.code != 0:
         return None
-    others = [other for other in evidence.ends if other.rank != end.rank and other.code != 0]
     after = f" after step {end.steps}" if end.steps else ""
+    others = [other for other in case.evidence.ends if other.rank != end.rank and other.code != 0]
     heard = [f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error]
-    return base(
-        end, "rank.early-exit", f"rank {end.rank} ({end.label}) ended with 0{after} while the others were still working", retryable=False,
-        evidence=[f"rank {end.rank} ended with exit code 0", *heard[:4]],
-        fix=["look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)", f"stoker logs --rank {end.rank}"],
-    )  # fmt: skip
+    return Found(f"{case.who} ended with 0{after} while the others were still working", (f"rank {end.rank} ended with exit code 0", *heard[:4]))
 
 
-def _signal(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    if end.code is None or end.code > 0:
-        return None
-    number = -end.code
+def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
+    code = case.end.code
+    number = -code if code is not None and code < 0 else 0
     try:
-        name = signal.Signals(number).name
+        name = signal.Signals(number).name if number else ""
     except ValueError:
         name = f"signal {number}"
-    seen = [f"wait status: killed by {name}"] + ([f"it had reached step {end.steps}"] if end.steps else [])
-    if number == signal.SIGKILL:
-        if end.oom_killed:
-            return base(
-                end, "oom.host", f"rank {end.rank} ({end.label}) was killed by the kernel: out of memory", retryable=False,
-                evidence=[*seen, "the cgroup's oom_kill counter went up"],
-                fix=["fewer data-loader workers or ranks, or a machine with more memory", "--init-slots 1 loads models one after the other"],
-            )  # fmt: skip
-        return base(
-            end, "rank.killed", f"rank {end.rank} ({end.label}) was killed with SIGKILL from outside", retryable=True,
-            evidence=[*seen, "no out-of-memory kill was counted in this cgroup"], fix=["who sent it? an admin, a script, or the host's OOM killer (dmesg)"],
-        )  # fmt: skip
-    stack = [line for line in end.stack.strip().splitlines() if line][:25]
-    crash = number in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+    seen = (f"wait status: killed by {name}",) + ((f"it had reached step {case.end.steps}",) if case.end.steps else ())
+    return number, name, seen
+
+
+@cause(
+    "rank.killed",
+    seen="SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log",
+    contradicts="the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host",
+    fix=("who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)",),
+    retryable=True,
+)
+def killed(case: Case) -> Found | None:
+    """A rank was killed with SIGKILL from outside."""
+    number, _, seen = _ended_by(case)
+    if number != signal.SIGKILL:
+        return None
+    return Found(f"{case.who} was killed with SIGKILL from outside", (*seen, "no out-of-memory kill was counted in this cgroup"))
+
+
+@cause(
+    "rank.crash",
+    seen="SIGSEGV, SIGBUS, SIGABRT, SIGFPE or SIGILL that nobody sent; faulthandler's stack is in rank-N.stack.txt",
+    contradicts="the abort is NCCL's watchdog answering a lost peer; a bus error with a full /dev/shm: data.shm",
+    fix=("the Python stack is in the record: rank-{rank}.stack.txt", _LOGS),
+    retryable=True,
+)
+def crash(case: Case) -> Found | None:
+    """Native code crashed the rank."""
+    number, name, seen = _ended_by(case)
+    if number not in CRASHES:
+        return None
+    stack = [line for line in case.end.stack.strip().splitlines() if line][:25]
     at = next((line.strip() for line in stack if line.lstrip().startswith("File ")), "")
-    return base(
-        end, "rank.crash" if crash else "rank.signal", f"rank {end.rank} ({end.label}) died of {name}{' at ' + at if at else ''}", retryable=True,
-        evidence=seen + stack, fix=[*(["the Python stack is in the record: rank-*.stack.txt"] if stack else []), f"stoker logs --rank {end.rank}"],
-    )  # fmt: skip
+    return Found(f"{case.who} died of {name}{' at ' + at if at else ''}", (*seen, *stack), () if stack else (_LOGS,))
 
 
-def _exit(end: RankEnd, _evidence: Evidence) -> Verdict | None:
-    last = [line for line in end.tail.strip().splitlines() if line.strip()][-3:]
-    return base(
-        end, "rank.exit", f"rank {end.rank} ({end.label}) ended with exit code {end.code}", retryable=True,
-        evidence=[f"exit code {end.code}, no exception", *last], fix=[f"stoker logs --rank {end.rank}"],
-    )  # fmt: skip
+@cause("rank.signal", seen="a signal that Stoker did not send ended the rank", contradicts="the launcher passed it on: launch.stopped", fix=(_LOGS,), retryable=True)
+def signalled(case: Case) -> Found | None:
+    """A signal from outside ended one rank."""
+    number, name, seen = _ended_by(case)
+    return Found(f"{case.who} died of {name}", seen) if number else None
+
+
+@cause("rank.exit", seen="an exit code other than 0 and no exception", contradicts="an exception was reported: rank.exception", fix=(_LOGS,), retryable=True)
+def ended(case: Case) -> Found | None:
+    """The script ended itself with an exit code."""
+    return Found(f"{case.who} ended with exit code {case.end.code}", (f"exit code {case.end.code}, no exception", *last_lines(case.end)))

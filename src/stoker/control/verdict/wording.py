@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shapes import RankEnd, Verdict
+from stoker.contract.shapes import RankEnd
 
 LINE = 500  # of one line of evidence: the log has the rest
 
@@ -15,14 +15,6 @@ def exit_code(end: RankEnd) -> int:
     return end.code if end.code > 0 else 128 - end.code
 
 
-def base(end: RankEnd, cause: str, summary: str, *, retryable: bool, evidence: list[str], fix: list[str]) -> Verdict:
-    gpu = end.label if "GPU" in end.label else None
-    return Verdict(
-        "failed", cause, summary, exit_code(end), rank=end.rank, host=end.host or None, gpu=gpu, evidence=tuple(line[:LINE] for line in evidence),
-        retryable=retryable, fix=tuple(fix),
-    )  # fmt: skip
-
-
 def place(end: RankEnd) -> str:
     error = end.error
     return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
@@ -31,3 +23,15 @@ def place(end: RankEnd) -> str:
 def first_line(text: str, limit: int = 200) -> str:
     line = text.strip().splitlines()[0] if text.strip() else ""
     return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def traced(end: RankEnd, lines: int = 6) -> tuple[str, ...]:
+    """The exception, where it was, and the end of its traceback: what most causes quote."""
+    error = end.error
+    if error is None:
+        return ()
+    return (f"{error.type} at {place(end)}", *error.traceback.strip().splitlines()[-lines:])
+
+
+def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:
+    return tuple([line for line in end.tail.strip().splitlines() if line.strip()][-count:])

@@ -1,0 +1,86 @@
+"""The catalogue: every cause a verdict can name, one entry each. docs/verdicts.md is generated from it.
+
+An entry is a function from a case (one rank's end, and the evidence around it) to what was found, or None. Adding a cause is
+adding one decorated function to the file of its family, and its case to the tests. Causes Stoker finds by other means than a
+rank's end (a stall, a number, its own trouble) are entries without a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stoker.contract.shape import shape
+from stoker.contract.shapes import Evidence, RankEnd, Verdict
+from stoker.control.verdict import wording
+
+
+@shape
+class Case:
+    end: RankEnd
+    evidence: Evidence
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.end.rank} ({self.end.label})"
+
+    @property
+    def message(self) -> str:
+        """What the exception said; empty without one."""
+        return self.end.error.message if self.end.error else ""
+
+    @property
+    def words(self) -> str:
+        """Everything the rank said at its end: the exception, and the last lines it printed."""
+        return self.message + "\n" + self.end.tail
+
+
+@shape
+class Found:
+    summary: str
+    evidence: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()  # instead of the entry's own
+    retryable: bool | None = None  # instead of the entry's own
+
+
+@shape
+class Cause:
+    id: str
+    says: str  # one sentence: what happened
+    seen: str  # the evidence that makes it
+    contradicts: str  # what would make it another cause
+    fix: tuple[str, ...]
+    retryable: bool
+    explain: Callable[[Case], Found | None] | None = None
+
+
+CATALOGUE: dict[str, Cause] = {}
+
+
+def entry(id: str, says: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False) -> Cause:
+    """A cause that is not read off a rank's end."""
+    assert id not in CATALOGUE, id
+    CATALOGUE[id] = made = Cause(id, says, seen, contradicts, fix, retryable)
+    return made
+
+
+def cause(
+    id: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
+) -> Callable[[Callable[[Case], Found | None]], Callable[[Case], Found | None]]:
+    """A cause read off a rank's end. The function's docstring is the sentence that says what happened."""
+
+    def keep(function: Callable[[Case], Found | None]) -> Callable[[Case], Found | None]:
+        assert id not in CATALOGUE, id
+        CATALOGUE[id] = Cause(id, " ".join((function.__doc__ or "").split()), seen, contradicts, fix, retryable, function)
+        return function
+
+    return keep
+
+
+def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
+    end = case.end
+    place = wording.place(end)
+    fix = tuple(line.format(rank=end.rank, place=place) if "{" in line else line for line in (found.fix or cause_.fix))
+    return Verdict(
+        "failed", cause_.id, found.summary, wording.exit_code(end), rank=end.rank, host=end.host or None, gpu=end.label if "GPU" in end.label else None,
+        evidence=tuple(line[: wording.LINE] for line in found.evidence), retryable=cause_.retryable if found.retryable is None else found.retryable, fix=fix,
+    )  # fmt: skip

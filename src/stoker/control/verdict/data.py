@@ -1,0 +1,3 @@
+"""data.*: what the script reads and writes."""
+
+from __future__ import annotations
