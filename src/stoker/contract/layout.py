@@ -28,5 +28,21 @@ def rank_stack(run_dir: str, attempt: int, rank: int) -> str:
     return os.path.join(attempt_dir(run_dir, attempt), f"rank-{rank}.stack.txt")
 
 
+def stacks(run_dir: str, attempt: int) -> str:
+    """All ranks' stacks, workers and collectives, from the newest suspicion."""
+    return os.path.join(attempt_dir(run_dir, attempt), "stacks.txt")
+
+
 def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str]) -> str:
     return given or environment.get("STOKER_RUNS") or "runs"
+
+
+def scratch_files(base: str) -> dict[str, str]:
+    """A rank's files on its host's local disk, for its agent and its shim."""
+    return {
+        "error": base + ".error.json",  # the shim's report of an exception
+        "stack": base + ".stack",  # faulthandler's, on a fatal signal
+        "asked": base + ".asked",  # faulthandler's, when the agent asks
+        "elastic": base + ".elastic.json",  # torch's own error file
+        "server": base + ".fr",  # the socket of torch's worker server; short: a socket's path has 107 bytes
+    }

@@ -10,10 +10,12 @@ GPU_RANK = "GPU_RANK"
 # What the shim reads and removes before the script can see it.
 SHIM_BEATS = "STOKER_SHIM_BEATS"
 SHIM_SOCKET = "STOKER_SHIM_SOCKET"
-SHIM_ERROR = "STOKER_SHIM_ERROR"
-SHIM_STACK = "STOKER_SHIM_STACK"
+SHIM_FILES = "STOKER_SHIM_FILES"  # the base of layout.scratch_files
+SHIM_TRACER = "STOKER_SHIM_TRACER"  # the agent's pid, where Yama asks whom a process allows to read its stack
 SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
+
+STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
 
 # Exit codes of Stoker's own refusals: sysexits.h.
 EX_USAGE = 64  # a flag or a count that can't be

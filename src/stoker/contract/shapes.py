@@ -22,6 +22,7 @@ class RankError:
     time_ns: int = 0
     import_name: str = ""  # the module an ImportError could not find
     module: str = ""  # where the exception's class lives
+    collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/collectives.py)
     late: bool = False  # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
 
 
@@ -38,7 +39,6 @@ class Around:
     gpu_total: int | None = None
     shm_free: int | None = None
     shm_total: int | None = None
-    collectives: tuple[dict[str, Any], ...] = ()  # its last operation per process group: group, seq, op, sizes, done
 
 
 @shape
@@ -71,7 +71,26 @@ class Evidence:
     stop_now: bool = False
     stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
+    stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
+
+
+@shape
+class Stall:
+    """A rank that stopped making progress, as the watch room explains it."""
+
+    kind: str  # stopped, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    rank: int | None
+    ranks: tuple[int, ...] = ()  # all that are guilty of it
+    waiting: tuple[int, ...] = ()  # those that wait for them
+    where: str = ""  # file:line, in function
+    detail: str = ""
+    operation: str = ""  # what the others wait in
+    backend: str = ""
+    proof: bool = False  # it can't go on by itself
+    silent_s: float = 0.0
+    step: int = 0
+    evidence: tuple[str, ...] = ()
 
 
 @shape

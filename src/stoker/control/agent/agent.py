@@ -20,21 +20,18 @@ from stoker.contract import protocol
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.gate import Gate
+from stoker.control.agent.inspection import Inspection
 from stoker.control.agent.ladder import StopLadder
 from stoker.control.agent.locks import GpuLocks, held
 from stoker.control.agent.memory import MemoryWatch, memory_now
 from stoker.control.agent.port import reserve
+from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.sweep import Sweeper, ending, reap
+from stoker.control.agent.vitals import BEATS_S, Vitals
 from stoker.control.machine import host
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.observe import Observer
-
-CHUNK = 1 << 18
-BACKLOG = 8 << 20  # past this much unsent output the loop stops reading ranks: the flooding one waits, not the agent's memory
-BEATS_S = 0.5
-REST_S = 0.1
-RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
 
 
 class Agent:
@@ -46,12 +43,13 @@ class Agent:
         self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
         self._locks = GpuLocks("")
         self._selector = selectors.DefaultSelector()
+        self._relay = Relay(self._selector)
+        self._vitals = Vitals(self._relay.say)
+        self._inspections: dict[int, Inspection] = {}
         self._decoder = protocol.Decoder()
-        self._outbox = bytearray()
         self._ranks: dict[int, Rank] = {}
         self._by_pid: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
-        self._streams: dict[int, Rank] = {}
         self._gate: Gate | None = None
         self._ladder: StopLadder | None = None
         self._finish: dict[str, Any] | None = None
@@ -59,11 +57,9 @@ class Agent:
         self._port: socket.socket | None = None
         self._observer: Observer | None = None
         self._hup_ignored = False
-        self._last_heard = self._last_ping = self._last_beats = time.monotonic()
+        self._last_heard = self._last_ping = time.monotonic()
         self._suspended = False
         self._closing = False
-        self._paused = False
-        self._resting: dict[int, float] = {}  # streams that were just read, and when to listen to them again
         self._kills_before = host.oom_kills()
 
     # ---- life ----
@@ -84,7 +80,7 @@ class Agent:
             self._mail.setblocking(False)
             for handle, what in ((0, "orders"), (wake_read, "child"), (self._life, "life"), (self._mail.fileno(), "mail")):
                 self._selector.register(handle, selectors.EVENT_READ, what)
-            self._outbox += protocol.SENTINEL
+            self._relay.outbox += protocol.SENTINEL
             try:
                 self._loop(wake_read)
             finally:
@@ -93,7 +89,7 @@ class Agent:
         return 0
 
     def _loop(self, wake: int) -> None:
-        while not (self._closing and not self._outbox):
+        while not ((self._closing and not self._relay.outbox) or self._relay.broken):
             for key, _ in self._selector.select(self._pause()):
                 what = key.data
                 if what == "orders":
@@ -107,15 +103,18 @@ class Agent:
                 elif what == "life":
                     return  # the guardian is gone: nobody would sweep after us
                 elif what == "out":
-                    self._flush()
-                elif 0 < self._read_stream(key.fd) < RESTLESS:
-                    self._rest(key.fd)
+                    self._relay.flush()
+                elif what == "inspection":
+                    self._read_inspection(key.fd)
+                elif 0 < self._relay.read(key.fd) < RESTLESS:
+                    self._relay.rest(key.fd)
             if not self._tick():
                 return
 
     def _pause(self) -> float:
-        if self._resting:
-            return max(0.0, min(self._resting.values()) - time.monotonic())
+        waking = self._relay.next_wake
+        if waking is not None:
+            return max(0.0, waking - time.monotonic())
         if self._ladder or self._finish:
             return 0.02
         if self._memory and self._memory.limit:
@@ -124,77 +123,25 @@ class Agent:
 
     def _tick(self) -> bool:
         now = time.monotonic()
-        self._wake(now)
+        self._relay.wake(now)
         if now - self._last_ping >= protocol.PING_S:
             self._last_ping = now
             os.write(self._heart, b"\n")
-            self._say({"is": "ping"})
+            self._relay.say({"is": "ping"})
         if now - self._last_heard > protocol.SILENCE_S and not self._suspended:
             return False  # the coordinator is gone
-        if now - self._last_beats >= BEATS_S:
-            self._last_beats = now
-            self._look_at_beats()
+        if not self._suspended:
+            self._vitals.look(self._ranks, now, self._first_step)
         self._pass_gate(now)
         if self._memory:
-            self._memory.check(self._ranks, self._say)
+            self._memory.check(self._ranks, self._relay.say)
         if self._ladder:
             self._collect()
             self._ladder.step()
         if self._finish:
             self._finishing(now)
-        self._flush()
+        self._relay.flush()
         return True
-
-    # ---- talking ----
-
-    def _say(self, message: protocol.Message, payload: bytes = b"") -> None:
-        self._outbox += protocol.encode(message, payload)
-
-    def _flush(self) -> None:
-        while self._outbox:
-            try:
-                sent = os.write(1, memoryview(self._outbox)[:CHUNK])
-            except BlockingIOError:
-                break
-            except BrokenPipeError:
-                self._outbox.clear()
-                self._closing = True
-                return
-            del self._outbox[:sent]
-        self._watch_out(bool(self._outbox))
-        self._throttle(len(self._outbox) > BACKLOG)
-
-    def _watch_out(self, wanted: bool) -> None:
-        registered = 1 in self._selector.get_map()
-        if wanted and not registered:
-            self._selector.register(1, selectors.EVENT_WRITE, "out")
-        elif registered and not wanted:
-            self._selector.unregister(1)
-
-    def _throttle(self, pause: bool) -> None:
-        if pause != self._paused:
-            self._paused = pause
-            for handle in self._streams:
-                if handle not in self._resting:
-                    self._listen(handle, not pause)
-
-    def _listen(self, handle: int, wanted: bool) -> None:
-        if wanted:
-            self._selector.register(handle, selectors.EVENT_READ, "stream")
-        else:
-            self._selector.unregister(handle)
-
-    def _rest(self, handle: int) -> None:
-        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 10 times and not 50."""
-        if handle in self._streams and handle not in self._resting and not self._paused:
-            self._listen(handle, False)
-            self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together
-
-    def _wake(self, now: float) -> None:
-        for handle in [handle for handle, until in self._resting.items() if now >= until]:
-            del self._resting[handle]
-            if not self._paused:
-                self._listen(handle, True)
 
     def _read_orders(self) -> bool:
         try:
@@ -208,9 +155,9 @@ class Agent:
             try:
                 self._obey(order)
             except Refusal as refusal:
-                self._say({"is": "refused", "line": refusal.line, "code": refusal.code})
+                self._relay.say({"is": "refused", "line": refusal.line, "code": refusal.code})
             except OSError as problem:
-                self._say({"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR})
+                self._relay.say({"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR})
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -226,17 +173,17 @@ class Agent:
             if order.get("packages"):
                 sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
             self._observer = Observer(order.get("recorded"))
-            self._say({"is": "host", "machine": self._observer.look().to_json(), "held": held(), "pid": os.getpid(), "guardian": self._guardian})
+            self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held(), "pid": os.getpid(), "guardian": self._guardian})
         elif do == "look":
             assert self._observer is not None
-            self._say({"is": "host", "machine": self._observer.look().to_json(), "held": held()})
+            self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held()})
         elif do == "lock":
-            self._say({"is": "locked", "refused": self._locks.take(order["gpus"])})
+            self._relay.say({"is": "locked", "refused": self._locks.take(order["gpus"])})
         elif do == "reserve":
             if self._port is not None:
                 self._port.close()
             self._port, answer = reserve(order["addr"], order["port"], order.get("soft", False))
-            self._say({"is": "port", **answer})
+            self._relay.say({"is": "port", **answer})
         elif do == "start":
             self._start(order)
         elif do == "stop":
@@ -244,12 +191,14 @@ class Agent:
         elif do == "signal":
             for rank in self._by_pid.values():
                 kernel.send(rank.me, order["signal"])
+        elif do == "inspect":
+            self._inspect(order)
         elif do == "finish":
             self._finish = {"begun": time.monotonic(), "grace": order["grace"], "asked": 0.0, "named": [], "said": False}
         elif do == "suspend":
             self._suspended = True
             self._to_all(signal.SIGSTOP)
-            self._say({"is": "suspended"})
+            self._relay.say({"is": "suspended"})
         elif do == "resume":
             self._to_all(signal.SIGCONT)
             self._suspended = False
@@ -271,11 +220,12 @@ class Agent:
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._memory = MemoryWatch(order["ram_limit"])
+        self._kills_before = host.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:
             for rank in self._gate.waiting:
                 holders = self._gate.holding
-                self._say({"is": "lock", "rank": rank, "what": "waiting", "holders": list(holders), "seconds": max(holders.values()) - now})
+                self._relay.say({"is": "lock", "rank": rank, "what": "waiting", "holders": list(holders), "seconds": max(holders.values()) - now})
 
     def _pass_gate(self, now: float) -> None:
         gate = self._gate
@@ -285,7 +235,7 @@ class Agent:
             self._release(rank, "deadline")
         for rank in gate.admit(now):
             if gate.limited:
-                self._say({"is": "lock", "rank": rank, "what": "acquired"})
+                self._relay.say({"is": "lock", "rank": rank, "what": "acquired"})
             self._spawn(rank, gate.limited)
 
     def _release(self, number: int, why: str) -> None:
@@ -299,7 +249,7 @@ class Agent:
         limited = gate.limited
         gate.release(number)
         if limited:
-            self._say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
+            self._relay.say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
 
     def _spawn(self, number: int, gated: bool) -> None:
         spec = {**self._specs[number], "gated": gated}
@@ -311,38 +261,14 @@ class Agent:
             rank = spawn.start(spec, self._dir, os.path.join(self._dir, "s"), stdin, self._hup_ignored, self._files)
         except OSError as problem:
             self._release(number, "not started")
-            self._say({"is": "unstarted", "rank": number, "text": str(problem)})
+            self._relay.say({"is": "unstarted", "rank": number, "text": str(problem)})
             return
         finally:
             os.close(null)
         self._ranks[number] = self._by_pid[rank.pid] = rank
         self._sweeper.groups.add(rank.pid)
-        for handle in rank.streams:
-            self._streams[handle] = rank
-            if not self._paused:
-                self._listen(handle, True)
-        self._say({"is": "up", "rank": number, "pid": rank.pid, "time": rank.started})
-
-    def _read_stream(self, handle: int) -> int:
-        """One chunk; how many bytes it had, 0 when there is nothing more for now."""
-        rank = self._streams.get(handle)
-        if rank is None:  # closed by an event of the same batch: its rank's end was collected first
-            return 0
-        try:
-            data = os.read(handle, CHUNK)
-        except BlockingIOError:
-            return 0
-        if not data:
-            self._forget_stream(handle)
-            return 0
-        self._say({"is": "out", "rank": rank.rank, "fd": rank.streams[handle]}, data)
-        return len(data)
-
-    def _forget_stream(self, handle: int) -> None:
-        del self._streams[handle]
-        if self._resting.pop(handle, None) is None and not self._paused:
-            self._listen(handle, False)
-        os.close(handle)
+        self._relay.add(rank)
+        self._relay.say({"is": "up", "rank": number, "pid": rank.pid, "time": rank.started})
 
     def _read_mail(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -357,16 +283,19 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            self._say({"is": "error", "rank": rank.rank, "error": _read_json(rank.error_path)})
+            self._relay.say({"is": "error", "rank": rank.rank, "error": _read_json(rank.files["error"])})
+            self._vitals.note_holders(rank, self._observer.nvml if self._observer else None)
         elif kind == "shim":
             self._tell_memory(rank, "START")
         elif kind == "note":
-            self._say({"is": "note", "rank": rank.rank, "text": name[:500]})
+            self._relay.say({"is": "note", "rank": rank.rank, "text": name[:500]})
+        elif kind == "groups":
+            self._relay.say({"is": "groups", "rank": rank.rank, "groups": name})
         elif kind == "phase":
-            self._say({"is": "phase", "rank": rank.rank, "name": name})
+            self._relay.say({"is": "phase", "rank": rank.rank, "name": name})
         elif kind == "mark":
             if name not in ("POST-IMPORT", "INIT"):
-                self._say({"is": "mark", "rank": rank.rank, "name": name})
+                self._relay.say({"is": "mark", "rank": rank.rank, "name": name})
             if name in ("POST-IMPORT", "POST-MODEL"):
                 self._tell_memory(rank, name)
             if name in ("INIT", "POST-MODEL"):
@@ -376,24 +305,30 @@ class Agent:
         if where not in rank.marks:
             rank.marks.add(where)
             nvml = self._observer.nvml if self._observer else None
-            self._say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)})
+            self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)})
 
-    def _look_at_beats(self) -> None:
-        fresh: dict[str, list[Any]] = {}
-        for rank in self._ranks.values():
-            if rank.reader is None or rank.reader.written == rank.reader.seen:
-                continue
-            beats = rank.reader.new()
-            first = rank.steps == 0
-            # A step is one optimizer's count; the script's own word (optimizer 0) wins where there is one.
-            lead = min(beat.optimizer for beat in beats)
-            rank.steps = max(1, rank.steps, *(beat.step for beat in beats if beat.optimizer == lead))
-            fresh[str(rank.rank)] = [rank.steps, beats[-1].time_ns]
-            if first:
-                self._say({"is": "first-step", "rank": rank.rank, "time": beats[0].time_ns / 1e9})
-                self._tell_memory(rank, "POST-MODEL", "at its first step")
-        if fresh:
-            self._say({"is": "beats", "ranks": fresh})
+    def _first_step(self, rank: Rank, when: float) -> None:
+        self._relay.say({"is": "first-step", "rank": rank.rank, "time": when})
+        self._tell_memory(rank, "POST-MODEL", "at its first step")
+
+    # ---- looking closer ----
+
+    def _inspect(self, order: protocol.Message) -> None:
+        """In a child: stacks and the flight recorder may take seconds, and a sick kernel may keep whoever asks."""
+        asked = [rank for rank in self._by_pid.values() if order.get("ranks") is None or rank.rank in order["ranks"]]
+        if asked and not self._inspections:
+            one = Inspection(order, asked)
+            self._inspections[one.handle] = one
+            self._selector.register(one.handle, selectors.EVENT_READ, "inspection")
+        else:
+            self._relay.say({"is": "inspection", "ask": order["ask"]}, b"{}")
+
+    def _read_inspection(self, handle: int) -> None:
+        one = self._inspections[handle]
+        if one.read():
+            self._selector.unregister(handle)
+            del self._inspections[handle]
+            self._relay.say({"is": "inspection", "ask": one.ask}, one.answer())
 
     def _collect(self) -> None:
         """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be a stranger's."""
@@ -405,16 +340,16 @@ class Agent:
             del self._by_pid[rank.pid]
             rank.ended = end[0]
             for handle in list(rank.streams):
-                while handle in self._streams and self._read_stream(handle):
-                    continue
-            self._look_at_beats()
+                self._relay.read_all(handle)
+            self._vitals.beats(self._ranks, self._first_step)
             self._release(rank.rank, "exit")
             kills = host.oom_kills()
-            self._say({
+            self._relay.say({
                 "is": "exit", "rank": rank.rank, "code": end[0], "time": time.time(), "ours": rank.signalled,
-                "error": _read_json(rank.error_path), "elastic": _read_json(rank.elastic_path), "stack": _read_text(rank.stack_path),
+                "error": _read_json(rank.files["error"]), "elastic": _read_json(rank.files["elastic"]), "stack": _read_text(rank.files["stack"]),
                 "steps": rank.steps, "core": end[1],
                 "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
+                "around": self._vitals.around(rank, self._observer.nvml if self._observer else None) if end[0] != 0 and not rank.signalled else {},
             })  # fmt: skip
 
     # ---- stopping ----
@@ -438,7 +373,7 @@ class Agent:
             if now - finish["begun"] < finish["grace"]:
                 if not finish["said"] and now - finish["begun"] > 1.0:
                     finish["said"] = True
-                    self._say({"is": "helpers", "names": [f"pid {one.pid} ({one.name})" for one in left], "seconds": finish["grace"]})
+                    self._relay.say({"is": "helpers", "names": [f"pid {one.pid} ({one.name})" for one in left], "seconds": finish["grace"]})
                 return
             finish["asked"] = now
             finish["named"] = [f"pid {one.pid} ({one.name})" for one in left]
@@ -449,18 +384,17 @@ class Agent:
         stuck = self._sweeper.kill()
         self._sweeper.groups.clear()
         reap()
-        for handle in list(self._streams):
-            while handle in self._streams and self._read_stream(handle):
-                continue
-            if handle in self._streams:
-                self._forget_stream(handle)
+        for handle in list(self._relay.streams):
+            self._relay.read_all(handle)
+            if handle in self._relay.streams:
+                self._relay.forget(handle)
         held_back = self._wait_for_gpus()
         if self._port is not None:
             self._port.close()
             self._port = None
         self._finish = None
         self._gate = None
-        self._say({
+        self._relay.say({
             "is": "finished", "stopped": finish["named"], "gpus_held": held_back,
             "stuck": [{"pid": one.pid, "name": one.name, "state": one.state} for one in stuck],
         })  # fmt: skip

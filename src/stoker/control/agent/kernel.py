@@ -11,6 +11,7 @@ from stoker.control.machine.processes import Process, process
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -30,6 +31,21 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def tracing_is_restricted() -> bool:
+    """Yama's mode 1: a process may be traced by its ancestors and by whom it names."""
+    try:
+        with open("/proc/sys/kernel/yama/ptrace_scope", "rb") as file:
+            return file.read().strip() == b"1"
+    except OSError:
+        return False
+
+
+def allow_tracing_by(agent: int) -> None:
+    """Lets the agent and its children (py-spy) read this process's stack, under Yama. Elsewhere there is nothing to allow."""
+    if tracing_is_restricted():
+        _prctl(_PR_SET_PTRACER, agent)
 
 
 def set_name(name: bytes) -> None:

@@ -31,7 +31,7 @@ class MemoryWatch:
         for rank in ranks.values():
             if rank.ended is not None or rank.over:
                 continue
-            family = [rank.pid, *_children(rank.pid)]
+            family = [rank.pid, *children(rank.pid)]
             if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
                 continue
             # Forked workers share pages with the rank: the sum counts those twice. Only PSS, which is slow to read, is exact.
@@ -43,13 +43,14 @@ class MemoryWatch:
                 say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": self.limit})
 
 
-def _children(pid: int) -> list[int]:
+def children(pid: int) -> list[int]:
+    """Its children, and theirs."""
     try:
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             direct = [int(child) for child in file.read().split()]
     except OSError:
         return []
-    return direct + [grandchild for child in direct for grandchild in _children(child)]
+    return direct + [grandchild for child in direct for grandchild in children(child)]
 
 
 def _proportional(pid: int) -> int:

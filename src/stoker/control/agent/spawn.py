@@ -7,10 +7,11 @@ import os
 import resource
 import signal
 import time
+from collections import deque
 from mmap import mmap
 from typing import Any
 
-from stoker.contract import beats, names
+from stoker.contract import beats, layout, names
 from stoker.control.agent import kernel
 from stoker.control.machine.processes import Process, process
 
@@ -28,7 +29,7 @@ class Rank:
         self.me = me
         self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
         self.reader = reader
-        self.error_path, self.stack_path, self.elastic_path = scratch_files(base)
+        self.files = layout.scratch_files(base)
         self.gpu = gpu
         self.started = started
         self.signalled = False
@@ -36,12 +37,11 @@ class Rank:
         self.ended: int | None = None
         self.marks: set[str] = set()
         self.steps = 0
+        self.beaten = 0.0  # when its last beat was noticed
+        self.beat_ns = 0
+        self.state = "R"
+        self.rss: deque[tuple[float, int]] = deque(maxlen=120)
         self.over = 0  # bytes, when it passed its memory limit
-
-
-def scratch_files(base: str) -> tuple[str, str, str]:
-    """Where the shim's error report, a fatal signal's stack and torch's own error file go, on this host's disk."""
-    return base + ".error.json", base + ".stack", base + ".elastic.json"
 
 
 def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool, files: int) -> Rank:
@@ -51,7 +51,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     env = {**os.environ, **spec["env"]}
     for name in spec.get("unset", ()):
         env.pop(name, None)
-    error, stack, env["TORCHELASTIC_ERROR_FILE"] = scratch_files(base)
+    env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
     memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
     os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
     if spec["shim"]:
@@ -60,8 +60,9 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
         env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
         env[names.SHIM_BEATS] = str(memory)
         env[names.SHIM_SOCKET] = socket_path
-        env[names.SHIM_ERROR] = error
-        env[names.SHIM_STACK] = stack
+        env[names.SHIM_FILES] = base
+        if kernel.tracing_is_restricted():
+            env[names.SHIM_TRACER] = str(os.getpid())
         env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
     out_read, out_write = _pipe()
     err_read, err_write = _pipe() if spec["split"] else (-1, out_write)
@@ -98,6 +99,7 @@ def _become(
     try:
         os.setsid()
         kernel.die_with_parent(agent)
+        kernel.allow_tracing_by(agent)
         os.dup2(stdin, 0)
         os.dup2(out, 1)
         os.dup2(err, 2)

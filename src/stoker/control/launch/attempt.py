@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from stoker.contract.shape import fields_of
-from stoker.contract.shapes import Evidence, RankEnd, RankError
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import is_consequence
 from stoker.control.verdict.judge import failed
+from stoker.control.watch.numbers import Losses
+from stoker.control.watch.watcher import Watcher
+
+LOOK_S = 5.0
 
 
 class Attempt:
-    def __init__(self, number: int, plan: RunPlan) -> None:
+    def __init__(self, number: int, plan: RunPlan, hang_timeout: float = 0.0) -> None:
         self.number = number
         self.plan = plan
         self.up: dict[int, int] = {}  # rank -> pid
@@ -27,6 +32,11 @@ class Attempt:
         self.stopped_at = 0.0
         self.steps_reached = 0
         self.finished: set[str] = set()  # hosts whose agents have swept
+        self.watch = Watcher(plan.world_size, hang_timeout, frozenset(place.host for place in plan.places), time.monotonic())
+        self.losses = Losses()
+        self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
+        self.notes: list[str] = []  # what was noticed on the way and ended nothing
+        self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
     @property
     def expected(self) -> int:
@@ -47,7 +57,11 @@ class Attempt:
             self.first_failure = now
         only_echoes = bool(bad) and not self.trouble and all(is_consequence(end) for end in bad)
         left_early = any(end.code == 0 for end in self.ends.values())
-        return not only_echoes or left_early or now - self.first_failure >= settle_s
+        if not only_echoes or left_early:
+            return True
+        # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at for that.
+        self.watch.failing(time.monotonic())
+        return now - self.first_failure >= (LOOK_S if self.watch.looking else settle_s)
 
     def left_early(self, now: float, seconds: float) -> list[int]:
         """Ranks that ended with 0 a while ago while others go on."""
@@ -63,6 +77,7 @@ class Attempt:
             self.stop_now,
             self.stopped_at,
             self.steps_reached,
+            self.watch.last_word(time.monotonic()),
             tuple(self.trouble),
         )
 
@@ -75,3 +90,10 @@ def read_error(data: Any) -> RankError | None:
         return RankError(**known)
     except TypeError:
         return None
+
+
+def read_around(data: Any) -> Around:
+    if not isinstance(data, dict):
+        return Around()
+    known: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in fields_of(Around)}
+    return Around(**known)

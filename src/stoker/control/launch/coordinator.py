@@ -16,7 +16,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
-from stoker.contract.shapes import RankEnd, Verdict
+from stoker.contract.shapes import RankEnd, Stall, Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
 from stoker.control.launch.attempt import Attempt
@@ -30,8 +30,9 @@ from stoker.control.launch.request import Request, program
 from stoker.control.launch.runplace import RunPlace, abandon, find_place
 from stoker.control.machine import host
 from stoker.control.record.writer import RunRecord
-from stoker.control.verdict import launch
+from stoker.control.verdict import hang, launch
 from stoker.control.verdict.judge import judge
+from stoker.control.watch.watcher import Inspect, Relieve, Suspect
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
@@ -146,7 +147,7 @@ class Coordinator:
         number = place.first_attempt
         before: tuple[Any, ...] = ()
         for tries_left in range(self.options.max_restarts, -1, -1):
-            attempt = Attempt(number, plan)
+            attempt = Attempt(number, plan, self.options.hang_timeout)
             verdict = self._one_attempt(attempt, place)
             same = about.signature(verdict, attempt)
             if verdict.status == "failed" and same == before:
@@ -213,7 +214,8 @@ class Coordinator:
         self._record.close_logs()
         verdict = judge(attempt.evidence())
         detected = round(attempt.first_failure - min((end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure), 3)
-        return replace(verdict, run=place.id, attempt=number, detected_s=max(detected, 0.0) if attempt.first_failure else None)
+        seen = attempt.suspected_s if attempt.suspected_s is not None and _is_stall(verdict) else max(detected, 0.0) if attempt.first_failure else None
+        return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes))
 
     def _all_up(self, place: RunPlace) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
@@ -249,6 +251,7 @@ class Coordinator:
             self._output.settle(self._record)
             now = time.time()
             self._pass_signals(attempt)
+            self._watch(attempt)
             for member in self._muster.members.all:
                 if member.gone:
                     self._member_lost(attempt, member)
@@ -264,9 +267,52 @@ class Coordinator:
             if early and not attempt.stopping:
                 self._early_said.update(early)
                 names_ = ", ".join(str(rank) for rank in early)
-                self._say(f"stoker: rank {names_} ended with 0 more than {EARLY_S:.0f} s ago; the others still run")
-                assert self._record is not None
-                self._record.event("suspicion", what="early-exit", ranks=early)
+                line = f"rank {names_} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
+                self._say(f"stoker: {line}")
+                self._event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
+
+    def _watch(self, attempt: Attempt) -> None:
+        """Does what the watch room decides: asks, says, stops."""
+        watch = attempt.watch
+        if attempt.stopping:
+            return
+        for action in watch.look(time.monotonic()):
+            if isinstance(action, Inspect):
+                self._muster.members.say(dict(action.order))
+            elif isinstance(action, Suspect):
+                self._suspect(attempt, action.stall)
+            elif isinstance(action, Relieve):
+                who = f"rank {action.rank}" if action.rank is not None else "the job"
+                self._say(f"stoker: {who} goes on, after {span(action.silent_s)}")
+                self._event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
+            else:
+                attempt.trouble.append(hang.trouble(action.stall, self._label(attempt, action.stall.rank), action.why))
+        while watch.stragglers.found:
+            one = watch.stragglers.found.pop(0)
+            line = f"rank {one.rank} ({self._label(attempt, one.rank)}) is slow because {one.because}; the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
+            attempt.notes.append(line)
+            self._say(f"stoker: {line}")
+            self._event("straggler", cause=one.cause, rank=one.rank, step=one.step, wait_s=one.wait_s, step_s=one.step_s, where=one.where, summary=line)
+
+    def _suspect(self, attempt: Attempt, stall: Stall) -> None:
+        assert self._record is not None
+        cause, summary = hang.cause_of(stall), hang.summary(stall, self._label(attempt, stall.rank))
+        attempt.suspected_s = stall.silent_s
+        self._event(
+            "suspicion", attempt=attempt.number, cause=cause, rank=stall.rank, ranks=list(stall.ranks), waiting=list(stall.waiting), where=stall.where,
+            step=stall.step, silent_s=stall.silent_s, proof=stall.proof, summary=summary, evidence=list(stall.evidence),
+        )  # fmt: skip
+        text = "\n".join(attempt.watch.text_of_stacks()[rank] for rank in sorted(attempt.watch.snapshots))
+        self._record.save(layout.stacks(self._record.dir, attempt.number), text)
+        then = "it can't go on by itself" if stall.proof else f"the job goes on; --hang-timeout {span(self.options.hang_timeout)} would stop it"
+        self._say(f"stoker: {summary} ({then if self.options.hang_timeout else 'the job goes on'})")
+
+    def _label(self, attempt: Attempt, rank: int | None) -> str:
+        return attempt.plan.places[rank].label if rank is not None else ""
+
+    def _event(self, kind: str, **more: Any) -> None:
+        assert self._record is not None
+        self._record.event(kind, **more)
 
     def _finish(self, attempt: Attempt) -> None:
         """Everything the ranks left behind goes; on success it first gets the time to end by itself."""
@@ -324,6 +370,7 @@ class Coordinator:
             name = signal.Signals(signum).name
             if signum == signal.SIGTSTP:
                 self._muster.suspend()
+                attempt.watch.resumed(time.monotonic())
                 continue
             if signum not in _STOPS:
                 self._muster.members.say({"do": "signal", "signal": signum})
@@ -344,6 +391,10 @@ class Coordinator:
             else:
                 self._say(f"stoker: {name} passed on to the ranks; a second one ends them at once")
                 self._stop(signum, GRACE_STOP_S)
+
+
+def _is_stall(verdict: Verdict) -> bool:
+    return verdict.cause.startswith("hang.") or verdict.cause.endswith((".diverged", ".unequal-batches"))
 
 
 def run(request: Request, link: transport.Link | None, report: detach.Report | None) -> int:

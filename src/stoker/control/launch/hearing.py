@@ -8,11 +8,12 @@ from collections.abc import Callable
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
-from stoker.control.launch.attempt import Attempt, read_error
+from stoker.control.launch.attempt import Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
-from stoker.control.verdict import launch
+from stoker.control.verdict import launch, numbers
+from stoker.control.watch.numbers import BadNumber
 
 
 class Hearing:
@@ -28,7 +29,14 @@ class Hearing:
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
         if message["is"] == "out":
-            self._output.take(self._record, message["rank"], message["fd"], payload)
+            rank = message["rank"]
+            self._output.take(self._record, rank, message["fd"], payload)
+            self._attempt.watch.printed(rank, time.monotonic())
+            for bad in self._attempt.losses.read(rank, payload):
+                self._bad_number(bad)
+            return
+        if message["is"] == "inspection":
+            self._attempt.watch.answered(host, message["ask"], payload, time.monotonic())
             return
         handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
@@ -53,6 +61,7 @@ class Hearing:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
+            self._attempt.watch.failed(message["rank"], error.collectives)
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
@@ -64,9 +73,12 @@ class Hearing:
         stack = message.get("stack") or ""
         end = RankEnd(
             rank, host, self._label(rank), attempt.up.get(rank, 0), message["code"], message["time"], bool(message["ours"]), error, output.tail(rank),
-            int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]),
+            int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]), read_around(message.get("around")),
         )  # fmt: skip
         attempt.ends[rank] = end
+        attempt.watch.ended(rank, int(message["code"]))
+        if error is not None:
+            attempt.watch.failed(rank, error.collectives)
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message.get("elastic"):
             record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})
@@ -122,13 +134,44 @@ class Hearing:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
-        self._attempt.steps.update({int(rank): steps for rank, (steps, _) in message["ranks"].items()})
+        attempt, now = self._attempt, time.monotonic()
+        for word, (steps, _, count, longest, losses) in message["ranks"].items():
+            rank = int(word)
+            attempt.steps[rank] = steps
+            attempt.watch.beats(rank, steps, count, longest, now)
+            for step, loss in losses:
+                bad = attempt.losses.heard(rank, step, float(loss))
+                if bad is not None:
+                    self._bad_number(bad)
+
+    def _on_vitals(self, _host: str, message: protocol.Message) -> None:
+        now = time.monotonic()
+        for rank, (state, cpu, moved) in message["ranks"].items():
+            self._attempt.watch.vitals(int(rank), state, cpu, moved, now)
+
+    def _on_groups(self, _host: str, message: protocol.Message) -> None:
+        self._attempt.watch.groups(message["groups"])
+
+    def _bad_number(self, bad: BadNumber) -> None:
+        label = self._label(bad.rank)
+        said = numbers.summary(bad.kind, bad.rank, label, bad.step, bad.value)
+        self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
+        if not bad.firm:
+            self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" else f"stoker: {said}")
+        elif self._options.on_nan == "stop":
+            self._attempt.trouble.append(numbers.trouble(bad.kind, bad.rank, label, bad.step, bad.value, bad.source, bad.line))
+        else:
+            self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
+            self._say(f"stoker: {said}, and stays so; the job goes on (--on-nan warn)")
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])
+        self._attempt.watch.said(message["rank"], time.monotonic())
+        self._attempt.can.add(message["name"])
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
+        self._attempt.watch.said(message["rank"], time.monotonic(), message["name"])
 
     def _on_note(self, _host: str, message: protocol.Message) -> None:
         self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")

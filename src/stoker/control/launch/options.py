@@ -47,12 +47,19 @@ class RunOptions:
     grace: float | None = option(
         "time a rank has to end after a stop signal (default: 30s, 5s after a failure)", default=None, parse=duration, metavar="TIME", group=_LIFE
     )
+    hang_timeout: float = option(
+        "stop a job that has made no progress for this long (0: never); a stall is explained within seconds all the same", default=300.0, parse=duration,
+        metavar="TIME", group=_LIFE,
+    )  # fmt: skip
+    on_nan: str = option("a loss that stays NaN, infinite or exploded: stop the job, or warn", default="stop", choices=("stop", "warn"), metavar="WHAT", group=_LIFE)
+    debug_retry: bool = option("after an asynchronous CUDA error one more attempt with blocking launches, for the true line", default=False, group=_LIFE)
     stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", default=0, metavar="N", group=_LIFE)
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)
     notify: str | None = option("shell command that gets the verdict on its stdin when the run ends or restarts", default=None, metavar="CMD", group=_LIFE)
     signals_to_handle: str = option("signals passed on to the ranks", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE)
 
     name: str | None = option("name of the run; given again it goes on with that run if it is unfinished", default=None, group=_RUN)
+    again: bool = option("run it again although a run of this name and these settings is complete", default=False, group=_RUN)
     runs_dir: str | None = option("folder of the run directories (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_RUN)
     config: str | None = option("YAML or JSON file with any of these options", default=None, metavar="FILE", group=_RUN)
     ladder: bool = option("first the imports one by one, then 1, half and all ranks for a few steps (stoker ladder)", default=False, group=_RUN)

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from stoker.contract.shape import as_json, replace
-from stoker.control.machine import facts, ports, processes
+from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.room import quick_host
 
@@ -61,22 +61,11 @@ def _health() -> Any:
 def _kernel_xids() -> dict[str, list[int]]:
     """PCI address -> Xid numbers in the kernel's log, where we may read it."""
     found: dict[str, list[int]] = {}
-    try:
-        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return found
-    try:
-        while True:
-            line = os.read(handle, 8192).decode("utf-8", "replace")
-            if "NVRM: Xid (PCI:" in line:
-                where, _, rest = line.partition("NVRM: Xid (PCI:")[2].partition(")")
-                number = rest.lstrip(": ").split(",")[0].strip()
-                if number.isdigit():
-                    found.setdefault(where.lower(), []).append(int(number))
-    except OSError:
-        return found  # EAGAIN: the end of the log
-    finally:
-        os.close(handle)
+    for line in kernellog.lines():
+        one = kernellog.xid(line)
+        if one is not None:
+            found.setdefault(one[0], []).append(one[1])
+    return found
 
 
 def _host(disk: str) -> Any:

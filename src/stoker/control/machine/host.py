@@ -80,13 +80,22 @@ def oom_kills() -> int | None:
     if where is None:
         return None
     try:
-        with open(f"{where[0]}/memory.events", encoding="ascii") as file:
+        with open(f"{where[0]}/{'memory.events' if where[1] else 'memory.oom_control'}", encoding="ascii") as file:
             for line in file:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
     except OSError:
         return None
     return None
+
+
+def shared_memory() -> tuple[int | None, int | None]:
+    """(free, total) bytes of /dev/shm."""
+    try:
+        found = os.statvfs("/dev/shm")
+    except OSError:
+        return None, None
+    return found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
 
 
 def swap_used() -> int | None:

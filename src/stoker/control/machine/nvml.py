@@ -132,6 +132,22 @@ class Nvml:
         found = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle) if handle is not None else None
         return (int(found.used), int(found.total)) if found else None
 
+    def holders(self, uuid: str) -> tuple[Holder, ...] | None:
+        handle = self._handles.get(uuid)
+        return self._holders(handle) if handle is not None else None
+
+    def work(self, uuid: str) -> dict[str, Any]:
+        """What one card is doing now: utilisation in percent, why its clock is held down, temperature."""
+        handle = self._handles.get(uuid)
+        if handle is None:
+            return {}
+        use = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
+        reasons = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
+        return {
+            "use": int(use.gpu) if use else None, "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
+            "temperature": self._ask(self._nvml.nvmlDeviceGetTemperature, handle, 0),
+        }  # fmt: skip
+
     def pids(self, uuid: str) -> set[int]:
         handle = self._handles.get(uuid)
         found = self._running(handle) if handle is not None else None

@@ -8,6 +8,7 @@ from stoker.contract import names
 from stoker.contract.shape import shape
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @shape
@@ -103,6 +104,25 @@ def peak_resident(pid: int) -> int | None:
     except OSError:
         return None
     return None
+
+
+def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
+    """User and system time of a process, or of one thread of it."""
+    try:
+        with open(f"/proc/{pid}/stat" if thread is None else f"/proc/{pid}/task/{thread}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS
+    except (OSError, IndexError):
+        return None
+
+
+def bytes_moved(pid: int) -> int | None:
+    """Read and written by system calls, pipes and sockets included."""
+    try:
+        with open(f"/proc/{pid}/io", "rb") as file:
+            return sum(int(line.split()[1]) for line in file if line.startswith((b"rchar", b"wchar")))
+    except OSError:
+        return None
 
 
 def user_name(uid: int) -> str:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-from stoker.contract import names
+from stoker.contract import layout, names
 
 TYPE_CHECKING = False  # typing and collections together cost every rank 8 ms
 if TYPE_CHECKING:
@@ -18,12 +18,14 @@ if TYPE_CHECKING:
 
 _pid = 0
 _socket_path = ""
-_error_path = ""
+_files: dict[str, str] = {}
 _writer: Any = None
-_stack_file: Any = None
+_kept_open: list[Any] = []  # files faulthandler writes to: open for the life of the process
 _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
 _reported = False
+_world: Any = None  # torch's table of process groups, once its module is loaded
+_groups_told = 0
 _previous_hook: Callable[..., Any] = sys.__excepthook__
 
 
@@ -33,13 +35,14 @@ def inside() -> bool:
 
 
 def install() -> None:
-    global _pid, _socket_path, _error_path, _previous_hook
+    global _pid, _socket_path, _files, _previous_hook
     _pid = os.getpid()
     _socket_path = os.environ.pop(names.SHIM_SOCKET)
-    _error_path = os.environ.pop(names.SHIM_ERROR)
+    _files = layout.scratch_files(os.environ.pop(names.SHIM_FILES))
     gated = os.environ.pop(names.SHIM_GATED, "") == "1"
     _open_beats(int(os.environ.pop(names.SHIM_BEATS)))
-    _keep_stacks(os.environ.pop(names.SHIM_STACK))
+    _keep_stacks()
+    _allow_tracing(os.environ.pop(names.SHIM_TRACER, ""))
     _previous_hook = sys.excepthook
     sys.excepthook = _on_exception
     import atexit
@@ -64,15 +67,30 @@ def _open_beats(descriptor: int) -> None:
         os.close(descriptor)
 
 
-def _keep_stacks(path: str) -> None:
-    """A fatal signal writes the Python stack where the agent can find it."""
-    global _stack_file
+def _keep_stacks() -> None:
+    """A fatal signal, and the agent's question, write the Python stacks where the agent can find them."""
     import faulthandler
 
-    if faulthandler.is_enabled():  # python -X faulthandler: the user wants it on stderr
+    def opened(name: str) -> Any:
+        _kept_open.append(open(_files[name], "wb", buffering=0))  # noqa: SIM115  open for the life of the process
+        return _kept_open[-1]
+
+    faulthandler.register(names.STACK_SIGNAL, file=opened("asked"), all_threads=True, chain=False)
+    if not faulthandler.is_enabled():  # python -X faulthandler: the user wants it on stderr
+        faulthandler.enable(file=opened("stack"))
+
+
+def _allow_tracing(tracer: str) -> None:
+    """Under Yama a forked worker must itself say that the agent may read its stack."""
+    if not tracer:
         return
-    _stack_file = open(path, "wb", buffering=0)  # noqa: SIM115  open for the life of the process
-    faulthandler.enable(file=_stack_file)
+
+    def allow() -> None:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(0x59616D61, int(tracer), 0, 0, 0)  # PR_SET_PTRACER
+
+    os.register_at_fork(after_in_child=allow)
 
 
 def tell(kind: str, text: str = "") -> None:
@@ -115,6 +133,21 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
     known[1] += 1
     _writer.beat(time.time_ns(), known[1], known[0])
+    if _world is not None and len(_world.pg_group_ranks) != _groups_told:
+        _tell_groups()
+
+
+def _tell_groups() -> None:
+    """Which ranks belong to which process group: the flight recorder does not know it for gloo."""
+    global _groups_told
+    _groups_told = len(_world.pg_group_ranks)
+    everybody = int(os.environ.get("WORLD_SIZE", "0") or 0)
+    told = []
+    for group, ranks in list(_world.pg_group_ranks.items()):
+        if len(ranks) < everybody:  # the world itself needs no telling
+            told.append(f"{_world.pg_names.get(group, '?')}={','.join(str(rank) for rank in ranks)}")
+    for first in range(0, len(told), 50):
+        tell("groups", ";".join(told[first : first + 50]))
 
 
 def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
@@ -158,15 +191,31 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
     report = {
         "schema": 1, "late": late, "type": kind.__qualname__, "module": kind.__module__, "message": message[:20000], "file": file, "line": line,
         "function": function, "traceback": "".join(traceback.format_exception(kind, value, trace))[-100000:], "time_ns": when,
-        "import_name": (value.name or "") if isinstance(value, ImportError) else "",
+        "import_name": (value.name or "") if isinstance(value, ImportError) else "", "collectives": _collectives(value),
     }  # fmt: skip
     try:
-        with open(_error_path + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
+        with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump(report, out)
-        os.replace(_error_path + ".tmp", _error_path)
+        os.replace(_files["error"] + ".tmp", _files["error"])
     except OSError as problem:
         sys.stderr.write(f"stoker: could not keep the error report: {problem}\n")
     tell("error")
+
+
+def _collectives(value: BaseException) -> list[Any]:
+    """Where this rank was in its process groups, if it may be these that failed."""
+    if _world is None or not isinstance(value, RuntimeError):
+        return []
+    try:
+        import json
+
+        from torch._C import _distributed_c10d  # type: ignore[attr-defined]
+
+        from stoker.contract import collectives
+
+        return collectives.digest(json.loads(_distributed_c10d._dump_fr_trace_json()))
+    except Exception as problem:  # another torch, or one that is broken by now: less evidence
+        return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
 
 class _AfterImport:
@@ -174,8 +223,7 @@ class _AfterImport:
 
     def __init__(self, gated: bool) -> None:
         self.then: dict[str, Callable[[Any], None]] = {"torch": _torch_loaded, "torch.optim.optimizer": _optimizers_loaded}
-        if gated:
-            self.then["torch.distributed.distributed_c10d"] = _distributed_loaded
+        self.then["torch.distributed.distributed_c10d"] = _give_slot_back if gated else _distributed_loaded
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name not in self.then:
@@ -224,9 +272,49 @@ def _optimizers_loaded(module: Any) -> None:
 
 
 def _distributed_loaded(module: Any) -> None:
-    """Only when start-up is gated: joining the process group gives the slot back."""
+    """torch's worker server answers what the flight recorder knows, in a thread of its own and without the GIL."""
+    global _world
+    if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
+        return
+    _world = getattr(module, "_world", None)
+    try:
+        from torch._C._distributed_c10d import _WorkerServer
+    except ImportError:
+        tell("note", "this torch has no worker server: a hang is explained from stacks alone")
+        return
+    try:
+        _kept_open.append(_without_its_greeting(lambda: _WorkerServer(_files["server"])))
+        # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares with us.
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))
+    except Exception as problem:
+        tell("note", f"torch's worker server does not start ({problem}): a hang is explained from stacks alone")
+
+
+def _without_its_greeting(start: Callable[[], Any]) -> Any:
+    """The server greets on stderr, which is the script's. Whatever else is written meanwhile is passed on."""
+    read, write = os.pipe()
+    real = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        made = start()
+    finally:
+        os.dup2(real, 2, inheritable=True)
+        os.close(real)
+        os.close(write)
+        with open(read, "rb") as caught:
+            others = [line for line in caught.read().splitlines(keepends=True) if b"Server listening to UNIX" not in line]
+        if others:
+            os.write(2, b"".join(others))
+    return made
+
+
+def _give_slot_back(module: Any) -> None:
+    """When start-up is gated, joining the process group gives the slot back."""
     import functools
 
+    _distributed_loaded(module)
     real = module.init_process_group
 
     @functools.wraps(real)

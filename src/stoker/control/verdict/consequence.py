@@ -6,14 +6,18 @@ import re
 
 from stoker.contract.shapes import RankEnd
 
-_LOST_PEER = re.compile(
-    r"Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
+_LOST_PEER = (
+    r"(?i)Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
     r"\[.*gloo/transport/.*\]|Application timeout caused pair closure|"
     r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed|Failed to recv|wait timeout after|Timed out after \d+ seconds waiting for clients|"
     r"Socket Timeout|socket timeout|The client socket has (failed|timed out)|store->(get|wait)|"
     r"ncclRemoteError|remote process exited or there was a network error|NCCL communicator was aborted|"
-    r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or timed out",
-    re.IGNORECASE,
+    r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or timed out"
+)
+# Said in the same words and the same files, and yet the rank's own: a peer's end can't cause these.
+_OWN = (
+    r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP error|out of memory|ncclInvalidUsage|"
+    r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface) for|op\.preamble\.length <= op\.nbytes"
 )
 _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
@@ -21,8 +25,8 @@ _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 def is_consequence(end: RankEnd) -> bool:
     if end.error is not None:
         text = end.error.message
-        if "EADDRINUSE" in text or "address already in use" in text.lower():
+        if re.search(_OWN, text):
             return False
-        return bool(_LOST_PEER.search(text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
-    # torch's NCCL watchdog aborts the process without a Python exception; its last words are in the log.
-    return end.code == -6 and bool(_LOST_PEER.search(end.tail))
+        return bool(re.search(_LOST_PEER, text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
+    # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
+    return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))

@@ -10,12 +10,12 @@ import signal
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import data, environment, gpu, launch, memory, network, rank
+from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import is_consequence
 
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
-_FAMILIES = (memory, gpu, network, data, environment, rank)
+_FAMILIES = (memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
 
 def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
@@ -30,6 +30,11 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
         return launch.trouble(evidence)
     guilty = _guilty(evidence)
+    stall = evidence.stall
+    if stall is not None and stall.rank is not None and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
+        label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
+        told = hang.trouble(stall, label, "the ranks that waited for it gave up")
+        return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
         before = guilty is not None and _when(guilty) < evidence.stopped_at
         if not before:
@@ -48,6 +53,11 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _when(end: RankEnd) -> float:
     return end.error.time_ns / 1e9 if end.error and end.error.time_ns else end.time
+
+
+def _only_echoes(evidence: Evidence) -> bool:
+    bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
+    return bool(bad) and all(is_consequence(end) for end in bad)
 
 
 def _guilty(evidence: Evidence) -> RankEnd | None:

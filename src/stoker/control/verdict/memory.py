@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
+from stoker.contract.quantities import gb, span
+from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import Case, Found, cause, entry
+from stoker.control.verdict.reading import amount, find, line_of, said
+from stoker.control.verdict.wording import first_line, place
 
-entry(
+RAM_LIMIT = entry(
     "oom.ram-limit",
     "A rank's resident memory passed --ram-limit.",
     seen="the rank and its workers together hold more (PSS) than --ram-limit",
@@ -17,14 +22,80 @@ entry(
 
 @cause(
     "oom.host",
-    seen="SIGKILL that Stoker did not send, and the cgroup's oom_kill counter rose or the kernel's log names the process",
-    contradicts="neither of these: rank.killed, somebody sent it",
-    fix=("fewer data-loader workers or ranks, or a machine with more memory", "--init-slots 1 loads models one after the other"),
+    seen="SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's oom_kill counter rose, "
+    "or the kernel's log says it killed that pid",
+    contradicts="neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished: oom.host-allocation",
+    fix=(
+        "fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks",
+        "--init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy",
+        "--ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max",
+    ),
 )
 def host(case: Case) -> Found | None:
-    """The kernel killed a rank because the host, or the container, was out of memory."""
+    """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""
     end = case.end
-    if end.code != -signal.SIGKILL or not end.oom_killed:
+    worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)")
+    if end.code != -signal.SIGKILL and worker is None:
         return None
+    pids = [pid.strip() for pid in worker[1].split(",")] if worker else [str(end.pid)]
+    kernel = [line for line in end.around.kernel if "ut of memory" in line and re.search(rf"Killed process (?:{'|'.join(pids)})\b", line)]
+    if not kernel and not end.oom_killed:
+        return None
+    who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who
+    how = () if worker else ("wait status: killed by SIGKILL",)
     steps = (f"it had reached step {end.steps}",) if end.steps else ()
-    return Found(f"{case.who} was killed by the kernel: out of memory", ("wait status: killed by SIGKILL", *steps, "the cgroup's oom_kill counter went up"))
+    counter = ("the cgroup's oom_kill counter went up",) if end.oom_killed else ()
+    trend = memory_trend(end.around)
+    grew = f" ({trend[0]})" if trend else ""
+    return Found(f"{who} was killed by the kernel: out of memory{grew}", (*how, *steps, *counter, *kernel[-2:], *trend))
+
+
+def memory_trend(around: Around) -> tuple[str, ...]:
+    """How the rank's memory went, and what the host had left."""
+    lines = []
+    if len(around.rss) > 1:
+        (since, first), (until, last) = around.rss[0], around.rss[-1]
+        verb = "grew" if last > first else "went"
+        lines.append(f"its resident memory {verb} from {gb(first)} to {gb(last)} in {span(until - since)}")
+    elif around.rss:
+        lines.append(f"its resident memory was {gb(around.rss[0][1])}")
+    if around.host_available is not None:
+        of = f" of {gb(around.host_total)}" if around.host_total is not None else ""
+        lines.append(f"the host had {gb(around.host_available)}{of} available")
+    return tuple(lines)
+
+
+_ADDRESS_SPACE = (
+    "ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves 18 GB of it "
+    "(take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)"
+)
+
+
+@cause(
+    "oom.host-allocation",
+    seen="MemoryError, std::bad_alloc, errno 12, or torch's \"DefaultCPUAllocator: can't allocate memory\"",
+    contradicts="the process was killed and not refused: oom.host. The memory is the GPU's: oom.gpu",
+    fix=(
+        _ADDRESS_SPACE,
+        "free -h, and cat /sys/fs/cgroup/memory.max: is there room for what was asked?",
+        "--init-slots 1: one rank at a time imports and loads its model",
+        "memory-map the weights and the data instead of reading them whole",
+    ),
+)
+def allocation(case: Case) -> Found | None:
+    """The host would not give the rank memory it asked for: too little RAM, or a limit on its address space."""
+    error = case.end.error
+    found = find(case, r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|unable to mmap[^\n]*Cannot allocate memory[^\n]*")
+    if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
+        return None
+    text = said(case)
+    asked = re.search(r"tried to (?:allocate|mmap) (\d+) bytes", text)
+    array = re.search(r"Unable to allocate ([\d.]+ \w+) for an array with shape [^\n]*", text)
+    what = f" {amount(int(asked[1]))}" if asked else f" {array[1]}" if array else ""
+    around = case.end.around
+    fix = ()
+    if asked and around.host_total and int(asked[1]) > around.host_total:
+        fix = (f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at the shape at {place(case.end)}",)
+    said_so = (line_of(found),) if found else (f"{error.type}: {first_line(error.message)}",) if error else ()
+    at = (f"at {place(case.end)}",) if error else ()
+    return Found(f"{case.who}: the host gave no memory{' for' + what if what else ''}", (*said_so, *at, *memory_trend(around)), fix)

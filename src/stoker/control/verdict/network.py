@@ -1,11 +1,22 @@
-"""net.*, nccl.*, gloo.*: ports and connections between ranks."""
+"""net.*, gloo.*: ports and connections between ranks. NCCL has its own file."""
 
 from __future__ import annotations
 
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.reading import find, line_of
 from stoker.control.verdict.wording import first_line, place
+
+# The store (MASTER_ADDR, MASTER_PORT) is where ranks of either backend meet first.
+STORE = (
+    r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"
+    r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
+)
+REACH = (
+    "every host must reach every other on all ports from 1024 up, in both directions: MASTER_PORT is only where they meet, the data has ports of its own",
+    "MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them knows (getent hosts NAME, on each)",
+)
 
 
 @cause(
@@ -23,3 +34,83 @@ def port_in_use(case: Case) -> Found | None:
     port = re.search(r"port:? (\d+)", error.message)
     which = f"port {port[1]}" if port else "a port"
     return Found(f"{case.who}: {which} is already in use", (f"{error.type}: {first_line(error.message)}", f"at {place(case.end)}"))
+
+
+@cause(
+    "gloo.interface",
+    seen='gloo\'s "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can\'t resolve',
+    contradicts="the interface is there and the peer does not answer: gloo.connection",
+    fix=(
+        "unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may need different ones",
+        "without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer",
+    ),
+)
+def gloo_interface(case: Case) -> Found | None:
+    """gloo was told to use a network interface that this host does not have."""
+    found = find(case, r"Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)")
+    if not found or not find(case, r"gloo|GLOO|Gloo"):
+        return None
+    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", (line_of(found), f"at {place(case.end)}"))
+
+
+@cause(
+    "gloo.shape",
+    seen='gloo\'s "op.preamble.length <= op.nbytes": a rank received more bytes than it expected',
+    contradicts="the connection broke before: then the peer's end is the cause",
+    fix=(
+        "ranks called a collective with tensors of different sizes or types, or in another order: print shape and dtype before it on each rank",
+        "lists of unequal length: all_gather_object, or pad to the longest; a last batch that is smaller: drop_last=True",
+        "a model that differs between ranks (a layer only rank 0 has, another vocabulary size)",
+    ),
+)
+def gloo_shape(case: Case) -> Found | None:
+    """Ranks sent each other tensors of different sizes in one collective."""
+    found = find(case, r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+    if not found:
+        return None
+    at = (f"at {place(case.end)}",) if case.end.error else ()
+    return Found(f"{case.who} received {found[1]} bytes where it expected {found[2]}: the ranks' collectives differ in size", (line_of(found), *at))
+
+
+@cause(
+    "gloo.connection",
+    seen="at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of connections could not be made",
+    contradicts="the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused connection to something else than "
+    "a peer: rank.exception",
+    fix=REACH,
+    retryable=True,
+)
+def gloo_connection(case: Case) -> Found | None:
+    """A rank could not connect to its peers at the start."""
+    mesh = find(case, r"connectFullMesh failed[^\n]*|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed out connecting)[^\n]*")
+    if mesh:
+        return Found(f"{case.who} can't connect to a peer (gloo)", (line_of(mesh), f"at {place(case.end)}"))
+    return None if "GPU" in case.end.label else store(case)
+
+
+def store(case: Case) -> Found | None:
+    found = find(case, STORE)
+    if not found:
+        return None
+    if found[3]:
+        here, _, all_of = found[3].partition("/")
+        text = f"{case.who} waited {found[2]} s for the others: {here} of {all_of} ranks came to the store"
+    else:
+        text = f"{case.who} can't reach the store at {found[1].replace(', ', ':')}"
+    return Found(text, (line_of(found), f"at {place(case.end)}"))
+
+
+@cause(
+    "gloo.timeout",
+    seen='gloo\'s "Timed out waiting 1800000ms for recv operation to complete", and no rank failed or left',
+    contradicts="a rank that failed, left early or is seen to hang: that is the cause",
+    fix=(
+        "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow save or evaluation on one rank",
+        "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))",
+    ),
+    retryable=True,
+)
+def gloo_timeout(case: Case) -> Found | None:
+    """A collective of gloo was not finished in time, and nothing shows why."""
+    found = find(case, r"gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation")
+    return Found(f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}", (line_of(found), f"at {place(case.end)}")) if found else None

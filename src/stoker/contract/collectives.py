@@ -1,0 +1,44 @@
+"""What torch's flight recorder knows of a rank's collectives, made small: its last operations per process group.
+
+Used by the shim (a rank that fails says where it was) and by the agent (which asks the rank's worker server).
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
+_SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")  # operations whose sizes must agree between ranks
+
+
+def digest(trace: Any) -> list[dict[str, Any]]:
+    """Per group: its ranks where torch says them, the newest operations, oldest first, and which of them are done."""
+    groups: dict[str, dict[str, Any]] = {}
+    for entry in trace.get("entries") or ():
+        name, about = (entry.get("process_group") or ["?", ""])[:2]
+        group = groups.setdefault(name, {"group": name, "about": "" if about == "undefined" else about, "ops": []})
+        group["ops"].append({
+            "seq": entry.get("collective_seq_id", 0), "p2p": entry.get("p2p_seq_id", 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
+            "sizes": entry.get("input_sizes") or [], "types": entry.get("input_dtypes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
+            "time_ns": entry.get("time_created_ns", 0), "order": entry.get("record_id", 0),
+        })  # fmt: skip
+    for name, group in groups.items():
+        pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
+        first = max(0, min(pending, len(group["ops"]) - RECENT))
+        group["ops"] = group["ops"][first : first + RECENT]
+        told = (trace.get("pg_config") or {}).get(name, {}).get("ranks", "")
+        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if word.isdigit()]
+        if ranks:
+            group["ranks"] = ranks
+    return list(groups.values())
+
+
+def kind_of(op: str) -> str:
+    """gloo:all_reduce, nccl:all_reduce_sparse … → all_reduce."""
+    return op.partition(":")[2].partition(" ")[0] or op
+
+
+def sizes_must_agree(op: str) -> bool:
+    return kind_of(op).startswith(_SAME_EVERYWHERE)

@@ -1,0 +1,372 @@
+"""A close look at ranks that may be stuck or slow: their states, stacks, workers, collectives and cards. In a forked child.
+
+The child may block (a sick kernel, a dead socket) and may be killed; the agent goes on. It only looks: py-spy reads memory without
+stopping its target; where it is missing or not allowed, faulthandler is asked by a signal, and only a process that catches it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from stoker.contract import collectives, names
+from stoker.control.agent import kernel
+from stoker.control.agent.memory import children
+from stoker.control.agent.spawn import Rank
+from stoker.control.machine import processes, syscalls
+
+DEADLINE_S = 6.0
+SPY_S = 2.0
+ASK_S = 1.0
+GAP_S = 0.4
+FRAMES = 60  # per thread
+THREADS = 24
+WORKERS = 16
+
+
+class Inspection:
+    """Started by an order {"ask", "ranks", "samples", "gap", "timings"}; its answer is JSON: rank -> what was seen."""
+
+    def __init__(self, order: dict[str, Any], ranks: list[Rank]) -> None:
+        self.ask = order["ask"]
+        self._parts: list[bytes] = []
+        self.handle, write = os.pipe()
+        os.set_blocking(self.handle, False)
+        pid = os.fork()
+        if pid == 0:
+            _in_child(order, ranks, write)
+        os.close(write)
+
+    def read(self) -> bool:
+        """True when the answer is complete."""
+        try:
+            data = os.read(self.handle, 1 << 18)
+        except BlockingIOError:
+            return False
+        if data:
+            self._parts.append(data)
+            return False
+        os.close(self.handle)
+        return True
+
+    def answer(self) -> bytes:
+        return b"".join(self._parts) or b"{}"
+
+
+def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
+    """Never returns."""
+    try:
+        import json
+        import signal
+
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        os.dup2(write, 3)
+        os.closerange(4, 4096)  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_S * 3))
+        text = json.dumps(inspect(order, ranks)).encode()
+        while text:
+            text = text[os.write(3, text) :]
+    except BaseException as problem:
+        os.write(2, f"stoker: an inspection failed: {type(problem).__name__}: {problem}\n".encode())
+    os._exit(0)
+
+
+def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
+    if order.get("timings"):
+        return {str(rank.rank): {"timings": _timings(rank)} for rank in ranks}
+    samples, gap = int(order.get("samples", 2)), float(order.get("gap", GAP_S))
+    spy, loops = _Spy(), _Loops()
+    found = {rank.rank: _Look(rank, spy, loops) for rank in ranks}
+    for look in found.values():
+        look.begin()
+    deadline = time.monotonic() + DEADLINE_S
+    for n in range(samples):
+        if n and time.monotonic() < deadline:
+            time.sleep(gap)  # not waiting for anything: the distance between two samples
+        for look in found.values():
+            look.sample()
+    cards = _cards([rank.gpu for rank in ranks if rank.gpu])
+    return {str(number): {**look.end(), "gpu": cards.get(look.rank.gpu or "")} for number, look in found.items()}
+
+
+class _Look:
+    """One rank, over the time of an inspection."""
+
+    def __init__(self, rank: Rank, spy: _Spy, loops: _Loops) -> None:
+        self.rank = rank
+        self._spy = spy
+        self._loops = loops
+        self._samples: list[list[dict[str, Any]]] = []
+        self._workers: dict[int, dict[str, Any]] = {}
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+        self._first = self._meter(self.rank.pid)
+        self._below = children(self.rank.pid)[:WORKERS]
+        self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
+        self._asked_from = _size(self.rank.files["asked"])
+        one = processes.process(self.rank.pid)
+        stopped = one is not None and one.state in "Tt"
+        self._collectives, self._no_collectives = ([], "its process is stopped") if stopped else _flight_recorder(self.rank.files["server"])
+
+    def sample(self) -> None:
+        threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
+        for thread in threads:
+            if thread["main"]:
+                thread["frames"] = [[*frame, self._loops.around(frame[1], frame[2])] for frame in thread["frames"]]
+        self._samples.append(threads)
+
+    def end(self) -> dict[str, Any]:
+        one = processes.process(self.rank.pid)
+        took = max(time.monotonic() - self._since, 0.01)
+        last = self._meter(self.rank.pid)
+        share = {key: round((last[key] - value) / took, 3) for key, value in self._first.items() if key != "swap"}
+        return {
+            "pid": self.rank.pid, "state": one.state if one else "Z", "took": round(took, 2), "cpu": share["cpu"], "main_cpu": share["main_cpu"],
+            "waiting_for_core": share["delay"], "faults": share["faults"], "moved": share["moved"], "swap": last["swap"],
+            "wchan": _wchan(self.rank.pid), "syscall": _syscall(self.rank.pid), "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
+            "samples": self._samples, "stacks_by": self._spy.how, "groups": self._collectives, "no_groups": self._no_collectives,
+            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
+        }  # fmt: skip
+
+    def _worker(self, pid: int, took: float) -> dict[str, Any]:
+        one = processes.process(pid)
+        cpu = (processes.cpu_seconds(pid) or 0.0) - self._below_first[pid]
+        return {
+            "pid": pid, "name": one.name if one else "?", "state": one.state if one else "Z", "cpu": round(cpu / took, 3), "wchan": _wchan(pid),
+            "syscall": _syscall(pid), "command": (processes.command(pid) or "")[:120],
+            "threads": self._spy.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
+        }  # fmt: skip
+
+    @staticmethod
+    def _meter(pid: int) -> dict[str, float]:
+        faults, delay, swap = 0, 0.0, 0
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                faults = int(file.read().rpartition(b")")[2].split()[9])  # major ones: they went to the disk
+            with open(f"/proc/{pid}/schedstat", "rb") as file:
+                delay = int(file.read().split()[1]) / 1e9  # the main thread's, on the run queue and not running
+            with open(f"/proc/{pid}/status", "rb") as file:
+                swap = sum(int(line.split()[1]) * 1024 for line in file if line.startswith(b"VmSwap:"))
+        except (OSError, IndexError, ValueError):
+            pass  # gone, or a kernel without it: what was read counts
+        return {
+            "cpu": processes.cpu_seconds(pid) or 0.0, "main_cpu": processes.cpu_seconds(pid, pid) or 0.0, "delay": delay, "faults": faults,
+            "moved": processes.bytes_moved(pid) or 0, "swap": swap,
+        }  # fmt: skip
+
+
+class _Spy:
+    """Stacks by py-spy where it is installed and allowed, else by faulthandler."""
+
+    def __init__(self) -> None:
+        import shutil
+        import sys
+
+        beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+        self._program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+        self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
+
+    def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
+        if self._program:
+            found = self._by_py_spy(pid)
+            if found:
+                return found
+        return _by_faulthandler(pid, asked)
+
+    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
+        import json
+        import subprocess
+
+        assert self._program is not None
+        try:
+            done = subprocess.run([self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False)
+        except subprocess.TimeoutExpired:
+            self.how = "faulthandler (py-spy does not answer)"
+            return []
+        if done.returncode != 0:
+            said = done.stderr.decode("utf-8", "replace")
+            if "ermission" in said:  # PermissionDenied, or EPERM's text
+                self._program = None
+                self.how = "faulthandler (py-spy may not read the ranks: it needs CAP_SYS_PTRACE here)"
+            return []
+        try:
+            return [_thread(one) for one in json.loads(done.stdout)][:THREADS]
+        except ValueError:
+            return []
+
+
+class _Loops:
+    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[tuple[int, int]]] = {}
+
+    def around(self, file: str, line: int) -> list[int]:
+        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't be read."""
+        if "/lib/python" in file or not file.endswith(".py"):
+            return []
+        if file not in self._known:
+            self._known[file] = self._parse(file)
+        return [first for first, last in self._known[file] if first < line <= last]
+
+    @staticmethod
+    def _parse(file: str) -> list[tuple[int, int]]:
+        import ast
+
+        try:
+            with open(file, encoding="utf-8") as source:
+                tree = ast.parse(source.read(1 << 20))
+        except (OSError, SyntaxError, ValueError):
+            return []
+        return sorted((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While, ast.AsyncFor)))
+
+
+def _thread(one: dict[str, Any]) -> dict[str, Any]:
+    frames = [[frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0] for frame in one.get("frames") or ()]
+    return {
+        "name": one.get("thread_name") or "", "main": one.get("os_thread_id") == one.get("pid"), "active": bool(one.get("active")),
+        "gil": bool(one.get("owns_gil")), "frames": frames[:FRAMES],
+    }  # fmt: skip
+
+
+def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
+    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
+    one = processes.process(pid)
+    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL):
+        return []
+    before = _size(path)
+    if not kernel.send(one, names.STACK_SIGNAL):
+        return []
+    deadline = time.monotonic() + ASK_S
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        now = _size(path)
+        if now > before and now == size:
+            break
+        size = now
+    try:
+        with open(path, "rb") as file:
+            file.seek(before)
+            text = file.read(1 << 18).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return _threads_of(text)
+
+
+def _threads_of(text: str) -> list[dict[str, Any]]:
+    threads: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            threads.append({"name": "", "main": False, "active": False, "gil": False, "frames": []})
+        elif line.startswith('  File "') and threads:
+            file, _, rest = line[len('  File "') :].rpartition('", line ')
+            number, _, name = rest.partition(" in ")
+            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
+    if threads:
+        threads[-1]["main"] = True  # faulthandler writes the newest thread first
+    return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
+
+
+def _catches(pid: int, signum: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    except OSError:
+        return False
+    return False
+
+
+def _is_python(pid: int) -> bool:
+    try:
+        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return False
+
+
+def _wchan(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/wchan", encoding="ascii", errors="replace") as file:
+            return file.read().strip().strip("0")
+    except OSError:
+        return ""
+
+
+def _syscall(pid: int) -> str:
+    """The system call its main thread is in, by name; "running" where it is in none."""
+    try:
+        with open(f"/proc/{pid}/syscall", encoding="ascii", errors="replace") as file:
+            word = file.read().split(" ")[0].strip()
+    except OSError:
+        return ""
+    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if word.lstrip("-").isdigit() else word
+
+
+def _flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
+    """(the digest of its collectives, why there is none)."""
+    trace, why = _ask_server(path)
+    return (collectives.digest(trace), "") if trace is not None else ([], why)
+
+
+def _timings(rank: Rank) -> list[list[Any]]:
+    """[group, number, when it was entered] of its newest collectives: who comes late, and how late."""
+    trace, _ = _ask_server(rank.files["server"])
+    entries = (trace or {}).get("entries") or []
+    return [[(entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id", 0), entry.get("time_created_ns", 0)]
+            for entry in entries if not entry.get("is_p2p")][-400:]  # fmt: skip
+
+
+def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
+    import json
+    import socket
+
+    if not os.path.exists(path):
+        return None, "no worker server in this rank"
+    parts: list[bytes] = []
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(ASK_S)
+        connection.connect(path)
+        connection.sendall(b"POST /handler/fr_trace_json HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        while data := connection.recv(1 << 18):
+            parts.append(data)
+    except OSError as problem:
+        return None, f"the worker server does not answer: {problem}"
+    finally:
+        connection.close()
+    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        return None, f"the worker server says {head.partition(chr(13).encode())[0].decode('ascii', 'replace')}"
+    try:
+        found = json.loads(body)
+    except ValueError as problem:
+        return None, f"the flight recorder's answer can't be read: {problem}"
+    return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is no trace")
+
+
+def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
+    """NVML anew: a library that was started before a fork does not serve the child."""
+    if not uuids:
+        return {}
+    from stoker.control.machine.observe import Observer
+
+    nvml = Observer().nvml
+    if nvml is None:
+        return {}
+    nvml.gpus()
+    return {uuid: nvml.work(uuid) for uuid in set(uuids)}
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0

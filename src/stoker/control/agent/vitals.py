@@ -1,0 +1,120 @@
+"""Signs of life of this host's ranks, cheap enough to take all the time: beats, and for ranks that don't beat, state, CPU and I/O.
+
+A rank that beats costs one look at shared memory twice a second. Only one that is quiet is looked up in /proc.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract.beats import HAS_LOSS, Beat
+from stoker.contract.shape import as_json
+from stoker.contract.shapes import Around
+from stoker.control.agent.memory import children
+from stoker.control.agent.spawn import Rank
+from stoker.control.machine import host, kernellog, processes
+from stoker.control.machine.nvml import Nvml
+
+BEATS_S = 0.5
+QUIET_S = 1.0  # without a beat for this long a rank's state is looked up
+VITALS_S = 2.0
+MOST_LOSSES = 32  # per rank and look
+
+Say = Callable[[dict[str, Any]], None]
+
+
+class Vitals:
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self._beats_at = self._vitals_at = 0.0
+        self._holders: dict[int, tuple[dict[str, Any], ...]] = {}
+
+    def look(self, ranks: dict[int, Rank], now: float, first_step: Callable[[Rank, float], None]) -> None:
+        if now - self._beats_at < BEATS_S:
+            return
+        self._beats_at = now
+        self.beats(ranks, first_step)
+        due = now - self._vitals_at >= VITALS_S
+        if due:
+            self._vitals_at = now
+        found: dict[str, list[Any]] = {}
+        for rank in ranks.values():
+            if rank.ended is not None:
+                continue
+            if due:
+                rank.rss.append((round(time.time(), 1), sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))))
+            if now - rank.beaten > QUIET_S:
+                one = processes.process(rank.pid)
+                state = one.state if one else "Z"
+                turned, rank.state = state != rank.state and "T" in (state.upper(), rank.state.upper()), state
+                if due or turned:
+                    found[str(rank.rank)] = [state, *_work(rank.pid)]
+        if found:
+            self._say({"is": "vitals", "ranks": found})
+
+    def beats(self, ranks: dict[int, Rank], first_step: Callable[[Rank, float], None]) -> None:
+        fresh: dict[str, list[Any]] = {}
+        for rank in ranks.values():
+            if rank.reader is None or rank.reader.written == rank.reader.seen:
+                continue
+            news = rank.reader.new()
+            first = rank.steps == 0
+            # A step is one optimizer's count; the script's own word (optimizer 0) wins where there is one.
+            lead = min(beat.optimizer for beat in news)
+            mine = [beat for beat in news if beat.optimizer == lead]
+            rank.steps = max(1, rank.steps, *(beat.step for beat in mine))
+            rank.beaten = time.monotonic()
+            fresh[str(rank.rank)] = [rank.steps, mine[-1].time_ns, len(mine), _longest(rank.beat_ns, mine), _losses(mine)]
+            rank.beat_ns = mine[-1].time_ns
+            if first:
+                first_step(rank, news[0].time_ns / 1e9)
+        if fresh:
+            self._say({"is": "beats", "ranks": fresh})
+
+    # ---- around a bad end ----
+
+    def note_holders(self, rank: Rank, nvml: Nvml | None) -> None:
+        """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
+        if nvml is not None and rank.gpu:
+            self._holders[rank.pid] = tuple({**as_json(one), "ours": one.pid == rank.pid} for one in nvml.holders(rank.gpu) or ())
+
+    def around(self, rank: Rank, nvml: Nvml | None) -> dict[str, Any]:
+        total, available, _ = host.memory()
+        shm = host.shared_memory()
+        if nvml is not None and rank.gpu and rank.pid not in self._holders:
+            self.note_holders(rank, nvml)
+        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
+        found: dict[str, Any] = as_json(Around(
+            rss=tuple(rank.rss), host_available=available, host_total=total, kernel=_kernel_lines(rank), holders=self._holders.get(rank.pid, ()),
+            gpu_used=card[0] if card else None, gpu_total=card[1] if card else None, shm_free=shm[0], shm_total=shm[1],
+        ))  # fmt: skip
+        return found
+
+
+def _longest(before: int, beats: list[Beat]) -> float:
+    """Seconds of the longest gap between these beats, and between them and the one before."""
+    times = [before or beats[0].time_ns, *(beat.time_ns for beat in beats)]
+    return round(max(after - one for one, after in itertools.pairwise(times)) / 1e9, 4)
+
+
+def _losses(beats: list[Beat]) -> list[list[Any]]:
+    """[step, loss] of the newest beats that carry one. As text: JSON has no NaN."""
+    told = [beat for beat in beats if beat.flags & HAS_LOSS]
+    return [[beat.step, repr(beat.loss)] for beat in told[-MOST_LOSSES:]]
+
+
+def _work(pid: int) -> tuple[float, int]:
+    """(CPU seconds, bytes read and written) of a process and its children so far."""
+    cpu, moved = 0.0, 0
+    for one in (pid, *children(pid)):
+        cpu += processes.cpu_seconds(one) or 0.0
+        moved += processes.bytes_moved(one) or 0
+    return round(cpu, 2), moved
+
+
+def _kernel_lines(rank: Rank) -> tuple[str, ...]:
+    words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory", "NVRM: Xid")
+    return tuple(line[:300] for line in kernellog.lines(rank.started) if any(word in line for word in words))[-12:]

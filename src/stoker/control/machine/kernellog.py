@@ -1,0 +1,40 @@
+"""The kernel's log, where we may read it (root, or dmesg_restrict off)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+
+def lines(since: float = 0.0) -> Iterator[str]:
+    """Messages, oldest first; those from before `since` (wall clock) left out. Nothing where it can't be read."""
+    try:
+        handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    booted = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)  # its clock; a machine that slept is off by that sleep
+    try:
+        while True:
+            try:
+                record = os.read(handle, 8192).decode("utf-8", "replace")
+            except BrokenPipeError:
+                continue  # the ring moved on under us: the next read is the oldest message left
+            except OSError:
+                return  # EAGAIN: the end of the log
+            head, _, text = record.partition(";")
+            words = head.split(",")
+            if len(words) > 2 and words[2].isdigit() and booted + int(words[2]) / 1e6 < since:
+                continue
+            yield text.partition("\n")[0]
+    finally:
+        os.close(handle)
+
+
+def xid(line: str) -> tuple[str, int] | None:
+    """(PCI address, number) of an NVIDIA driver's complaint."""
+    if "NVRM: Xid (PCI:" not in line:
+        return None
+    where, _, rest = line.partition("NVRM: Xid (PCI:")[2].partition(")")
+    number = rest.lstrip(": ").split(",")[0].strip()
+    return (where.lower(), int(number)) if number.isdigit() else None

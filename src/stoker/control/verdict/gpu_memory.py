@@ -1,0 +1,162 @@
+"""oom.gpu*: the card's memory. Who holds it decides which of the three it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.control.verdict.allocator import Refused, read
+from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.reading import amount, find, line_of, said
+from stoker.control.verdict.wording import place
+
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)"
+_NO_NUMBERS = r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out of memory'"
+_SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
+_SMALLER = (
+    "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear cross-entropy)",
+    "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
+    "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
+    "an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8",
+    "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
+    "last, a shorter sequence: it changes what is learned",
+)
+_MAKE_ROOM = (
+    "stoker clean   # shows what your own dead runs still hold; --yes frees it, nobody else's work is touched",
+    "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
+    "held from outside this container: ask who shares the machine, or the provider",
+)
+
+
+class _Card:
+    """The numbers of one refusal, from the message and from what the agent saw on the card."""
+
+    def __init__(self, case: Case, refused: Refused | None) -> None:
+        around = case.end.around
+        mine = {end.pid for end in case.evidence.ends if end.host == case.end.host}
+        self.holders: list[dict[str, Any]] = [one for one in around.holders if not one.get("ours") and one.get("pid") not in mine]
+        ours = [one for one in around.holders if one.get("ours") or one.get("pid") in mine]
+        self.refused = refused
+        self.total = (refused.total if refused else None) or around.gpu_total
+        known = {one.get("pid") for one in ours} | mine
+        # The agent's list is better than the message's: it has names.
+        self.strangers = [] if self.holders or not refused else [pair for pair in refused.others if pair[0] not in known]
+        self.foreign = sum(one.get("memory") or 0 for one in self.holders) or sum(size for _, size in self.strangers)
+        if refused and not self.foreign and None not in (refused.total, refused.free):
+            # Others that neither we nor torch can see: what is used and is nobody's here.
+            siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(size for pid, size in refused.others if pid in known)
+            rest = (refused.total or 0) - (refused.free or 0) - (refused.own or refused.cached + _SLACK) - siblings
+            self.foreign = max(0, rest) if rest > _SLACK else 0
+
+    @property
+    def foreign_decides(self) -> bool:
+        """Without the others it would have fitted; a desktop's few MiB decide nothing."""
+        if self.foreign < max(_SLACK, (self.total or 0) // 20):
+            return False
+        refused = self.refused
+        if refused is None:
+            return self.total is not None and self.foreign * 2 >= self.total
+        if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
+            return False
+        return refused.needed <= (refused.free or 0) + self.foreign and (refused.own or refused.cached) + refused.needed <= (self.total or 0)
+
+    def who_holds(self) -> list[str]:
+        lines = []
+        for one in self.holders:
+            memory = amount(one["memory"]) if one.get("memory") else "an unknown amount"
+            if not one.get("command"):
+                lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
+                continue
+            run = f", run {one['run']}" if one.get("run") else ""
+            lines.append(f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run}) holds {memory}")
+        lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
+        if not lines and self.foreign:
+            lines.append(f"{amount(self.foreign)} are held from outside this container")
+        return lines
+
+    def sentence(self) -> str:
+        refused = self.refused
+        if refused is None:
+            return "an allocation failed"
+        parts = [f"{amount(refused.needed)} needed"]
+        if refused.free is not None:
+            parts.append(f"{amount(refused.free)}{f' of {amount(refused.total)}' if refused.total else ''} free")
+        if refused.unused is not None:
+            parts.append(f"{amount(refused.unused)} reserved and unused")
+        return ", ".join(parts)
+
+
+def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
+    refused = read(said(case))
+    bare = None if refused else find(case, _NO_NUMBERS)
+    if refused is None and bare is None:
+        return None
+    card = _Card(case, refused)
+    said_so = line_of(bare) if bare else next(line for line in said(case).splitlines() if "out of memory" in line)
+    own = (f"this process held {amount(refused.own)}",) if refused and refused.own else ()
+    at = (f"at {place(case.end)}",) if case.end.error else ()
+    return card, (said_so.partition(" If reserved but unallocated")[0], *at, *own, *card.who_holds())
+
+
+@cause(
+    "oom.gpu-foreign",
+    seen="torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's hold so much of the card "
+    "that what was needed would have fitted without them",
+    contradicts="others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu",
+    fix=_MAKE_ROOM,
+    retryable=True,
+)
+def foreign(case: Case) -> Found | None:
+    """The GPU's memory is taken by somebody else's process."""
+    looked = _look(case)
+    if looked is None or not looked[0].foreign_decides:
+        return None
+    card, evidence = looked
+    mine = tuple(f"stoker stop {one['run']}   # if it is yours and not needed" for one in card.holders if one.get("run"))
+    holders = card.who_holds()
+    more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
+    who = f"{case.who}: the GPU's memory is taken by others: {card.sentence()}; {'; '.join(holders[:2])}{more}"
+    return Found(who, evidence, (*mine, *_MAKE_ROOM))
+
+
+@cause(
+    "oom.gpu-fragmentation",
+    seen="torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it out",
+    contradicts="less is reserved and unused than was needed: oom.gpu",
+    fix=(
+        f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
+        "shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length",
+        "evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them",
+    ),
+)
+def fragmentation(case: Case) -> Found | None:
+    """The GPU had the memory, but in pieces too small: torch's cache is fragmented."""
+    looked = _look(case)
+    refused = looked[0].refused if looked else None
+    if looked is None or refused is None or refused.unused is None or refused.unused < refused.needed:
+        return None
+    return Found(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
+
+
+@cause(
+    "oom.gpu",
+    seen="torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor fragments account for it",
+    contradicts="others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation",
+    fix=_SMALLER,
+)
+def too_big(case: Case) -> Found | None:
+    """The model, the batch or the optimizer is too big for the GPU."""
+    looked = _look(case)
+    if looked is None:
+        return None
+    card, evidence = looked
+    refused = card.refused
+    if refused is None:
+        return Found(f"{case.who}: out of GPU memory", evidence)
+    if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
+        limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
+        return Found(f"{case.who}: out of GPU memory: {card.sentence()}; {limit}", evidence, (f"raise that limit: {limit}", *_SMALLER))
+    if refused.free is not None and refused.free > refused.needed + _SLACK:
+        odd = "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
+        return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
+    pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if (refused.free or 0) + (refused.unused or 0) >= refused.needed else ()
+    return Found(f"{case.who}: out of GPU memory: {card.sentence()}", evidence, (*pieces, *_SMALLER))

@@ -1,0 +1,52 @@
+"""host.*: what the host allows, and the agents on it."""
+
+from __future__ import annotations
+
+import re
+
+from stoker.control.verdict.catalogue import Case, Found, cause, entry
+from stoker.control.verdict.reading import find, line_of
+from stoker.control.verdict.wording import traced
+
+_LIMITS = (
+    "ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)",
+    "fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers",
+)
+
+
+@cause(
+    "host.processes",
+    seen='"can\'t start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more ranks than processes allowed',
+    contradicts="errno 11 of a file or a socket that would block: rank.exception",
+    fix=_LIMITS,
+)
+def processes(case: Case) -> Found | None:
+    """The host allows no more processes or threads."""
+    found = find(case, r"can't start new thread|pthread_create failed[^\n]*|Thread creation failed: Resource temporarily unavailable|fork: Resource temporarily")
+    error = case.end.error
+    if not found and error is not None and "[Errno 11]" in error.message and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback):
+        found = find(case, r"\[Errno 11\][^\n]*")
+    return Found(f"{case.who}: no more processes or threads are allowed ({line_of(found)})", (line_of(found), *traced(case.end, 4))) if found else None
+
+
+entry(
+    "host.files",
+    "The limit of open files is too low for the number of ranks.",
+    seen="before the start: ulimit -n below 4 per rank and 64 more",
+    contradicts="a rank ran into the limit by itself: data.too-many-files",
+    fix=("ulimit -n 65536   # in the shell that starts stoker",),
+)
+entry(
+    "host.agent",
+    "A host's agent did not come up.",
+    seen="before the start: it ended, or said nothing in time",
+    contradicts="it was there and vanished later: host.agent-lost",
+    fix=("ssh HOST true   # no password, no question, in seconds?", "a sick driver can hang it: nvidia-smi on that host"),
+)
+AGENT_LOST = entry(
+    "host.agent-lost",
+    "A host's agent vanished while its ranks ran.",
+    seen="end-of-file on its connection, or no sign of life for 8 s",
+    contradicts="a rank ended first: then that is the cause",
+    fix=("was it killed? dmesg on that host may know", "a host that went down or a cable that was cut looks the same: ping it"),
+)

@@ -1,0 +1,74 @@
+"""What ended a rank, in its own words: the text that causes search, and the pieces of it that a verdict quotes."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from stoker.control.verdict.catalogue import Case
+from stoker.control.verdict.wording import place
+
+_DIRECT = "\nThe above exception was the direct cause of the following exception:\n"
+_DURING = "\nDuring handling of the above exception, another exception occurred:\n"
+_LAST = 40  # printed lines that count as last words: older ones may be of an error that was caught and survived
+
+
+def said(case: Case) -> str:
+    """The exception and those it was raised from; the last lines printed where the rank ended itself without one.
+
+    A rank that was killed said nothing about that: what it printed before is not why.
+    """
+    end = case.end
+    if end.error is not None:
+        return "\n".join((_unquoted(end.error.message), *_causes(end.error.traceback)))
+    if end.code is None or (end.code <= 0 and end.code != -signal.SIGABRT):
+        return ""
+    lines = [line for line in end.tail.splitlines() if line.strip() and not line.startswith("frame #")]
+    return "\n".join(lines[-_LAST:])
+
+
+def _causes(traceback: str) -> list[str]:
+    """`raise … from` only: an error that was being handled when this one came up is not its reason."""
+    found: list[str] = []
+    for part in reversed(traceback.split(_DIRECT)):
+        _, handled, own = part.rpartition(_DURING)
+        found.extend(line for line in own.splitlines() if line and not line[0].isspace() and not line.startswith("Traceback "))
+        if handled:
+            break
+    return found
+
+
+def _unquoted(message: str) -> str:
+    """A data loader hands on its worker's whole traceback: its lines of source are not what the exception says."""
+    if "Original Traceback (most recent call last)" not in message:
+        return message
+    return "\n".join(line for line in message.splitlines() if line and not line[0].isspace())
+
+
+def find(case: Case, pattern: str) -> re.Match[str] | None:
+    return re.search(pattern, said(case))
+
+
+def line_of(found: re.Match[str]) -> str:
+    """The whole line that holds the match."""
+    text = found.string
+    return text[text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1].strip()
+
+
+def noticed(case: Case, line: str) -> tuple[str, ...]:
+    """A GPU's errors are asynchronous: the place is where somebody asked, not where it went wrong."""
+    return (line, f"noticed at {place(case.end)}") if case.end.error else (line,)
+
+
+def path_in(line: str) -> str:
+    """The file an OSError names: [Errno 2] No such file or directory: '/data/x'."""
+    named = re.search(r": '([^']+)'", line)
+    return named[1] if named else ""
+
+
+def amount(count: float) -> str:
+    """As torch writes sizes, so that the line in the log and the verdict can be compared."""
+    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count:.0f} bytes"

@@ -1,0 +1,200 @@
+"""All ranks' snapshots in, one stall out: which rank, what it does, who waits for it, and whether it can ever go on. Pure.
+
+The order of evidence: a stopped process; who waits for whom in the collectives; the stack that differs; the state of a process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.contract.collectives import kind_of
+from stoker.contract.shape import replace
+from stoker.contract.shapes import Stall
+from stoker.control.watch import stacks
+from stoker.control.watch.reasons import reason
+from stoker.control.watch.snapshot import Frame, Snapshot
+from stoker.control.watch.waits import Wait, Waits, waits
+
+
+def explain(
+    snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float],
+    steps: Mapping[int, int],
+) -> Stall | None:
+    """`ended`: ranks that are gone -> exit code. `silent`: seconds without progress, of the ranks that are overdue. None: nothing found that stands still."""
+    if not snapshots:
+        return None
+    found = _culprit(snapshots, world, members, ended, silent)
+    if found is None:
+        return None
+    rank = found.rank
+    lines = [*found.evidence, *stacks.told(one for one in snapshots.values() if one.state != "Z")]
+    missing = sorted({one.no_groups for one in snapshots.values() if one.no_groups})
+    lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
+    lines += sorted({f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")})
+    quiet = max(silent.values(), default=0.0)
+    return replace(found, evidence=tuple(lines), silent_s=round(silent.get(rank, quiet) if rank is not None else quiet, 1), step=steps.get(rank, 0) if rank is not None else 0)
+
+
+def _culprit(
+    snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float]
+) -> Stall | None:
+    graph = waits(snapshots, members, world)
+    stopped = [rank for rank, one in snapshots.items() if one.state in "Tt"]
+    if stopped:
+        return _alone(stopped, snapshots, graph, proof=True)
+    gone = [rank for rank in graph.roots if rank in ended]
+    if gone:
+        return _left(gone[0], ended, graph)
+    roots = [rank for rank in graph.roots if rank in snapshots]
+    if roots:
+        best = len(graph.behind(roots[0]))
+        return _alone([rank for rank in roots if len(graph.behind(rank)) == best], snapshots, graph)
+    if graph.edges:
+        return _at_odds(snapshots, graph)
+    if graph.pending and len(graph.pending) == len(snapshots):
+        return _together(snapshots, graph)
+    return _by_stacks(snapshots, graph, silent, ended)
+
+
+def _operation(graph: Waits, rank: int) -> tuple[str, str]:
+    """(what the others wait in, the backend)."""
+    edge = next((edge for edge in graph.edges if edge.target == rank), None)
+    if edge is None:
+        return "", ""
+    return str(edge.op), edge.op.name.partition(":")[0]
+
+
+def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, proof: bool = False) -> Stall:
+    rank = guilty[0]
+    kind, frame, detail = reason(snapshots[rank])
+    if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
+        detail = "it waits for the others to join the process group"
+    operation, backend = _operation(graph, rank)
+    waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
+    edge = next((edge for edge in graph.edges if edge.target == rank), None)
+    lines = [f"{stacks.ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered"] if waiting and edge else []
+    if edge is not None and edge.other is not None:
+        lines.append(f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number {edge.op.seq}")
+    return Stall(kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines))
+
+
+def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
+    operation, backend = _operation(graph, rank)
+    waiting = tuple(sorted(graph.behind(rank)))
+    return Stall(
+        "left", rank, (rank,), waiting, "", f"it ended with exit code {ended[rank]} before the others were done", operation, backend, True,
+        evidence=(f"{stacks.ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
+    )  # fmt: skip
+
+
+def _at_odds(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+    """Everybody waits for somebody: another operation, another shape, or groups entered in another order."""
+    for why, kind in (("other-op", "op-mismatch"), ("other-shape", "shape-mismatch")):
+        edges = [edge for edge in graph.edges if edge.why == why]
+        if edges:
+            return _mismatch(kind, edges, snapshots, graph)
+    groups = {group for group, _ in graph.pending.values()}
+    peers = [edge for edge in graph.edges if edge.why == "peer"]
+    rank = _odd_one(graph)
+    frame = stacks.users_frame(snapshots[rank].main)
+    group, op = graph.pending[rank]
+    waiting = tuple(sorted(set(graph.pending) - {rank}))
+    lines = tuple(f"rank {one} waits in operation {its.seq} of group {name}: {its}" for one, (name, its) in sorted(graph.pending.items())[:8])
+    detail = f"it waits in {op} of group {group} while the others wait in another group" if len(groups) > 1 else f"it waits in {op}"
+    if peers and len(groups) == 1:
+        detail = "the ranks wait for each other's messages: sends and receives in an order that can't work"
+    return Stall("diverged", rank, (rank,), waiting, str(frame or ""), detail, str(op), op.name.partition(":")[0], True, evidence=lines)
+
+
+def _odd_one(graph: Waits) -> int:
+    """Of ranks that wait in different groups: one of the smallest party, not rank 0 if there is a choice."""
+    parties: dict[str, list[int]] = {}
+    for rank, (group, _) in graph.pending.items():
+        parties.setdefault(group, []).append(rank)
+    # The rank most others wait for in the largest party.
+    counts = {rank: sum(1 for edge in graph.edges if edge.target == rank) for rank in graph.pending}
+    return max(graph.pending, key=lambda rank: (counts[rank], -len(parties[graph.pending[rank][0]]), rank))
+
+
+def _mismatch(kind: str, edges: list[Wait], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+    entered: dict[tuple[str, str], set[int]] = {}
+
+    def key(name: str, sizes: tuple[object, ...]) -> tuple[str, str]:
+        return kind_of(name), str(sizes) if kind == "shape-mismatch" else ""
+
+    ops: dict[tuple[str, str], str] = {}
+    for edge in edges:
+        mine, theirs = key(edge.op.name, edge.op.sizes), key(edge.other.name, edge.other.sizes) if edge.other else ("", "")
+        entered.setdefault(mine, set()).add(edge.rank)
+        entered.setdefault(theirs, set()).add(edge.target)
+        ops[mine] = str(edge.op)
+        ops[theirs] = str(edge.other)
+    parties = sorted(entered.items(), key=lambda item: (len(item[1]), -max(item[1])))
+    (odd, guilty), (usual, others) = parties[0], parties[-1]
+    rank = max(guilty)
+    frame = stacks.users_frame(snapshots[rank].main) if rank in snapshots else None
+    seq, backend = edges[0].op.seq, edges[0].op.name.partition(":")[0]
+    lines = tuple(f"operation {seq} of group {edges[0].group}: {stacks.ranks_text(ranks)} entered {ops[which]}" for which, ranks in parties)
+    if kind == "op-mismatch" and _left_the_loop(snapshots, sorted(guilty), sorted(others)):
+        return Stall(
+            "unequal", rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""),
+            f"it has left the training loop ({ops[odd]}) while the others are in a backward pass: it had fewer batches", ops[usual], backend, True, evidence=lines,
+        )  # fmt: skip
+    return Stall(kind, rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""), f"it entered {ops[odd]}", ops[usual], backend, True, evidence=lines)
+
+
+def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: list[int], others: list[int]) -> bool:
+    """The others are in a backward pass inside a loop that these, in the same function, are no longer in."""
+    for rank in guilty:
+        for other in others:
+            if rank not in snapshots or other not in snapshots or not stacks.in_backward(snapshots[other].main):
+                return False
+            if not _outside(snapshots[rank].main, snapshots[other].main):
+                return False
+    return bool(guilty and others)
+
+
+def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
+    """From the outermost frame inward: the first one in which the two part."""
+    for one, other in zip(reversed(mine), reversed(theirs), strict=False):
+        if (one.file, one.name) != (other.file, other.name):
+            return False
+        if one.line != other.line:
+            return bool(set(other.loops) - set(one.loops))
+    return False
+
+
+def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+    """All have entered the same operation and it does not end: the way between them, or a card."""
+    rank, (group, op) = min(graph.pending.items())
+    frame = stacks.users_frame(snapshots[rank].main)
+    return Stall(
+        "together", None, (), tuple(sorted(graph.pending)), str(frame or ""), f"every rank has entered operation {op.seq} of group {group} and it does not end",
+        str(op), op.name.partition(":")[0],
+    )  # fmt: skip
+
+
+def _by_stacks(snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]) -> Stall | None:
+    """No word from the collectives: those that are not in one are what the others wait for."""
+    waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
+    others = [rank for rank in snapshots if rank not in waiters]
+    if waiters and not others:
+        left = [rank for rank, code in ended.items() if code == 0]
+        if left:
+            return replace(_left(left[0], ended, graph), waiting=tuple(sorted(waiters)), proof=False)
+        return _outlier(snapshots, waiters)
+    guilty = [rank for rank in others if rank in silent] or (others if waiters else [])
+    if not guilty:
+        return None
+    found = _alone(sorted(guilty), snapshots, graph)
+    return replace(found, waiting=tuple(sorted(waiters))) if waiters else found
+
+
+def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
+    groups = stacks.grouped(snapshots.values())
+    ranks, one = groups[0]
+    frame: Frame | None = stacks.users_frame(one.main)
+    if len(groups) == 1 or len(groups[-1][0]) == len(ranks):
+        return Stall("together", None, (), tuple(sorted(waiters)), str(frame or ""), "every rank waits in a collective")
+    others = tuple(sorted(waiters - set(ranks)))
+    return Stall("diverged", ranks[-1], ranks, others, str(frame or ""), "it waits in a collective at another line than the others")

@@ -1,0 +1,94 @@
+"""Losses that are no numbers any more, or explode: from beats, and from the step lines a script prints. Pure.
+
+One bad loss can be one bad batch, and a scaler skips it. Three in a row are weights that are gone.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from stoker.contract.shape import shape
+
+IN_A_ROW = 3
+EXPLODING = 20.0  # times the largest of the first losses
+EXPLODING_IN_A_ROW = 5
+FIRST = 10
+LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
+
+# "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found", not eval or validation losses, which may be empty.
+_LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)['\"]?\s*[:=]?\s*(?P<value>nan|[-+]?inf(?:inity)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])")
+_NOT_TRAINING = (b"val", b"eval", b"test", b"valid", b"validation", b"dev", b"no")
+_STEP = re.compile(rb"(?i)\bstep\W{0,3}(\d+)")
+
+
+@shape
+class BadNumber:
+    kind: str  # loss | exploding
+    rank: int
+    step: int
+    value: str
+    source: str  # beat | line
+    line: str = ""
+    firm: bool = False  # it stays so: not one bad batch
+
+
+class Losses:
+    """One run's losses, by rank."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, list[float]] = {}
+        self._bad: dict[int, int] = {}
+        self._high: dict[int, int] = {}
+        self._said: set[tuple[int, str, bool]] = set()
+        self._beaten: set[int] = set()  # ranks that tell their loss themselves: their lines are not read
+        self._rest: dict[int, bytes] = {}
+
+    def heard(self, rank: int, step: int, loss: float) -> BadNumber | None:
+        self._beaten.add(rank)
+        return self._take(rank, step, loss, "beat", "")
+
+    def read(self, rank: int, data: bytes) -> list[BadNumber]:
+        """A chunk of what a rank printed. Only whole lines count; most chunks hold no loss and cost one search."""
+        if rank in self._beaten or len(data) > LONGEST:
+            return []
+        if b"oss" not in data and b"OSS" not in data and rank not in self._rest:
+            return []
+        whole = self._rest.pop(rank, b"") + data
+        cut = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        if len(whole) - cut and len(whole) - cut < 4096:
+            self._rest[rank] = whole[cut:]
+        found = []
+        for line in whole[:cut].splitlines():
+            match = _LOSS.search(line)
+            if match is None or match["what"].lower().partition(b"loss")[0].rstrip(b" _/-") in _NOT_TRAINING:
+                continue
+            step = _STEP.search(line)
+            try:
+                value = float(match["value"])
+            except ValueError:
+                continue
+            one = self._take(rank, int(step[1]) if step else 0, value, "line", line.decode("utf-8", "replace")[:200])
+            if one is not None:
+                found.append(one)
+        return found
+
+    def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
+        if math.isfinite(loss):
+            self._bad[rank] = 0
+            first = self._first.setdefault(rank, [])
+            if len(first) < FIRST:
+                first.append(abs(loss))
+                return None
+            high = abs(loss) > EXPLODING * max(*first, 0.001)
+            self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
+            return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW) if high else None
+        self._bad[rank] = self._bad.get(rank, 0) + 1
+        return self._once("loss", rank, step, loss, source, line, self._bad[rank] >= IN_A_ROW)
+
+    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: str, firm: bool) -> BadNumber | None:
+        """Said when it is first seen and when it is certain, not for every step between."""
+        if (rank, kind, firm) in self._said or (kind == "exploding" and not firm):
+            return None
+        self._said.add((rank, kind, firm))
+        return BadNumber(kind, rank, step, f"{loss:g}", source, line, firm)

@@ -1,0 +1,84 @@
+"""One rank's signs of progress, and how long it may be silent before somebody should look. Pure.
+
+Times are the coordinator's own monotonic clock at the moment of hearing: no clock of another host is compared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+FLOOR_S = 3.0  # between steps of a training that runs
+K = 5.0  # times the rolling p99 of its own gaps
+FIRST_STEPS_S = 30.0  # while it compiles: the second and third step may do it again
+PHASE_S = 60.0  # in an announced phase (eval, save ...)
+IDLE_S = 20.0  # before the first step, for a job in which nothing at all happens
+START_S = 120.0  # before the first step, for a rank that is idle while others work
+ACTIVE_CPU = 0.02  # of a core: more than this, or bytes moved, is work
+ACTIVE_BYTES = 65536
+_TRAINING = ("", "train", "training")
+
+
+class Progress:
+    def __init__(self, now: float) -> None:
+        self.steps = 0
+        self.heard = now  # of anything that is progress
+        self.beaten = 0.0
+        self.active = now  # CPU or I/O
+        self.phase = ""
+        self.state = "?"
+        self.stopped_since = 0.0
+        self._gaps: deque[float] = deque(maxlen=200)
+        self._work: tuple[float, int, float] | None = None
+
+    def beat(self, steps: int, longest: float, now: float) -> None:
+        self.steps = steps
+        self.heard = self.beaten = self.active = now
+        if steps > 3:
+            self._gaps.append(longest)
+        self.stopped_since = 0.0
+
+    def printed(self, now: float) -> None:
+        self.active = now
+        if not self.steps:
+            self.heard = now
+
+    def said(self, now: float) -> None:
+        """A mark or a phase: the script itself says that it goes on."""
+        self.heard = self.active = now
+
+    def vitals(self, state: str, cpu: float, moved: int, now: float) -> None:
+        if state in "Tt":
+            self.stopped_since = self.stopped_since or now
+        else:
+            self.stopped_since = 0.0
+        self.state = state
+        if self._work is not None:
+            took = max(now - self._work[2], 0.5)
+            if (cpu - self._work[0]) / took > ACTIVE_CPU or moved - self._work[1] > ACTIVE_BYTES:
+                self.active = now
+                if not self.steps:
+                    self.heard = now
+        self._work = cpu, moved, now
+
+    @property
+    def training(self) -> bool:
+        return self.phase.lower() in _TRAINING
+
+    @property
+    def usual(self) -> float:
+        """The p99 of its gaps between steps: one long pause in a hundred looks does not count."""
+        if not self._gaps:
+            return 0.0
+        ordered = sorted(self._gaps)
+        return ordered[min(len(ordered) - 1, int(len(ordered) * 0.99) - (1 if len(ordered) >= 100 else 0))]
+
+    @property
+    def median(self) -> float:
+        return sorted(self._gaps)[len(self._gaps) // 2] if self._gaps else 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence after which it is worth a look. Only for a rank that has stepped."""
+        if not self.training:
+            return max(PHASE_S, K * self.usual)
+        return max(FIRST_STEPS_S if self.steps < 4 else FLOOR_S, K * self.usual)

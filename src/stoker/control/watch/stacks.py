@@ -1,0 +1,102 @@
+"""Reading stacks: whose line it is, what kind of waiting, and which ranks look alike. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from stoker.control.watch.snapshot import Frame, Snapshot
+
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+_LOADER = ("_next_data", "_try_get_data", "_get_data")
+
+
+def is_users(frame: Frame) -> bool:
+    return not any(part in frame.file for part in _LIBRARY)
+
+
+def users_frame(frames: Iterable[Frame]) -> Frame | None:
+    """The innermost line of the script's own; of a library where the script has none."""
+    frames = tuple(frames)
+    return next((frame for frame in frames if is_users(frame)), frames[0] if frames else None)
+
+
+def in_collective(frames: Iterable[Frame]) -> bool:
+    """In a call of torch.distributed, or in the backward pass, where DDP and FSDP wait in C++."""
+    return any("torch/distributed/" in frame.file or (frame.name in ("_engine_run_backward", "backward") and "torch/" in frame.file) for frame in frames)
+
+
+def in_rendezvous(frames: Iterable[Frame]) -> bool:
+    return any(frame.name in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store") for frame in frames)
+
+
+def in_loader(frames: Iterable[Frame]) -> bool:
+    return any(frame.name in _LOADER and frame.file.endswith("torch/utils/data/dataloader.py") for frame in frames)
+
+
+def in_backward(frames: Iterable[Frame]) -> bool:
+    return any(frame.name == "_engine_run_backward" for frame in frames)
+
+
+def likeness(frames: Iterable[Frame]) -> tuple[tuple[str, str, int], ...]:
+    """What makes two stacks alike: the script's own lines, and the innermost function."""
+    frames = tuple(frames)
+    own = tuple((frame.file, frame.name, frame.line) for frame in frames if is_users(frame))
+    return ((frames[0].file, frames[0].name, 0), *own) if frames else ()
+
+
+def grouped(snapshots: Iterable[Snapshot]) -> list[tuple[tuple[int, ...], Snapshot]]:
+    """Ranks with the same stack together, the smallest group first: the one that differs is the one to look at."""
+    alike: dict[tuple[tuple[str, str, int], ...], list[Snapshot]] = {}
+    for one in snapshots:
+        alike.setdefault(likeness(one.main), []).append(one)
+    groups = [(tuple(one.rank for one in members), members[0]) for members in alike.values()]
+    return sorted(groups, key=lambda group: (len(group[0]), group[0]))
+
+
+def told(snapshots: Iterable[Snapshot], frames: int = 4) -> list[str]:
+    """One line a group: ranks 0, 2-3: all_reduce (distributed_c10d.py:2955) < step (train.py:40) < main (train.py:60)."""
+    lines = []
+    for ranks, one in grouped(snapshots):
+        shown = " < ".join(f"{frame.name} ({_short(frame.file)}:{frame.line})" for frame in _telling(one.main)[:frames])
+        lines.append(f"{ranks_text(ranks)}: {shown or 'no Python stack'}")
+    return lines
+
+
+def _telling(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The innermost frame, then the script's own."""
+    return (frames[0], *(frame for frame in frames[1:] if is_users(frame))) if frames else ()
+
+
+def _short(path: str) -> str:
+    return path.rpartition("/")[2]
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    parts: list[str] = []
+    first = before = None
+    for rank in [*ranks, None]:
+        if first is not None and before is not None and (rank is None or rank != before + 1):
+            parts.append(str(first) if first == before else f"{first}-{before}" if before > first + 1 else f"{first}, {before}")
+            first = rank
+        first = rank if first is None else first
+        before = rank
+    return f"ranks {', '.join(parts)}"
+
+
+def full(snapshot: Snapshot) -> str:
+    """A rank's stacks and its workers', for the record."""
+    lines = [f"rank {snapshot.rank}: state {snapshot.state}, {snapshot.cpu:.2f} cores, in {snapshot.syscall or snapshot.wchan or '?'}; by {snapshot.stacks_by}"]
+    for thread in snapshot.samples[-1] if snapshot.samples else ():
+        lines.append(f"{'main thread' if thread.main else 'thread'}{', holds the GIL' if thread.gil else ''}:")
+        lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in thread.frames]
+    for worker in snapshot.workers:
+        lines.append(f"child {worker.pid} ({worker.name}): state {worker.state}, {worker.cpu:.2f} cores, in {worker.syscall or '?'}")
+        lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in worker.frames]
+    for group in snapshot.groups:
+        for op in group.ops[-8:]:
+            where = f"group {group.name or '?'}{' (' + group.about + ')' if group.about else ''}"
+            lines.append(f"{where}, operation {op.seq}: {op}{'' if op.done else ' — not done'}")
+    return "\n".join(lines) + "\n"

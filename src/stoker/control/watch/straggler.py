@@ -1,0 +1,174 @@
+"""A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why. Pure.
+
+In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times of entry do:
+the last one in makes the others wait. It is asked after ten steps, when steps have become slower, and now and then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.contract.shape import shape
+from stoker.control.watch import stacks
+from stoker.control.watch.snapshot import Snapshot
+
+FIRST_ASK = 10  # steps
+RISE = 1.4  # times the usual step: somebody may have become slow
+RISE_STEPS = 5
+NOT_SOONER_S = 5.0
+AGAIN_S = 60.0
+SHARE = 0.7  # of all waiting that one rank causes, for it to be the one
+WORTH = 0.2  # of a step
+WORTH_S = 0.02
+SAMPLES = 10
+
+
+@shape
+class Straggler:
+    cause: str  # slow.data, slow.cpu, slow.swap, slow.throttle, slow.code
+    rank: int
+    wait_s: float  # what each of the others waits a step
+    step_s: float
+    because: str
+    where: str
+    step: int
+
+
+class Stragglers:
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self.asked = 0  # number of the inspection that is ours
+        self._asked_at = 0.0
+        self._mode = ""
+        self._timings: dict[int, list[list[Any]]] = {}
+        self._pace: dict[int, list[float]] = {}  # rank -> seconds a step, per look
+        self._steps: dict[int, int] = {}
+        self._beaten: dict[int, float] = {}
+        self._slow_since: dict[int, int] = {}
+        self._next_step = FIRST_ASK
+        self._suspect: tuple[int, float, float] | None = None
+        self._named: dict[int, str] = {}
+        self.found: list[Straggler] = []  # news, taken by the coordinator
+
+    def stepped(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
+        before = self._beaten.get(rank)
+        self._beaten[rank] = now
+        self._steps[rank] = steps
+        if before is None or count <= 0 or steps <= 2:
+            return
+        pace = self._pace.setdefault(rank, [])
+        seconds = longest if count == 1 else max((now - before) / count, 0.0)
+        usual = _median(pace) if len(pace) >= 4 else 0.0
+        if usual and seconds > RISE * usual:
+            self._slow_since.setdefault(rank, steps)
+        else:
+            self._slow_since.pop(rank, None)
+            pace.append(seconds)
+            del pace[:-100]
+
+    def question(self, now: float, steps: Mapping[int, int]) -> dict[str, Any] | None:
+        """The order for the agents, if it is time to ask."""
+        if self._world < 2 or len(steps) < self._world or not steps:
+            return None
+        if self._suspect is not None and not self._mode:
+            rank, _, step_s = self._suspect
+            self._mode = "why"
+            peer = next(one for one in sorted(steps) if one != rank)
+            return {"ranks": [rank, peer], "samples": SAMPLES, "gap": min(max(step_s * 1.5 / SAMPLES, 0.03), 0.3)}
+        slowest = min(steps.values())
+        risen = [since for since in self._slow_since.values() if slowest - since >= RISE_STEPS]
+        due = slowest >= self._next_step if self._next_step else now - self._asked_at > AGAIN_S
+        if not (due or risen) or now - self._asked_at < NOT_SOONER_S:
+            return None
+        self._next_step = 0
+        self._asked_at = now
+        self._mode = "timings"
+        self._timings = {}
+        for rank in self._slow_since:
+            self._slow_since[rank] = slowest  # asked about: not again at the next look
+        return {"timings": True}
+
+    def answered(self, _host: str, told: Mapping[str, Any]) -> None:
+        for rank, data in told.items():
+            if rank.isdigit() and isinstance(data, dict) and "timings" in data:
+                self._timings[int(rank)] = data["timings"]
+
+    def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
+        mode, self._mode, self.asked = self._mode, "", 0
+        if mode == "timings":
+            late = who_is_late(self._timings, self._world)
+            if late is not None and late[0] not in self._named:
+                self._suspect = late
+        elif mode == "why" and self._suspect is not None:
+            rank, wait_s, step_s = self._suspect
+            self._suspect = None
+            if rank in answers:
+                cause, because, where = why(answers[rank], next((one for other, one in answers.items() if other != rank), None))
+                self._named[rank] = cause
+                self.found.append(Straggler(cause, rank, round(wait_s, 3), round(step_s, 3), because, where, self._steps.get(rank, 0)))
+
+
+def who_is_late(timings: Mapping[int, list[list[Any]]], world: int) -> tuple[int, float, float] | None:
+    """(rank, seconds the others wait for it per step, seconds per step) if one rank is behind most of the waiting.
+
+    A step's first collective absorbs the delay; the others of the same step follow closely. So the waiting of all is added up and
+    shared out by who came last.
+    """
+    if len(timings) < world:
+        return None
+    tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
+    common = sorted(set.intersection(*(set(table) for table in tables.values())), key=lambda key: min(table[key] for table in tables.values()))
+    common = common[-200:]
+    if len(common) < 8:
+        return None
+    caused = dict.fromkeys(tables, 0.0)
+    events: dict[int, list[float]] = {rank: [] for rank in tables}
+    for key in common:
+        times = sorted((table[key], rank) for rank, table in tables.items())
+        last, before = times[-1], times[-2]
+        wait = last[0] - before[0]  # only what this rank alone costs: two equally slow ones are no straggler
+        caused[last[1]] += wait
+        if wait > WORTH_S:
+            events[last[1]].append(last[0])
+    total = sum(caused.values())
+    rank = max(caused, key=lambda one: caused[one])
+    came = events[rank]
+    if len(came) < 4 or total <= 0 or caused[rank] < SHARE * total:
+        return None
+    step_s = _median([after - before for before, after in itertools.pairwise(came)])  # it is late once a step
+    wait_s = caused[rank] / len(came)
+    return (rank, wait_s, step_s) if wait_s >= max(WORTH * step_s, WORTH_S) else None
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
+    """(cause, reason in words, the line it spends its time on)."""
+    own: dict[str, int] = {}
+    loader = busy = 0
+    for threads in one.samples:
+        main = next((thread for thread in threads if thread.main), threads[0] if threads else None)
+        if main is None or not main.frames or stacks.in_collective(main.frames):
+            continue
+        busy += 1
+        loader += stacks.in_loader(main.frames)
+        frame = stacks.users_frame(main.frames)
+        own[str(frame)] = own.get(str(frame), 0) + 1
+    where = max(own, key=lambda line: own[line]) if own else ""
+    only_here = [word for word in one.throttle if peer is None or word not in peer.throttle]
+    if only_here:
+        return "slow.throttle", f"its GPU's clock is held down: {', '.join(only_here)}", where
+    if one.swap and one.faults > 20:
+        return "slow.swap", f"it swaps: {one.faults:.0f} page faults a second from the disk, {one.swap / 1e9:.1f} GB swapped out", where
+    if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
+        may = f"; it may run on {one.cpus} CPU{'s' if one.cpus != 1 else ''}" if one.cpus else ""
+        return "slow.cpu", f"it waits for a CPU {one.waiting_for_core:.0%} of the time{may}", where
+    if loader and loader >= 0.5 * busy:
+        return "slow.data", "it waits for its data loader", where
+    if where:
+        return "slow.code", f"it spends its time at {where}", where
+    return "slow.unknown", "no reason could be seen from outside", where

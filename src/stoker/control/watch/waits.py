@@ -1,0 +1,119 @@
+"""Who waits for whom, from the ranks' collectives. Pure.
+
+A rank waits in the first operation of a group that is not done. It waits for every member of that group that has not entered the
+operation, or has entered another one under the same number. Somebody many wait for, who waits for nobody, is the culprit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from stoker.contract.collectives import kind_of, sizes_must_agree
+from stoker.contract.shape import shape
+from stoker.control.watch.snapshot import Group, Op, Snapshot
+
+_PEER = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
+
+
+@shape
+class Wait:
+    rank: int
+    target: int  # the rank it waits for
+    why: str  # absent, other-op, other-shape, peer
+    group: str
+    op: Op
+    other: Op | None = None  # what the target did instead
+
+
+@shape
+class Waits:
+    edges: tuple[Wait, ...]
+    pending: Mapping[int, tuple[str, Op]]  # rank -> (group, the operation it waits in)
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """Ranks others wait for, who wait for nobody; those most are waiting for, directly or through others, first."""
+        sources = {edge.rank for edge in self.edges}
+        free = {edge.target for edge in self.edges} - sources
+        return tuple(sorted(free, key=lambda rank: (-len(self.behind(rank)), rank)))
+
+    def behind(self, rank: int) -> set[int]:
+        """All ranks that wait for this one, through others too."""
+        found: set[int] = set()
+        queue = [rank]
+        while queue:
+            target = queue.pop()
+            for edge in self.edges:
+                if edge.target == target and edge.rank not in found and edge.rank != rank:
+                    found.add(edge.rank)
+                    queue.append(edge.rank)
+        return found
+
+
+def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Waits:
+    """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will enter nothing."""
+    table: dict[str, dict[int, Group]] = {}
+    for rank, one in snapshots.items():
+        for group in one.groups:
+            table.setdefault(group.name, {})[rank] = group
+    edges: list[Wait] = []
+    pending: dict[int, tuple[str, Op]] = {}
+    for name, seen in table.items():
+        everybody = _members(name, seen, members, world)
+        for rank, group in seen.items():
+            op = group.pending
+            if op is None:
+                continue
+            if rank not in pending or op.order < pending[rank][1].order:
+                pending[rank] = name, op
+            if op.p2p:
+                edges += _peer(rank, name, op, snapshots)
+                continue
+            for other in everybody:
+                if other != rank:
+                    edge = _edge(rank, other, name, op, seen.get(other))
+                    if edge is not None:
+                        edges.append(edge)
+    return Waits(tuple(edges), pending)
+
+
+def _members(name: str, seen: Mapping[int, Group], told: Mapping[str, tuple[int, ...]], world: int) -> tuple[int, ...]:
+    if name in told:
+        return told[name]
+    for group in seen.values():
+        if group.ranks:
+            return group.ranks
+    if any(group.about == "default_pg" for group in seen.values()) or name == "0":
+        return tuple(range(world))
+    return tuple(seen)
+
+
+def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wait | None:
+    ops = [one for one in theirs.ops if not one.p2p] if theirs else []
+    same = next((one for one in ops if one.seq == op.seq), None)
+    if same is None:
+        if ops and ops[0].seq > op.seq:
+            return None  # they have been past it: its entry has rolled out of their recorder
+        return Wait(rank, other, "absent", name, op, ops[-1] if ops else None)
+    if kind_of(same.name) != kind_of(op.name):
+        return Wait(rank, other, "other-op", name, op, same)
+    if sizes_must_agree(op.name) and same.sizes != op.sizes:
+        return Wait(rank, other, "other-shape", name, op, same)
+    return None
+
+
+def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot]) -> list[Wait]:
+    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer."""
+    found = _PEER.search(op.name)
+    if not found:
+        return []
+    ends = {int(found[1]), int(found[3])}
+    if rank not in ends or len(ends) != 2:
+        return []
+    (peer,) = ends - {rank}
+    theirs = next((group for group in snapshots[peer].groups if group.name == name), None) if peer in snapshots else None
+    for one in theirs.ops if theirs else ():
+        if not one.done and one.p2p and _PEER.search(one.name) and kind_of(one.name) != kind_of(op.name):
+            return []
+    return [Wait(rank, peer, "peer", name, op)]

@@ -1,0 +1,280 @@
+"""Watches one attempt: hears what agents say, and answers "what now?". Two tiers: a suspicion is explained in seconds and the job
+goes on; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.contract.shape import shape
+from stoker.contract.shapes import Stall
+from stoker.control.watch import progress, snapshot, stacks
+from stoker.control.watch.culprit import explain
+from stoker.control.watch.progress import Progress
+from stoker.control.watch.snapshot import Snapshot
+from stoker.control.watch.straggler import Stragglers
+
+STOPPED_S = 0.5  # a stopped process is worth a look after this
+AGAIN_S = 3.0  # a proof is looked at a second time, this much later
+STOPPED_STOP_S = 20.0  # what was stopped may be continued: it gets this long
+ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
+PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
+START_STOP_S = 60.0
+MAX_WAIT_S = 60.0
+
+
+@shape
+class Inspect:
+    """Ask the agents."""
+
+    order: Mapping[str, Any]
+
+
+@shape
+class Suspect:
+    stall: Stall
+
+
+@shape
+class Relieve:
+    """What was suspected goes on."""
+
+    rank: int | None
+    silent_s: float
+
+
+@shape
+class Stop:
+    stall: Stall
+    why: str
+
+
+Action = Inspect | Suspect | Relieve | Stop
+
+
+class Watcher:
+    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float) -> None:
+        self._world = world
+        self._timeout = hang_timeout
+        self._ranks = {rank: Progress(now) for rank in range(world)}
+        self._ended: dict[int, int] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._asked = 0  # number of the newest inspection
+        self._asked_at = 0.0  # 0: none is under way
+        self._answers: dict[int, Snapshot] = {}
+        self._waiting_hosts: set[str] = set()
+        self._next_look = 0.0
+        self._wait = AGAIN_S
+        self.stall: Stall | None = None
+        self._said: tuple[Any, ...] = ()
+        self._first_seen = 0.0
+        self._looks = 0
+        self._silent_from = 0.0
+        self.snapshots: dict[int, Snapshot] = {}
+        self.stragglers = Stragglers(world)
+        self._hosts = hosts
+        self._failing = False
+        self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
+
+    # ---- hearing ----
+
+    def beats(self, rank: int, steps: int, count: int, longest: float, now: float) -> None:
+        self._ranks[rank].beat(steps, longest, now)
+        self.stragglers.stepped(rank, steps, count, longest, now)
+
+    def printed(self, rank: int, now: float) -> None:
+        self._ranks[rank].printed(now)
+
+    def said(self, rank: int, now: float, phase: str | None = None) -> None:
+        self._ranks[rank].said(now)
+        if phase is not None:
+            self._ranks[rank].phase = phase
+
+    def vitals(self, rank: int, state: str, cpu: float, moved: int, now: float) -> None:
+        self._ranks[rank].vitals(state, cpu, moved, now)
+
+    def groups(self, text: str) -> None:
+        for item in text.split(";"):
+            name, _, ranks = item.partition("=")
+            if ranks:
+                self._members[name] = tuple(int(word) for word in ranks.split(",") if word.isdigit())
+
+    def ended(self, rank: int, code: int) -> None:
+        self._ended[rank] = code
+
+    def resumed(self, now: float) -> None:
+        """The whole run was suspended: nobody was silent by himself."""
+        for one in self._ranks.values():
+            one.said(now)
+            one.stopped_since = 0.0
+        self._forget()
+
+    def failed(self, rank: int, collectives: Sequence[Any]) -> None:
+        """Its last operations, told with its exception."""
+        self._failed[rank] = Snapshot(rank, state="Z", groups=snapshot.groups(collectives))
+
+    def failing(self, now: float) -> None:
+        """A rank has failed, perhaps as the echo of one that stands still: look at those that live, now."""
+        if not self._failing:
+            self._failing = True
+            self._next_look = now
+
+    def answered(self, host: str, ask: int, payload: bytes, now: float) -> None:
+        if ask != self._asked or not self._asked_at:
+            return
+        try:
+            told = json.loads(payload or b"{}")
+        except ValueError:
+            told = {}
+        if self.stragglers.asked == ask:
+            self.stragglers.answered(host, told)
+        for rank, data in told.items():
+            if rank.isdigit() and isinstance(data, dict) and "timings" not in data:
+                self._answers[int(rank)] = snapshot.read(int(rank), data)
+        self._waiting_hosts.discard(host)
+
+    # ---- deciding ----
+
+    def look(self, now: float) -> list[Action]:
+        if self._asked_at:
+            if self._waiting_hosts and now - self._asked_at < ANSWER_S:
+                return []
+            return self._conclude(now)
+        overdue = self._overdue(now)
+        if not overdue and not self._failing:
+            actions = self._relieved(now)
+            order = self.stragglers.question(now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended})
+            return [*actions, self._ask(order, now)] if order else actions
+        if now < self._next_look:
+            return []
+        return [self._ask({}, now)]
+
+    def _ask(self, order: dict[str, Any], now: float) -> Inspect:
+        self._asked += 1
+        self._asked_at = now
+        self._answers = {}
+        self._waiting_hosts = set(self._hosts)
+        if order:
+            self.stragglers.asked = self._asked
+        return Inspect({"do": "inspect", "ask": self._asked, **order})
+
+    def _overdue(self, now: float) -> dict[int, float]:
+        """Rank -> seconds of silence, of those that have been silent for longer than is usual for them."""
+        alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
+        found = {rank: now - one.heard for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S}
+        found |= {rank: now - one.heard for rank, one in alive.items() if one.steps and now - one.heard > one.patience}
+        starting = {rank: one for rank, one in alive.items() if not one.steps}
+        if starting and self._world > 1:  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
+            idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
+            if len(idle) == len(alive) or any(silence > progress.START_S for silence in idle.values()):
+                found |= idle
+        return found
+
+    def _relieved(self, now: float) -> list[Action]:
+        stall, self_said = self.stall, self._said
+        if stall is None:
+            return []
+        silent = now - self._silent_from if self._silent_from else 0.0
+        self._forget()
+        return [Relieve(stall.rank, silent)] if self_said else []
+
+    def _forget(self) -> None:
+        self.stall, self._said, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, AGAIN_S
+        self._next_look = 0.0
+
+    def _conclude(self, now: float) -> list[Action]:
+        answers, self._asked_at = self._answers, 0.0
+        if self.stragglers.asked == self._asked:
+            self.stragglers.conclude(answers, now)
+            return []
+        overdue = self._overdue(now)
+        self._next_look = now + self._wait
+        if self._failing:
+            overdue |= {rank: now - self._ranks[rank].heard for rank in answers}
+        if not overdue and not self._failing:
+            return self._relieved(now)
+        self.snapshots.update(answers)
+        steps = {rank: one.steps for rank, one in self._ranks.items()}
+        alive = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
+        stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps)
+        if stall is None or not self._is_evidence(stall):
+            self._wait = min(self._wait * 2, MAX_WAIT_S)
+            return []
+        self._silent_from = now - stall.silent_s
+        key = (stall.kind, stall.rank, stall.where)
+        same = self.stall is not None and (self.stall.kind, self.stall.rank) == (stall.kind, stall.rank)
+        if not same:
+            self._first_seen, self._looks = now, 0
+        self._looks += 1
+        self.stall = stall
+        actions: list[Action] = []
+        if key[:2] != self._said[:2]:
+            self._said = key
+            actions.append(Suspect(stall))
+        why = self._stop_reason(stall, now)
+        if why:
+            actions.append(Stop(stall, why))
+        self._next_look = min(now + self._wait, self._deadline(stall, now))
+        return actions
+
+    def _is_evidence(self, stall: Stall) -> bool:
+        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word."""
+        if stall.rank is not None and not self._ranks[stall.rank].steps and not any(one.steps for one in self._ranks.values()):
+            return bool(stall.waiting) or stall.proof
+        return True
+
+    def _limit(self, stall: Stall) -> float:
+        """Seconds of silence after which it is stopped without a proof."""
+        if not self._timeout:
+            return float("inf")
+        one = self._ranks[stall.rank] if stall.rank is not None else None
+        if one is not None and not one.steps:
+            return max(START_STOP_S, self._timeout)
+        if one is not None and not one.training:
+            return PHASE_TIMES * self._timeout
+        return self._timeout
+
+    def _deadline(self, stall: Stall, now: float) -> float:
+        if not self._timeout:
+            return now + self._wait
+        return max(now + 0.25, self._silent_since(stall, now) + self._limit(stall) - 0.5)
+
+    def _silent_since(self, stall: Stall, now: float) -> float:
+        """When the guilty rank last gave a sign: a step, and after that a line it printed."""
+        if stall.rank is None or stall.rank in self._ended:
+            return now - stall.silent_s
+        one = self._ranks[stall.rank]
+        return max(one.heard, one.active) if not one.steps else one.heard
+
+    def _stop_reason(self, stall: Stall, now: float) -> str:
+        if not self._timeout:
+            return ""
+        if stall.proof and self._looks > 1:
+            if stall.kind == "stopped":
+                if now - self._first_seen >= min(STOPPED_STOP_S, self._timeout) - 1.0:
+                    return "a stopped process makes no step"
+            elif now - self._first_seen >= AGAIN_S - 0.5:
+                return "it can't go on by itself"
+        if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
+            return f"--hang-timeout of {self._timeout:g} s is over"
+        return ""
+
+    @property
+    def looking(self) -> bool:
+        """An inspection is under way."""
+        return bool(self._asked_at)
+
+    def last_word(self, now: float) -> Stall | None:
+        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they were."""
+        if self.stall is not None or len(self._failed) < 2:
+            return self.stall
+        steps = {rank: one.steps for rank, one in self._ranks.items()}
+        found = explain(self._failed, self._world, self._members, {}, dict.fromkeys(self._failed, 0.0), steps)
+        return found if found is not None and found.kind in ("op-mismatch", "shape-mismatch", "unequal", "diverged") else None
+
+    def text_of_stacks(self) -> dict[int, str]:
+        return {rank: stacks.full(one) for rank, one in self.snapshots.items()}
+
+
