@@ -21,8 +21,8 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         group = groups.setdefault(name, {"group": name, "about": "" if about == "undefined" else about, "ops": []})
         group["ops"].append({
             "seq": entry.get("collective_seq_id", 0), "p2p": entry.get("p2p_seq_id", 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
-            "sizes": entry.get("input_sizes") or [], "types": entry.get("input_dtypes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-            "time_ns": entry.get("time_created_ns", 0), "order": entry.get("record_id", 0),
+            "sizes": entry.get("input_sizes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
+            "order": entry.get("record_id", 0),
         })  # fmt: skip
     for name, group in groups.items():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))

@@ -6,6 +6,7 @@ RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_RANK = "GPU_RANK"
+MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # how often a recipe halves its micro-batch: set after it ran out of GPU memory
 
 # What the shim reads and removes before the script can see it.
 SHIM_BEATS = "STOKER_SHIM_BEATS"

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Verdict
-from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
@@ -102,15 +100,6 @@ def git_revision(folder: str) -> str | None:
             return next((line.split()[0] for line in file if line.rstrip().endswith(head[5:])), None)
     except OSError:
         return None
-
-
-def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from outside never is."""
-    if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal"):
-        return (time.monotonic_ns(),)
-    end = attempt.ends.get(verdict.rank)
-    place = (end.error.type, end.error.file, end.error.line) if end and end.error else (end.code if end else None,)
-    return verdict.cause, place, end.steps if end else 0
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:

@@ -8,16 +8,21 @@ from typing import Any
 from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
 from stoker.control.launch.plan import RunPlan
-from stoker.control.verdict.consequence import is_consequence
-from stoker.control.verdict.judge import failed
-from stoker.control.watch.numbers import Losses
-from stoker.control.watch.watcher import Watcher
+from stoker.control.verdict.consequence import failed, is_consequence
+
+TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
+if TYPE_CHECKING:
+    from stoker.control.watch.numbers import Losses
+    from stoker.control.watch.watcher import Watcher
 
 LOOK_S = 5.0
 
 
 class Attempt:
-    def __init__(self, number: int, plan: RunPlan, hang_timeout: float = 0.0) -> None:
+    watch: Watcher
+    losses: Losses
+
+    def __init__(self, number: int, plan: RunPlan) -> None:
         self.number = number
         self.plan = plan
         self.up: dict[int, int] = {}  # rank -> pid
@@ -32,11 +37,16 @@ class Attempt:
         self.stopped_at = 0.0
         self.steps_reached = 0
         self.finished: set[str] = set()  # hosts whose agents have swept
-        self.watch = Watcher(plan.world_size, hang_timeout, frozenset(place.host for place in plan.places), time.monotonic())
-        self.losses = Losses()
         self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
         self.notes: list[str] = []  # what was noticed on the way and ended nothing
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
+
+    def begin_watch(self, hang_timeout: float) -> None:
+        from stoker.control.watch.numbers import Losses
+        from stoker.control.watch.watcher import Watcher
+
+        self.watch = Watcher(self.plan.world_size, hang_timeout, frozenset(place.host for place in self.plan.places), time.monotonic())
+        self.losses = Losses()
 
     @property
     def expected(self) -> int:

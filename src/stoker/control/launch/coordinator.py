@@ -10,13 +10,12 @@ import os
 import signal
 import sys
 import time
-from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
-from stoker.contract.shapes import RankEnd, Stall, Verdict
+from stoker.contract.shapes import RankEnd, Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
 from stoker.control.launch.attempt import Attempt
@@ -27,17 +26,13 @@ from stoker.control.launch.muster import Interrupted, Muster, check_numbers
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import GATE_TOTAL_S, RunPlan, common_environment, rank_argv, rank_environment
 from stoker.control.launch.request import Request, program
-from stoker.control.launch.runplace import RunPlace, abandon, find_place
+from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
 from stoker.control.machine import host
 from stoker.control.record.writer import RunRecord
-from stoker.control.verdict import hang, launch
-from stoker.control.verdict.judge import judge
-from stoker.control.watch.watcher import Inspect, Relieve, Suspect
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
 SETTLE_S = 1.0
-EARLY_S = 10.0
 TWICE_S = 1.0
 _STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _TRAVEL = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HF_", "OMP_")
@@ -54,7 +49,6 @@ class Coordinator:
         self._signals: list[int] = []
         self._record: RunRecord | None = None
         self._output: Output | None = None
-        self._early_said: set[int] = set()
         self._endpoint: tuple[str, int] | None = None
         self._link = link
 
@@ -76,8 +70,13 @@ class Coordinator:
         except Interrupted as stop:
             self._say(f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started")
             return 128 + stop.signum
+        except Complete as done:
+            self._say(f"✓ {done}")
+            return 0
         except Refusal as refusal:
             self._say(f"stoker: {refusal.line}")
+            from stoker.control.verdict import launch
+
             about.notify(self.options.notify, launch.refused(refusal), "refused", self._say, wait=True)
             return refusal.code
         finally:
@@ -99,8 +98,12 @@ class Coordinator:
         try:
             verdict = self._attempts(plan, place)
         except Refusal as refusal:
+            from stoker.control.verdict import launch
+
             verdict = replace(launch.refused(refusal), status="failed", run=place.id)
         except OSError as problem:
+            from stoker.control.verdict import launch
+
             verdict = launch.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
         self._close_record(verdict, place)
         return verdict
@@ -117,9 +120,7 @@ class Coordinator:
 
             preflight.check_legal(self.options, plan)
             warnings = preflight.preflight(self.options, plan, self._muster.machines[""])
-        self._common = {
-            host: common_environment(plan, self.request, os.environ, place.id, place.dir, machine.cores) for host, machine in self._muster.machines.items()
-        }
+        self._common = self._environments(plan, place)
         self._output = Output(self.options, plan, place.id, self._console)
         self._endpoint = self._muster.reserve()  # before the record: a port that can't be had leaves nothing behind
         self._open_record(plan, place)
@@ -129,6 +130,10 @@ class Coordinator:
         if self._report is not None:
             self._report.started(place.dir)
         return plan
+
+    def _environments(self, plan: RunPlan, place: RunPlace) -> dict[str, dict[str, str]]:
+        machines = self._muster.machines
+        return {host: common_environment(plan, self.request, os.environ, place.id, place.dir, machines[host].cores) for host in plan.hosts}
 
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
@@ -144,26 +149,62 @@ class Coordinator:
         self._tell_lost()
 
     def _attempts(self, plan: RunPlan, place: RunPlace) -> Verdict:
+        from stoker.control.launch.restarts import Restarts
+
         number = place.first_attempt
-        before: tuple[Any, ...] = ()
-        for tries_left in range(self.options.max_restarts, -1, -1):
-            attempt = Attempt(number, plan, self.options.hang_timeout)
-            verdict = self._one_attempt(attempt, place)
-            same = about.signature(verdict, attempt)
-            if verdict.status == "failed" and same == before:
-                verdict = replace(
-                    verdict, retryable=False, evidence=(*verdict.evidence, "the attempt before failed in the same way at the same place: deterministic")
-                )
-            before = same
-            if verdict.status != "failed" or not verdict.retryable or tries_left == 0 or any(member.gone for member in self._muster.members.all):
+        restarts = Restarts(self.options)
+        env: tuple[tuple[str, str], ...] = ()
+        while True:
+            attempt = Attempt(number, plan)
+            began = time.monotonic()
+            verdict = self._one_attempt(attempt, place, env)
+            verdict, again = restarts.decide(verdict, attempt, time.monotonic() - began)
+            if again is None or any(member.gone for member in self._muster.members.all):
                 return verdict
-            assert self._record is not None
-            done = self.options.max_restarts - tries_left + 1
-            self._record.event("restart", attempt=number + 1, cause=verdict.cause, rank=verdict.rank)
-            self._say(f"stoker: {verdict.summary}; starting again ({done} of {self.options.max_restarts})")
-            about.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
             number += 1
-        raise AssertionError("the loop returns")
+            assert self._record is not None
+            self._record.event("restart", attempt=number, cause=verdict.cause, rank=verdict.rank, wait_s=again.wait_s, env=[name for name, _ in again.env])
+            self._say(f"stoker: {again.line}")
+            about.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
+            try:
+                self._muster.pause(again.wait_s)
+            except Interrupted as stop:
+                name = signal.Signals(stop.signum).name
+                said = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
+                return Verdict("stopped", "launch.stopped", said, 128 + stop.signum, evidence=verdict.evidence, run=place.id, attempt=verdict.attempt)
+            if again.probe:
+                plan, bad = self._without_failed_card(plan, place, verdict)
+                if bad is not None:
+                    return bad
+            env = again.env
+
+    def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
+        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too few."""
+        card = plan.places[verdict.rank].gpu if verdict.rank is not None else None
+        if card is None or "" not in self._muster.machines:
+            return plan, None
+        from stoker.control.launch import preflight
+
+        broken = preflight.proof(self._muster.machines[""], card)
+        if not broken:
+            return plan, None
+        self._muster.left_out[card.uuid] = broken
+        assert self._record is not None
+        self._record.event("gpu-left-out", gpu=card.uuid, label=card.label, why=broken)
+        self._say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out")
+        try:
+            again = self._muster.plan_again(list(plan.argv))
+            if not self.options.no_preflight:
+                preflight.check_legal(self.options, again)
+        except Refusal as refusal:
+            said = (f"{card.label} fails its proof: {broken}", f"without it: {refusal.line}")
+            return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *said))
+        assert self._output is not None
+        self._output.replan(again)
+        self._common = self._environments(again, place)
+        for line in again.lines:
+            self._say(line)
+        return again, None
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -198,20 +239,22 @@ class Coordinator:
 
     # ---- one attempt ----
 
-    def _one_attempt(self, attempt: Attempt, place: RunPlace) -> Verdict:
+    def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
         assert self._record is not None and self._output is not None
         plan, number = attempt.plan, attempt.number
         self._muster.listener = Hearing(attempt, self._record, self._output, self.options, self._say, lambda: self._all_up(place)).hear
-        self._early_said.clear()
         self._record.attempt(number)
         self._output.begin(number)
         address, port = self._endpoint if self._endpoint else self._muster.reserve()
         self._endpoint = None  # a fresh port for every attempt
         self._record.event("attempt", attempt=number, world_size=plan.world_size, master_addr=address, master_port=port)
-        self._start(plan, place, number, address, port)
+        self._start(plan, place, number, address, port, dict(env))
+        attempt.begin_watch(self.options.hang_timeout)
         self._follow(attempt)
         self._finish(attempt)
         self._record.close_logs()
+        from stoker.control.verdict.judge import judge
+
         verdict = judge(attempt.evidence())
         detected = round(attempt.first_failure - min((end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure), 3)
         seen = attempt.suspected_s if attempt.suspected_s is not None and _is_stall(verdict) else max(detected, 0.0) if attempt.first_failure else None
@@ -222,13 +265,14 @@ class Coordinator:
         assert self._record is not None
         self._record.save(os.path.join(self._record.dir, layout.RUN), about.enrich(self._record.dir, self.request), durable=False)
 
-    def _start(self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int) -> None:
+    def _start(self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]) -> None:
         for member in self._muster.members.all:
             mine = [one for one in plan.places if one.host == member.host]
             travel = {} if member.link.local else {key: value for key, value in os.environ.items() if key.startswith(_TRAVEL)}
             env = {
                 **travel,
                 **self._common[member.host],
+                **more,
                 "MASTER_ADDR": address,
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RESTART_COUNT": str(number - place.first_attempt),
@@ -245,13 +289,17 @@ class Coordinator:
 
     def _follow(self, attempt: Attempt) -> None:
         """Until every rank has ended. Passes signals on, stops the rest when one fails."""
+        assert self._record is not None
+        from stoker.control.launch.watching import Watching  # what the launch does not wait for is loaded when the ranks are on their way
+
+        watching = Watching(attempt, self._record, self.options, self._muster.members, self._say)
         while not attempt.all_ended:
             self._muster.members.pump(0.25)
-            assert self._record is not None and self._output is not None
+            assert self._output is not None
             self._output.settle(self._record)
             now = time.time()
             self._pass_signals(attempt)
-            self._watch(attempt)
+            watching.look()
             for member in self._muster.members.all:
                 if member.gone:
                     self._member_lost(attempt, member)
@@ -263,56 +311,6 @@ class Coordinator:
             if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in range(attempt.expected)), default=0) >= wanted:
                 attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S)
-            early = [rank for rank in attempt.left_early(now, EARLY_S) if rank not in self._early_said]
-            if early and not attempt.stopping:
-                self._early_said.update(early)
-                names_ = ", ".join(str(rank) for rank in early)
-                line = f"rank {names_} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
-                self._say(f"stoker: {line}")
-                self._event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
-
-    def _watch(self, attempt: Attempt) -> None:
-        """Does what the watch room decides: asks, says, stops."""
-        watch = attempt.watch
-        if attempt.stopping:
-            return
-        for action in watch.look(time.monotonic()):
-            if isinstance(action, Inspect):
-                self._muster.members.say(dict(action.order))
-            elif isinstance(action, Suspect):
-                self._suspect(attempt, action.stall)
-            elif isinstance(action, Relieve):
-                who = f"rank {action.rank}" if action.rank is not None else "the job"
-                self._say(f"stoker: {who} goes on, after {span(action.silent_s)}")
-                self._event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
-            else:
-                attempt.trouble.append(hang.trouble(action.stall, self._label(attempt, action.stall.rank), action.why))
-        while watch.stragglers.found:
-            one = watch.stragglers.found.pop(0)
-            line = f"rank {one.rank} ({self._label(attempt, one.rank)}) is slow because {one.because}; the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
-            attempt.notes.append(line)
-            self._say(f"stoker: {line}")
-            self._event("straggler", cause=one.cause, rank=one.rank, step=one.step, wait_s=one.wait_s, step_s=one.step_s, where=one.where, summary=line)
-
-    def _suspect(self, attempt: Attempt, stall: Stall) -> None:
-        assert self._record is not None
-        cause, summary = hang.cause_of(stall), hang.summary(stall, self._label(attempt, stall.rank))
-        attempt.suspected_s = stall.silent_s
-        self._event(
-            "suspicion", attempt=attempt.number, cause=cause, rank=stall.rank, ranks=list(stall.ranks), waiting=list(stall.waiting), where=stall.where,
-            step=stall.step, silent_s=stall.silent_s, proof=stall.proof, summary=summary, evidence=list(stall.evidence),
-        )  # fmt: skip
-        text = "\n".join(attempt.watch.text_of_stacks()[rank] for rank in sorted(attempt.watch.snapshots))
-        self._record.save(layout.stacks(self._record.dir, attempt.number), text)
-        then = "it can't go on by itself" if stall.proof else f"the job goes on; --hang-timeout {span(self.options.hang_timeout)} would stop it"
-        self._say(f"stoker: {summary} ({then if self.options.hang_timeout else 'the job goes on'})")
-
-    def _label(self, attempt: Attempt, rank: int | None) -> str:
-        return attempt.plan.places[rank].label if rank is not None else ""
-
-    def _event(self, kind: str, **more: Any) -> None:
-        assert self._record is not None
-        self._record.event(kind, **more)
 
     def _finish(self, attempt: Attempt) -> None:
         """Everything the ranks left behind goes; on success it first gets the time to end by itself."""
@@ -340,6 +338,8 @@ class Coordinator:
         """Its ranks are gone with it: the guardian there sees to that."""
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not any(entry.get("host") == member.host for entry in attempt.trouble):
+            from stoker.control.verdict import launch
+
             attempt.trouble.append(launch.agent_lost(member.host, member.gone, member.complaint))
         now = time.time()
         for one in mine:

@@ -12,8 +12,10 @@ from stoker.control.launch.attempt import Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
-from stoker.control.verdict import launch, numbers
-from stoker.control.watch.numbers import BadNumber
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.watch.numbers import BadNumber
 
 
 class Hearing:
@@ -54,6 +56,8 @@ class Hearing:
             self._all_up()
 
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
+        from stoker.control.verdict import launch
+
         self._attempt.trouble.append(launch.not_started(message["rank"], message["text"]))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
@@ -127,6 +131,8 @@ class Hearing:
             self._record.say(line)
 
     def _on_ram(self, _host: str, message: protocol.Message) -> None:
+        from stoker.control.verdict import launch
+
         rank = message["rank"]
         self._attempt.trouble.append(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
 
@@ -153,6 +159,8 @@ class Hearing:
         self._attempt.watch.groups(message["groups"])
 
     def _bad_number(self, bad: BadNumber) -> None:
+        from stoker.control.verdict import numbers
+
         label = self._label(bad.rank)
         said = numbers.summary(bad.kind, bad.rank, label, bad.step, bad.value)
         self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)

@@ -11,6 +11,7 @@ from typing import Any
 from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
+from stoker.contract.shape import replace
 from stoker.control.cluster import transport
 from stoker.control.launch.gpus import NotFree
 from stoker.control.launch.members import Member, Members
@@ -43,6 +44,8 @@ class Muster:
         self._say = say
         self._answers: dict[str, dict[str, Any]] = {}  # the newest answer of each kind, by host and kind
         self.listener: Listener | None = None  # who hears of the ranks
+        self._run_id = ""
+        self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
         links = [link] if link is not None else [self._reach(host) for host in self._hosts()]
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
 
@@ -62,6 +65,7 @@ class Muster:
             raise Refusal("--hosts needs the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
 
     def meet(self, place: RunPlace) -> None:
+        self._run_id = place.id
         self.members.say({
             "do": "open", "run": place.id, "dir": place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
             "recorded": os.environ.get(names.MACHINE), "packages": packages_dir(),
@@ -125,14 +129,14 @@ class Muster:
                 if busy.line != said:
                     said = busy.line
                     self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
-                self._pause(1.0)
+                self.pause(1.0)
             self.members.say({"do": "look"})
             self._await("host", MEET_S)
 
     def _lent(self, member: Member) -> list[str]:
-        """GPUs held by the run whose rank we are started in: ours to use, and not to lock again."""
-        outer = os.environ.get(names.RUN_ID)
-        return [uuid for uuid, who in self._answers[member.host]["host"]["held"].items() if outer and f"run {outer} " in who]
+        """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
+        ours = [f"run {run} " for run in (self._run_id, os.environ.get(names.RUN_ID)) if run]
+        return [uuid for uuid, who in self._answers[member.host]["host"]["held"].items() if any(run in who for run in ours)]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)
@@ -145,7 +149,17 @@ class Muster:
             from stoker.control.launch.preflight import without_bad
 
             machines[""] = without_bad(machines[""])
+        if self.left_out:
+            for host, machine in machines.items():
+                gpus = tuple(replace(gpu, error=self.left_out[gpu.uuid]) if gpu.uuid in self.left_out else gpu for gpu in machine.gpus)
+                machines[host] = replace(machine, gpus=gpus)
         return machines
+
+    def plan_again(self, argv: list[str]) -> RunPlan:
+        """With a fresh look: a card was left out, or its holder may be gone."""
+        self.members.say({"do": "look"})
+        self._await("host", MEET_S)
+        return self.plan(argv)
 
     def _lock(self, plan: RunPlan) -> dict[str, str]:
         if not any(place.gpu for place in plan.places):
@@ -156,7 +170,7 @@ class Muster:
         self._await("locked", MEET_S)
         return {uuid: who for member in self.members.all for uuid, who in self._answers[member.host]["locked"]["refused"].items()}
 
-    def _pause(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.members.pump(left)

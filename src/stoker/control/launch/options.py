@@ -51,7 +51,9 @@ class RunOptions:
         "stop a job that has made no progress for this long (0: never); a stall is explained within seconds all the same", default=300.0, parse=duration,
         metavar="TIME", group=_LIFE,
     )  # fmt: skip
-    on_nan: str = option("a loss that stays NaN, infinite or exploded: stop the job, or warn", default="stop", choices=("stop", "warn"), metavar="WHAT", group=_LIFE)
+    on_nan: str = option(
+        "a loss that stays NaN, infinite or exploded: stop the job, or warn", default="stop", choices=("stop", "warn"), metavar="WHAT", group=_LIFE
+    )
     debug_retry: bool = option("after an asynchronous CUDA error one more attempt with blocking launches, for the true line", default=False, group=_LIFE)
     stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", default=0, metavar="N", group=_LIFE)
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)

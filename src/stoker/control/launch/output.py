@@ -63,8 +63,7 @@ class Output:
         self._tee = std_map(options.tee, plan.world_size)
         self._log_dir = _make_log_dir(os.path.abspath(options.log_dir), run_id) if options.log_dir else None
         self._all_streams = options.tee is None and options.redirects is None
-        self._labels = {place.rank: place.label for place in plan.places}
-        self._locals = {place.rank: place.local_rank for place in plan.places}
+        self.replan(plan)
         show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
         self._only_errors = show == "errors"
         ranks = range(plan.world_size) if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")}
@@ -74,6 +73,11 @@ class Output:
         self._tails: dict[int, bytes] = {}
         self._held: dict[tuple[int, int], tuple[bytes, float]] = {}  # unfinished lines, and since when
         self._attempt = 0
+
+    def replan(self, plan: RunPlan) -> None:
+        """Whose output is whose: a card that was left out moves the others."""
+        self._labels = {place.rank: place.label for place in plan.places}
+        self._locals = {place.rank: place.local_rank for place in plan.places}
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt

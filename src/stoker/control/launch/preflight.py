@@ -13,7 +13,7 @@ from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
 from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
-from stoker.control.machine.model import Machine
+from stoker.control.machine.model import Gpu, Machine
 from stoker.control.machine.room import quick_host
 
 # The plan has already refused or left out what these would say of a card.
@@ -38,13 +38,24 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     return lines
 
 
+_BAD = ("dead", "hung", "wrong", "absent")
+
+
+def proof(machine: Machine, card: Gpu) -> str:
+    """How this card fails its proof; empty if it does not."""
+    from stoker.control.machine.examine import probe_cards
+
+    found = (_recorded() or probe_cards([gpu for gpu in machine.gpus if gpu.uuid == card.uuid])).get(card.uuid)
+    return f"{found.outcome}: {found.detail}" if found is not None and found.outcome in _BAD else ""
+
+
 def without_bad(machine: Machine) -> Machine:
     """The machine with every GPU that fails its proof marked as one that does not answer."""
     cards = [gpu for gpu in machine.gpus if not gpu.error]
     from stoker.control.machine.examine import probe_cards
 
     probes = _recorded() or probe_cards(cards)
-    bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in ("dead", "hung", "wrong", "absent")}
+    bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in _BAD}
     return replace(machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus))
 
 

@@ -18,7 +18,8 @@ from stoker.control.record.writer import cannot_write
 
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
-             "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout"}  # fmt: skip
+             "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
+             "again"}  # fmt: skip
 
 
 @shape
@@ -31,6 +32,10 @@ class RunPlace:
     notice: str = ""
     made: bool = False  # by us, just now
     made_root: bool = False
+
+
+class Complete(Exception):
+    """A run of this name with these settings has ended well: starting it again is nothing to do, and no error (a container that restarts its command)."""
 
 
 def config_hash(request: Request) -> str:
@@ -57,6 +62,8 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
             if reader.alive(last):
                 raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
             if last.verdict is not None and last.verdict.status == "completed":
+                if not request.options.again and last.data.get("config_hash") == config_hash(request):
+                    raise Complete(f"run {name} ({last.id}) is complete: {last.verdict.summary}; nothing to do (--again runs it again)")
                 notice = f"run {name} ({last.id}) is complete: this is a new run of that name"
             elif last.data.get("config_hash") != config_hash(request):
                 notice = f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name"

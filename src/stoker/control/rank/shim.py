@@ -209,11 +209,9 @@ def _collectives(value: BaseException) -> list[Any]:
     try:
         import json
 
-        from torch._C import _distributed_c10d  # type: ignore[attr-defined]
-
         from stoker.contract import collectives
 
-        return collectives.digest(json.loads(_distributed_c10d._dump_fr_trace_json()))
+        return collectives.digest(json.loads(sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json()))
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
         return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
@@ -277,13 +275,12 @@ def _distributed_loaded(module: Any) -> None:
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         return
     _world = getattr(module, "_world", None)
-    try:
-        from torch._C._distributed_c10d import _WorkerServer
-    except ImportError:
+    server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
+    if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")
         return
     try:
-        _kept_open.append(_without_its_greeting(lambda: _WorkerServer(_files["server"])))
+        _kept_open.append(_without_its_greeting(lambda: server(_files["server"])))
         # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares with us.
         import ctypes
 

@@ -30,3 +30,15 @@ def is_consequence(end: RankEnd) -> bool:
         return bool(re.search(_LOST_PEER, text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
     # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
+
+
+def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
+    """It ended badly by itself: not by our signal, nor in answer to it."""
+    if end.code == 0 or (end.code is None and end.error is None):
+        return False
+    answered = end.error is None or (stopped_at > 0 and when(end) >= stopped_at)
+    return not (end.ours and answered)
+
+
+def when(end: RankEnd) -> float:
+    return end.error.time_ns / 1e9 if end.error and end.error.time_ns else end.time

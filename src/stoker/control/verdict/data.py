@@ -11,7 +11,6 @@ from stoker.control.verdict.reading import amount, find, line_of, path_in, said
 from stoker.control.verdict.wording import first_line, place, traced
 
 _SMALL_SHM = 2**30
-_LOADER_DIED = r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (exited unexpectedly|is killed by signal: ([^.\n]+))"
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"
 
 
@@ -37,7 +36,7 @@ def too_many_files(case: Case) -> Found | None:
 
 @cause(
     "data.shm",
-    seen="torch's shared memory between loader and workers could not be made (\"insufficient shared memory (shm)\", \"unable to allocate shared memory\"), "
+    seen='torch\'s shared memory between loader and workers could not be made ("insufficient shared memory (shm)", "unable to allocate shared memory"), '
     "or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB or nearly full",
     contradicts="a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died, rank.crash). NCCL's segments: nccl.shm",
     fix=(
@@ -50,7 +49,7 @@ def too_many_files(case: Case) -> Found | None:
 def shm(case: Case) -> Found | None:
     """Shared memory is too small for what the data loader's workers hand over."""
     around = case.end.around
-    found = find(case, r"insufficient shared memory|unable to (?:allocate shared memory|open shared memory object|write to file </torch_|resize file </torch_)[^\n]*")
+    found = find(case, r"insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|resize) file </torch_)[^\n]*")
     bus = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # The workers are gone when the agent looks, and their memory with them: the size tells more than what is free.
     short = around.shm_total is not None and (around.shm_total < _SMALL_SHM or (around.shm_free or 0) * 10 < around.shm_total)
@@ -78,12 +77,13 @@ def shm(case: Case) -> Found | None:
 )
 def worker_died(case: Case) -> Found | None:
     """A data loader's worker process died under the rank."""
-    found = find(case, _LOADER_DIED)
-    signalled = find(case, r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)") or found
-    if not found or not signalled:
+    # The signal is in the exception that this one was raised from.
+    found = find(case, r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)")
+    found = found or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+    if not found:
         return None
-    how = f"was killed by a signal: {signalled[2]}" if signalled is not found else "exited unexpectedly" if not found[3] else f"was killed by a signal: {found[3]}"
-    return Found(f"a data-loader worker (pid {found[1]}) of {case.who} {how}", (*_evidence(case, line_of(signalled)), *memory_trend(case.end.around)))
+    how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
+    return Found(f"a data-loader worker (pid {found[1]}) of {case.who} {how}", (*_evidence(case, line_of(found)), *memory_trend(case.end.around)))
 
 
 @cause(
@@ -112,7 +112,7 @@ def no_space(case: Case) -> Found | None:
 @cause(
     "data.corrupt",
     seen="a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a pickle, a zip, a JSON or Parquet file",
-    contradicts="a pickle with classes torch won't load (weights_only): the file is whole. An EOFError or JSON error of the script's own stream: rank.exception",
+    contradicts="a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of a stream: rank.exception",
     fix=(
         "ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that was cut off",
         "a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download",
@@ -122,8 +122,8 @@ def no_space(case: Case) -> Found | None:
 def corrupt(case: Case) -> Found | None:
     """A checkpoint or a data file is damaged, or not the kind of file it is taken for."""
     found = find(
-        case, r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader\w*|PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|"
-        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|is not a valid JSON file[^\n]*|"
+        case, r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|"
+        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|is not a valid JSON file|"
         r"Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|Compressed file ended before the end-of-stream[^\n]*",
     )  # fmt: skip
     if not found and not _cut_off(case):
@@ -178,7 +178,8 @@ def permission(case: Case) -> Found | None:
     found = find(case, r"\[Errno (?:13|30)\] [^\n]*: '[^\n]*")
     if not found:
         return None
-    return Found(f"{case.who}: may not open {path_in(found[0]) or 'a file'} ({'read-only file system' if 'Errno 30' in found[0] else 'permission denied'})", _evidence(case, found[0]))
+    why = "read-only file system" if "Errno 30" in found[0] else "permission denied"
+    return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", _evidence(case, found[0]))
 
 
 @cause(
@@ -194,7 +195,9 @@ def permission(case: Case) -> Found | None:
 def file_missing(case: Case) -> Found | None:
     """A file the script wants is not there."""
     error = case.end.error
-    found = find(case, r"\[Errno 2\] No such file or directory: '[^\n]*|is not a local folder and is not a valid model identifier|does not appear to have a file named[^\n]*")
+    found = find(
+        case, r"\[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|does not appear to have a file named"
+    )
     if not found and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None
     if error is not None and re.search(r"subprocess\.py\", line \d+, in _execute_child", error.traceback):

@@ -27,7 +27,8 @@ def cuda_build(case: Case) -> Found | None:
 
 @cause(
     "env.version",
-    seen='an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA, or a package that names the version it needs',
+    seen='an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA, '
+    "or a package that names the version it needs",
     contradicts="a module that is not there at all: env.import. A symbol of NCCL: nccl.version",
     fix=(
         "pip check   # names packages that don't fit each other",

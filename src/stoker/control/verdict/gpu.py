@@ -46,7 +46,8 @@ def lost(case: Case) -> Found | None:
     found = find(case, r"GPU is lost|(?:CUDA|HIP) error: unknown error|fallen off the bus|Unable to determine the device handle")
     if not off and not found:
         return None
-    return Found(f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}", (*(noticed(case, line_of(found)) if found else ()), *off))
+    said_so = noticed(case, line_of(found)) if found else ()
+    return Found(f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}", (*said_so, *off))
 
 
 @cause(

@@ -12,79 +12,133 @@ _SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"
 
 entry(
-    "hang.stopped", "A rank's process is stopped.", seen="/proc says state T, in two looks",
+    "hang.stopped",
+    "A rank's process is stopped.",
+    seen="/proc says state T, in two looks",
     contradicts="it was continued in the meantime, or the whole run is suspended (Ctrl-Z)",
-    fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.sleep", "A rank sleeps while the others wait for it.", seen=_SEEN + "its main thread is in nanosleep and has not entered the collective the others wait in",
-    contradicts="it beats, prints or says a phase: then it goes on", fix=("look at {where}", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.lock", "A rank waits for a lock or another of its threads.", seen=_SEEN + "its main thread is in futex, outside of any collective",
-    contradicts="it is in a collective like the others", fix=("look at {where}: who holds the lock? a fork while a thread held it is the classic case", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.io", "A rank waits for a file, a pipe or a socket.", seen=_SEEN + "its main thread is in read, poll, recv, connect or the like",
-    contradicts="bytes move: then it is slow, not stuck", fix=("look at {where}: what does it read from, and who should write?", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.child", "A rank waits for a process it started.", seen=_SEEN + "its main thread is in wait4, and a child of it lives",
-    contradicts="the child works (CPU) and prints: then it is long, not stuck", fix=("look at {where}: give the call a timeout", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.gil", "Native code holds the GIL and does not come back.", seen=_SEEN + "its main thread holds the GIL in every sample and is not running",
-    contradicts="another thread holds the GIL in one of the samples", fix=("look at {where}: the native call there must release the GIL, or return", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.spin", "A rank computes without end.", seen=_SEEN + "its main thread uses a core, on the same line in every sample, and enters no collective",
-    contradicts="it beats or prints: then it is a long computation", fix=("look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase(\"eval\") before it", _STACKS),
+    fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it", _STACKS),
     retryable=True,
-)  # fmt: skip
+)
 entry(
-    "hang.worker", "A rank waits for a data-loader worker that is stuck.", seen=_SEEN + "its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code",
-    contradicts="the workers wait for work themselves: then the rank does not ask", fix=("look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception", _STACKS),
+    "hang.sleep",
+    "A rank sleeps while the others wait for it.",
+    seen=_SEEN + "its main thread is in nanosleep and has not entered the collective the others wait in",
+    contradicts="it beats, prints or says a phase: then it goes on",
+    fix=("look at {where}", _STACKS),
     retryable=True,
-)  # fmt: skip
+)
 entry(
-    "hang.disk", "A rank is in uninterruptible sleep.", seen=_SEEN + "/proc says state D, in both looks", contradicts="the state changes: then the disk is slow, not gone",
+    "hang.lock",
+    "A rank waits for a lock or another of its threads.",
+    seen=_SEEN + "its main thread is in futex, outside of any collective",
+    contradicts="it is in a collective like the others",
+    fix=("look at {where}: who holds the lock? a fork while a thread held it is the classic case", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.io",
+    "A rank waits for a file, a pipe or a socket.",
+    seen=_SEEN + "its main thread is in read, poll, recv, connect or the like",
+    contradicts="bytes move: then it is slow, not stuck",
+    fix=("look at {where}: what does it read from, and who should write?", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.child",
+    "A rank waits for a process it started.",
+    seen=_SEEN + "its main thread is in wait4, and a child of it lives",
+    contradicts="the child works (CPU) and prints: then it is long, not stuck",
+    fix=("look at {where}: give the call a timeout", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.gil",
+    "Native code holds the GIL and does not come back.",
+    seen=_SEEN + "its main thread holds the GIL in every sample and is not running",
+    contradicts="another thread holds the GIL in one of the samples",
+    fix=("look at {where}: the native call there must release the GIL, or return", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.spin",
+    "A rank computes without end.",
+    seen=_SEEN + "its main thread uses a core, on the same line in every sample, and enters no collective",
+    contradicts="it beats or prints: then it is a long computation",
+    fix=('look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it', _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.worker",
+    "A rank waits for a data-loader worker that is stuck.",
+    seen=_SEEN + "its main thread waits in the DataLoader, and a worker is stopped or inside the data set's own code",
+    contradicts="the workers wait for work themselves: then the rank does not ask",
+    fix=("look at {where}, in the data set; DataLoader(timeout=60) turns it into an exception", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.disk",
+    "A rank is in uninterruptible sleep.",
+    seen=_SEEN + "/proc says state D, in both looks",
+    contradicts="the state changes: then the disk is slow, not gone",
     fix=("a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is not free until it is gone", _STACKS),
-)  # fmt: skip
+)
 entry(
-    "hang.gpu-kernel", "A GPU kernel does not end.", seen=_SEEN + "its main thread waits for the GPU, which is at 100 %, and it is in no collective",
+    "hang.gpu-kernel",
+    "A GPU kernel does not end.",
+    seen=_SEEN + "its main thread waits for the GPU, which is at 100 %, and it is in no collective",
     contradicts="the other ranks have not entered its collective: then they are late, and the kernel is NCCL's",
-    fix=("look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them blocking", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.place", "A rank stands still, for a reason that can't be seen from outside.", seen=_SEEN + "none of the known ways of waiting", contradicts="any of them",
-    fix=("look at {where}", _STACKS), retryable=True,
-)  # fmt: skip
-entry(
-    "hang.op-mismatch", "Ranks have entered different operations.", seen="the flight recorder: the same number of the same group is another operation on this rank",
-    contradicts="the operation is done on some rank: then they do match", fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
-)  # fmt: skip
-entry(
-    "hang.shape-mismatch", "Ranks have entered the same operation with different shapes.", seen="the flight recorder: all_reduce or broadcast of other sizes under the same number",
-    contradicts="operations whose sizes may differ (gather, all_to_all)", fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
-)  # fmt: skip
-entry(
-    "hang.together", "All ranks have entered the same operation and it does not end.", seen="the flight recorder: same number, same operation, same shape everywhere",
-    contradicts="one of them has not entered it", fix=("the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names, MTU", _STACKS),
+    fix=("look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them blocking", _STACKS),
     retryable=True,
-)  # fmt: skip
+)
+entry(
+    "hang.place",
+    "A rank stands still, for a reason that can't be seen from outside.",
+    seen=_SEEN + "none of the known ways of waiting",
+    contradicts="any of them",
+    fix=("look at {where}", _STACKS),
+    retryable=True,
+)
+entry(
+    "hang.op-mismatch",
+    "Ranks have entered different operations.",
+    seen="the flight recorder: the same number of the same group is another operation on this rank",
+    contradicts="the operation is done on some rank: then they do match",
+    fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
+)
+entry(
+    "hang.shape-mismatch",
+    "Ranks have entered the same operation with different shapes.",
+    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number",
+    contradicts="operations whose sizes may differ (gather, all_to_all)",
+    fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
+)
+entry(
+    "hang.together",
+    "All ranks have entered the same operation and it does not end.",
+    seen="the flight recorder: same number, same operation, same shape everywhere",
+    contradicts="one of them has not entered it",
+    fix=("the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names, MTU", _STACKS),
+    retryable=True,
+)
 for _backend in ("gloo", "nccl"):
     entry(
-        f"{_backend}.unequal-batches", "A rank had fewer batches than the others and left the loop.",
+        f"{_backend}.unequal-batches",
+        "A rank had fewer batches than the others and left the loop.",
         seen="the flight recorder: another operation under the same number; the others are in a backward pass, this rank is not",
         contradicts="all are in a backward pass: then the model's paths differ",
         fix=("give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()", "look at {where}", _STACKS),
-    )  # fmt: skip
+    )
     entry(
-        f"{_backend}.diverged", "Ranks are on different paths: each waits in a group the others have not entered.",
+        f"{_backend}.diverged",
+        "Ranks are on different paths: each waits in a group the others have not entered.",
         seen="the flight recorder: a ring of ranks waiting for each other in different groups, or sends and receives that don't pair",
         contradicts="one of them waits for nobody: then that one is late",
-        fix=("look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective", "seeds and data order must be equal where control flow depends on them", _STACKS),
-    )  # fmt: skip
+        fix=(
+            "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",
+            "seeds and data order must be equal where control flow depends on them",
+            _STACKS,
+        ),
+    )
 _IDS = {"kernel": "hang.gpu-kernel", "left": "rank.early-exit"}
 
 
@@ -114,5 +168,6 @@ def trouble(stall: Stall, label: str, why: str) -> dict[str, Any]:
     return {
         "cause": known.id, "rank": stall.rank, "exit_code": EX_SOFTWARE, "summary": summary(stall, label), "retryable": known.retryable, "at_once": True,
         "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence],
-        "fix": [line.replace("{where}", stall.where or "the stacks") .replace("{rank}", str(stall.rank)) for line in known.fix], "where": stall.where, "step": stall.step,
+        "fix": [line.replace("{where}", stall.where or "the stacks").replace("{rank}", str(stall.rank)) for line in known.fix],
+        "where": stall.where, "step": stall.step,
     }  # fmt: skip

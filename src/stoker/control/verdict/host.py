@@ -22,7 +22,7 @@ _LIMITS = (
 )
 def processes(case: Case) -> Found | None:
     """The host allows no more processes or threads."""
-    found = find(case, r"can't start new thread|pthread_create failed[^\n]*|Thread creation failed: Resource temporarily unavailable|fork: Resource temporarily")
+    found = find(case, r"can't start new thread|pthread_create failed|Thread creation failed: Resource temporarily unavailable|fork: Resource temporarily")
     error = case.end.error
     if not found and error is not None and "[Errno 11]" in error.message and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback):
         found = find(case, r"\[Errno 11\][^\n]*")

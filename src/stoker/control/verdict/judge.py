@@ -12,18 +12,10 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
-from stoker.control.verdict.consequence import is_consequence
+from stoker.control.verdict.consequence import failed, is_consequence, when
 
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
-
-
-def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:
-    """It ended badly by itself: not by our signal, nor in answer to it."""
-    if end.code == 0 or (end.code is None and end.error is None):
-        return False
-    answered = end.error is None or (stopped_at > 0 and _when(end) >= stopped_at)
-    return not (end.ours and answered)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -36,7 +28,7 @@ def judge(evidence: Evidence) -> Verdict:
         told = hang.trouble(stall, label, "the ranks that waited for it gave up")
         return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
-        before = guilty is not None and _when(guilty) < evidence.stopped_at
+        before = guilty is not None and when(guilty) < evidence.stopped_at
         if not before:
             return launch.stopped(evidence)
         assert guilty is not None
@@ -51,24 +43,20 @@ def judge(evidence: Evidence) -> Verdict:
     return explain(guilty, evidence)
 
 
-def _when(end: RankEnd) -> float:
-    return end.error.time_ns / 1e9 if end.error and end.error.time_ns else end.time
-
-
 def _only_echoes(evidence: Evidence) -> bool:
     bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
     return bool(bad) and all(is_consequence(end) for end in bad)
 
 
 def _guilty(evidence: Evidence) -> RankEnd | None:
-    bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=_when)
+    bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=when)
     causes = [end for end in bad if not is_consequence(end)]
-    if causes and not (evidence.steps_reached and _when(causes[0]) >= evidence.stopped_at):
+    if causes and not (evidence.steps_reached and when(causes[0]) >= evidence.stopped_at):
         return causes[0]
     if not bad or evidence.steps_reached:
         return None
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost.
-    left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= _when(bad[0]) + 1.0), key=lambda end: end.time)
+    left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= when(bad[0]) + 1.0), key=lambda end: end.time)
     return left[0] if left else bad[0]
 
 

@@ -47,7 +47,9 @@ def ordinal(case: Case) -> Found | None:
 def duplicate(case: Case) -> Found | None:
     """Two ranks use the same GPU, and NCCL refuses that."""
     found = find(case, r"Duplicate GPU detected : rank (\d+) and rank (\d+)[^\n]*")
-    return Found(f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK", noticed(case, found[0])) if found else None
+    if not found:
+        return None
+    return Found(f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK", noticed(case, found[0]))
 
 
 @cause(

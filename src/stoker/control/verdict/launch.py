@@ -8,11 +8,14 @@ from typing import Any
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb
 from stoker.contract.shapes import Evidence, Verdict
-from stoker.control.verdict.catalogue import CATALOGUE, entry
+from stoker.control.verdict.catalogue import entry
 from stoker.control.verdict.host import AGENT_LOST
 from stoker.control.verdict.memory import RAM_LIMIT
 
-entry("completed", "The job is done.", seen="every rank ended with 0, or made the steps that were asked for", contradicts="a rank that left early: rank.early-exit")
+entry(
+    "completed", "The job is done.", seen="every rank ended with 0, or made the steps that were asked for",
+    contradicts="a rank that left early: rank.early-exit",
+)  # fmt: skip
 entry(
     "launch.stopped", "Somebody stopped the run.", seen="the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed",
     contradicts="a rank failed before the signal came: then that is the cause",
@@ -21,27 +24,34 @@ entry(
     "launch.refused", "What was asked for can't be done.", seen="a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind",
     fix=("the line says what was wrong and what there is",),
 )  # fmt: skip
-entry("launch.script-missing", "The script, module or program is not there.", seen="before the start: no such file, module or program", fix=("check the spelling and the folder",))
+entry(
+    "launch.script-missing", "The script, module or program is not there.", seen="before the start: no such file, module or program",
+    fix=("check the spelling and the folder",),
+)  # fmt: skip
 entry("launch.syntax-error", "The script is not valid Python.", seen="before the start: it does not parse", fix=("mend the line that is named",))
 entry(
     "launch.nodes", "The machines that were asked for are not named.", seen="--nnodes or --node-rank without hosts that fit",
     fix=("stoker run --hosts a,b,c on one of them starts all",),
 )  # fmt: skip
-entry("launch.port", "A port for the store could not be had.", seen="--master-port outside 1024 to 65535, or an agent that could not reserve one", fix=("leave --master-port out",))
+entry(
+    "launch.port", "A port for the store could not be had.", seen="--master-port outside 1024 to 65535, or an agent that could not reserve one",
+    fix=("leave --master-port out",),
+)  # fmt: skip
 entry(
     "launch.port-in-use", "The port that was asked for is taken.", seen="before the start: somebody listens on --master-port",
     contradicts="a port of the script's own choice: net.port-in-use", fix=("leave --master-port out: a free one is taken",),
 )  # fmt: skip
 entry(
-    "launch.runs-dir", "The run directory can't be written.", seen="creating or writing below --runs-dir fails", contradicts="a rank's own files: data.no-space, data.permission",
-    fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
+    "launch.runs-dir", "The run directory can't be written.", seen="creating or writing below --runs-dir fails",
+    contradicts="a rank's own files: data.no-space, data.permission", fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
 )  # fmt: skip
 entry(
     "launch.system", "The operating system refused Stoker something after the start.", seen="an OSError in the launcher itself",
     fix=("descriptors, processes and disk: ulimit -n, ulimit -u, df -h",),
 )  # fmt: skip
 _NOT_STARTED = entry(
-    "launch.not-started", "A rank's process could not be started.", seen="the agent's spawn failed: no such program, not executable, no processes or descriptors left",
+    "launch.not-started", "A rank's process could not be started.",
+    seen="the agent's spawn failed: no such program, not executable, no processes or descriptors left",
     contradicts="it started and ended at once: then its end is the cause",
     fix=("does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?",),
 )  # fmt: skip
@@ -52,15 +62,16 @@ _KILLED = entry(
 )  # fmt: skip
 entry(
     "gpu.too-few", "Fewer GPUs are there, or free, than were asked for.", seen="before the start: the plan needs more than the machine has",
-    contradicts="enough are there and somebody holds them: gpu.busy", fix=("fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?",),
+    contradicts="enough are there and somebody holds them: gpu.busy",
+    fix=("fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?",),
 )  # fmt: skip
 entry(
     "gpu.legal", "The job can't run with that number of ranks.", seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
     fix=("--nproc-per-node with one of them",),
 )  # fmt: skip
 _UNKNOWN = entry(
-    "unknown", "The job ended without a cause that can be seen.", seen="no rank failed by itself, and not all ended with 0", contradicts="any evidence for another cause",
-    fix=("stoker logs --rank N, for each rank", "dmesg, for what the kernel did"),
+    "unknown", "The job ended without a cause that can be seen.", seen="no rank failed by itself, and not all ended with 0",
+    contradicts="any evidence for another cause", fix=("stoker logs --rank N, for each rank", "dmesg, for what the kernel did"),
 )  # fmt: skip
 
 

@@ -93,7 +93,7 @@ def allocation(case: Case) -> Found | None:
     array = re.search(r"Unable to allocate ([\d.]+ \w+) for an array with shape [^\n]*", text)
     what = f" {amount(int(asked[1]))}" if asked else f" {array[1]}" if array else ""
     around = case.end.around
-    fix = ()
+    fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
         fix = (f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at the shape at {place(case.end)}",)
     said_so = (line_of(found),) if found else (f"{error.type}: {first_line(error.message)}",) if error else ()

@@ -66,7 +66,7 @@ def interface(case: Case) -> Found | None:
 )
 def shm(case: Case) -> Found | None:
     """NCCL could not get shared memory: /dev/shm is too small, or full."""
-    found = find(case, r"[Ee]rror while (?:creating|attaching to) shared memory segment[^\n]*|failed to extend /dev/shm/nccl-[^\n]*|posix_fallocate failed[^\n]*")
+    found = find(case, r"[Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend /dev/shm/nccl-|posix_fallocate failed")
     if not found:
         return None
     around = case.end.around
@@ -155,4 +155,5 @@ def timeout(case: Case) -> Found | None:
     line = line_of(found)
     work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
     what = f"{work[2]} number {work[1]}" if work else "a collective"
-    return Found(f"{case.who}: {what} was not finished{f' after {int(ran[1]) / 1000:.0f} s' if ran else ' in time'}, and no rank is seen to have failed", (line,))
+    late = f"after {int(ran[1]) / 1000:.0f} s" if ran else "in time"
+    return Found(f"{case.who}: {what} was not finished {late}, and no rank is seen to have failed", (line,))

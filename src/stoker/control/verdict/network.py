@@ -82,7 +82,7 @@ def gloo_shape(case: Case) -> Found | None:
 )
 def gloo_connection(case: Case) -> Found | None:
     """A rank could not connect to its peers at the start."""
-    mesh = find(case, r"connectFullMesh failed[^\n]*|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed out connecting)[^\n]*")
+    mesh = find(case, r"connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed out connecting)")
     if mesh:
         return Found(f"{case.who} can't connect to a peer (gloo)", (line_of(mesh), f"at {place(case.end)}"))
     return None if "GPU" in case.end.label else store(case)

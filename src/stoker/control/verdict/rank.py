@@ -90,7 +90,10 @@ def crash(case: Case) -> Found | None:
     return Found(f"{case.who} died of {name}{' at ' + at if at else ''}", (*seen, *stack), () if stack else (_LOGS,))
 
 
-@cause("rank.signal", seen="a signal that Stoker did not send ended the rank", contradicts="the launcher passed it on: launch.stopped", fix=(_LOGS,), retryable=True)
+@cause(
+    "rank.signal", seen="a signal that Stoker did not send ended the rank", contradicts="the launcher passed it on: launch.stopped",
+    fix=(_LOGS,), retryable=True,
+)
 def signalled(case: Case) -> Found | None:
     """A signal from outside ended one rank."""
     number, name, seen = _ended_by(case)

@@ -32,7 +32,9 @@ def explain(
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
     lines += sorted({f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")})
     quiet = max(silent.values(), default=0.0)
-    return replace(found, evidence=tuple(lines), silent_s=round(silent.get(rank, quiet) if rank is not None else quiet, 1), step=steps.get(rank, 0) if rank is not None else 0)
+    if rank is None:
+        return replace(found, evidence=tuple(lines), silent_s=round(quiet, 1))
+    return replace(found, evidence=tuple(lines), silent_s=round(silent.get(rank, quiet), 1), step=steps.get(rank, 0))
 
 
 def _culprit(
@@ -72,7 +74,9 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, p
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
-    lines = [f"{stacks.ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered"] if waiting and edge else []
+    lines = []
+    if waiting and edge is not None:
+        lines.append(f"{stacks.ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.other is not None:
         lines.append(f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number {edge.op.seq}")
     return Stall(kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines))
@@ -138,9 +142,11 @@ def _mismatch(kind: str, edges: list[Wait], snapshots: Mapping[int, Snapshot], g
     if kind == "op-mismatch" and _left_the_loop(snapshots, sorted(guilty), sorted(others)):
         return Stall(
             "unequal", rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""),
-            f"it has left the training loop ({ops[odd]}) while the others are in a backward pass: it had fewer batches", ops[usual], backend, True, evidence=lines,
+            f"it has left the training loop ({ops[odd]}) while the others are in a backward pass: it had fewer batches", ops[usual], backend, True,
+            evidence=lines,
         )  # fmt: skip
-    return Stall(kind, rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""), f"it entered {ops[odd]}", ops[usual], backend, True, evidence=lines)
+    entered_it = f"it entered {ops[odd]}"
+    return Stall(kind, rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""), entered_it, ops[usual], backend, True, evidence=lines)
 
 
 def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: list[int], others: list[int]) -> bool:

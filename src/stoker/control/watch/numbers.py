@@ -40,6 +40,7 @@ class Losses:
         self._first: dict[int, list[float]] = {}
         self._bad: dict[int, int] = {}
         self._high: dict[int, int] = {}
+        self._since: dict[int, int] = {}  # rank -> the step of the first bad one in a row
         self._said: set[tuple[int, str, bool]] = set()
         self._beaten: set[int] = set()  # ranks that tell their loss themselves: their lines are not read
         self._rest: dict[int, bytes] = {}
@@ -84,7 +85,9 @@ class Losses:
             self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
             return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW) if high else None
         self._bad[rank] = self._bad.get(rank, 0) + 1
-        return self._once("loss", rank, step, loss, source, line, self._bad[rank] >= IN_A_ROW)
+        if self._bad[rank] == 1:
+            self._since[rank] = step
+        return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
 
     def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: str, firm: bool) -> BadNumber | None:
         """Said when it is first seen and when it is certain, not for every step between."""

@@ -8,7 +8,8 @@ from stoker.control.watch.snapshot import Frame, Snapshot, Worker, main_thread
 BUSY = 0.5  # of a core: computing, not waiting
 _SLEEPS = ("nanosleep", "clock_nanosleep")
 _CHILD = ("wait4", "waitid")
-_IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync", "flock")
+_IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
+       "flock")  # fmt: skip
 _GPU_CALLS = ("synchronize", "item", "cpu", "tolist", "numpy", "_cuda_synchronize")
 
 

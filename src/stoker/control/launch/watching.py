@@ -1,0 +1,79 @@
+"""Does what the watch room decides: asks the agents, tells the user, stops the job."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from stoker.contract import layout
+from stoker.contract.quantities import span
+from stoker.contract.shapes import Stall
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.members import Members
+from stoker.control.launch.options import RunOptions
+from stoker.control.record.writer import RunRecord
+from stoker.control.verdict import hang
+from stoker.control.watch.watcher import Inspect, Relieve, Suspect
+
+EARLY_S = 10.0
+
+
+class Watching:
+    def __init__(self, attempt: Attempt, record: RunRecord, options: RunOptions, members: Members, say: Callable[[str], None]) -> None:
+        self._attempt = attempt
+        self._record = record
+        self._options = options
+        self._members = members
+        self._say = say
+        self._early: set[int] = set()
+
+    def look(self) -> None:
+        attempt = self._attempt
+        if attempt.stopping:
+            return
+        for action in attempt.watch.look(time.monotonic()):
+            if isinstance(action, Inspect):
+                self._members.say(dict(action.order))
+            elif isinstance(action, Suspect):
+                self._suspect(action.stall)
+            elif isinstance(action, Relieve):
+                who = f"rank {action.rank}" if action.rank is not None else "the job"
+                self._say(f"stoker: {who} goes on, after {span(action.silent_s)}")
+                self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
+            else:
+                attempt.trouble.append(hang.trouble(action.stall, self._label(action.stall.rank), action.why))
+        self._tell_stragglers()
+        self._tell_early()
+
+    def _suspect(self, stall: Stall) -> None:
+        attempt, record, timeout = self._attempt, self._record, self._options.hang_timeout
+        summary = hang.summary(stall, self._label(stall.rank))
+        attempt.suspected_s = stall.silent_s
+        record.event(
+            "suspicion", attempt=attempt.number, cause=hang.cause_of(stall), rank=stall.rank, ranks=list(stall.ranks), waiting=list(stall.waiting),
+            where=stall.where, step=stall.step, silent_s=stall.silent_s, proof=stall.proof, summary=summary, evidence=list(stall.evidence),
+        )  # fmt: skip
+        record.save(layout.stacks(record.dir, attempt.number), "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items())))
+        then = "it can't go on by itself" if stall.proof else f"the job goes on; --hang-timeout {span(timeout)} would stop it" if timeout else "the job goes on"
+        self._say(f"stoker: {summary} ({then})")
+
+    def _tell_stragglers(self) -> None:
+        found = self._attempt.watch.stragglers.found
+        while found:
+            one = found.pop(0)
+            cost = f"the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
+            line = f"rank {one.rank} ({self._label(one.rank)}) is slow because {one.because}; {cost}"
+            self._attempt.notes.append(line)
+            self._say(f"stoker: {line}")
+            self._record.event("straggler", cause=one.cause, rank=one.rank, step=one.step, wait_s=one.wait_s, step_s=one.step_s, where=one.where, summary=line)
+
+    def _tell_early(self) -> None:
+        early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]
+        if early:
+            self._early.update(early)
+            line = f"rank {', '.join(str(rank) for rank in early)} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
+            self._say(f"stoker: {line}")
+            self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
+
+    def _label(self, rank: int | None) -> str:
+        return self._attempt.plan.places[rank].label if rank is not None else ""
