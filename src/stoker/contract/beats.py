@@ -15,6 +15,8 @@ _BEAT = struct.Struct("<QqdqII")  # time_ns, step, loss, tokens, optimizer, flag
 RING_AT = 64
 SLOTS = 256
 SIZE = RING_AT + SLOTS * _BEAT.size
+MOST = 100_000_000  # beats between two looks: more than any script can make
+_VERSION = struct.Struct("<I")
 _COUNT = struct.Struct("<Q")
 _COUNT_AT = 8
 _PHASE_AT = 16
@@ -58,6 +60,7 @@ class Reader:
     def __init__(self, memory: mmap) -> None:
         self._memory = memory
         self.seen = 0
+        self.torn = False
 
     @property
     def written(self) -> int:
@@ -70,6 +73,10 @@ class Reader:
     def new(self) -> list[Beat]:
         """The beats since the last call; at most the newest SLOTS - 1 of them."""
         written = self.written
+        if written < self.seen or written - self.seen > MOST or _VERSION.unpack_from(self._memory, 0)[0] != VERSION:
+            self.torn = True  # somebody wrote over the page: it is the script's memory too
+        if self.torn:
+            return []
         first = max(self.seen, written - SLOTS + 1, 0)
         self.seen = written
         return [self._at(n) for n in range(first, written)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
+PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
 MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # how often a recipe halves its micro-batch: set after it ran out of GPU memory
 

@@ -31,6 +31,7 @@ from stoker.control.agent.sweep import Sweeper, ending, reap
 from stoker.control.agent.vitals import BEATS_S, Vitals
 from stoker.control.machine import host
 from stoker.control.machine.host import cpus_near
+from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
 
 
@@ -284,7 +285,7 @@ class Agent:
         if kind == "error":
             rank.reported = time.monotonic()
             self._relay.say({"is": "error", "rank": rank.rank, "error": _read_json(rank.files["error"])})
-            self._vitals.note_holders(rank, self._observer.nvml if self._observer else None)
+            self._vitals.note_holders(rank, self._nvml, self._sweeper.run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
         elif kind == "note":
@@ -304,8 +305,12 @@ class Agent:
     def _tell_memory(self, rank: Rank, where: str, note: str = "") -> None:
         if where not in rank.marks:
             rank.marks.add(where)
-            nvml = self._observer.nvml if self._observer else None
+            nvml = self._nvml
             self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)})
+
+    @property
+    def _nvml(self) -> Nvml | None:
+        return self._observer.nvml if self._observer else None
 
     def _first_step(self, rank: Rank, when: float) -> None:
         self._relay.say({"is": "first-step", "rank": rank.rank, "time": when})
@@ -349,7 +354,7 @@ class Agent:
                 "error": _read_json(rank.files["error"]), "elastic": _read_json(rank.files["elastic"]), "stack": _read_text(rank.files["stack"]),
                 "steps": rank.steps, "core": end[1],
                 "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
-                "around": self._vitals.around(rank, self._observer.nvml if self._observer else None) if end[0] != 0 and not rank.signalled else {},
+                "around": self._vitals.around(rank, self._nvml, self._sweeper.run_id) if end[0] != 0 and not rank.signalled else {},
             })  # fmt: skip
 
     # ---- stopping ----

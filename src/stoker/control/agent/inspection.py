@@ -169,7 +169,8 @@ class _Spy:
         import sys
 
         beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-        self._program = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+        found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+        self._program = os.environ.get(names.PY_SPY, found)
         self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
 
     def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:

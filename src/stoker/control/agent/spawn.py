@@ -31,6 +31,7 @@ class Rank:
         self.reader = reader
         self.files = layout.scratch_files(base)
         self.gpu = gpu
+        self.pci = ""
         self.started = started
         self.signalled = False
         self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
@@ -89,7 +90,9 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
             os.close(handle)
         raise OSError(problem)
     me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
-    return Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
+    made = Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
+    made.pci = (spec.get("pci") or "").lower()
+    return made
 
 
 def _become(

@@ -61,6 +61,11 @@ class Vitals:
             if rank.reader is None or rank.reader.written == rank.reader.seen:
                 continue
             news = rank.reader.new()
+            if rank.reader.torn:
+                rank.reader = None
+                self._say({"is": "note", "rank": rank.rank, "text": "its beats are unreadable (something wrote over them): it is watched without them"})
+            if not news:
+                continue
             first = rank.steps == 0
             # A step is one optimizer's count; the script's own word (optimizer 0) wins where there is one.
             lead = min(beat.optimizer for beat in news)
@@ -76,16 +81,16 @@ class Vitals:
 
     # ---- around a bad end ----
 
-    def note_holders(self, rank: Rank, nvml: Nvml | None) -> None:
+    def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:
-            self._holders[rank.pid] = tuple({**as_json(one), "ours": one.pid == rank.pid} for one in nvml.holders(rank.gpu) or ())
+            self._holders[rank.pid] = tuple({**as_json(one), "ours": one.pid == rank.pid or one.run == run_id} for one in nvml.holders(rank.gpu) or ())
 
-    def around(self, rank: Rank, nvml: Nvml | None) -> dict[str, Any]:
+    def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         total, available, _ = host.memory()
         shm = host.shared_memory()
         if nvml is not None and rank.gpu and rank.pid not in self._holders:
-            self.note_holders(rank, nvml)
+            self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
         found: dict[str, Any] = as_json(Around(
             rss=tuple(rank.rss), host_available=available, host_total=total, kernel=_kernel_lines(rank), holders=self._holders.get(rank.pid, ()),
@@ -116,5 +121,10 @@ def _work(pid: int) -> tuple[float, int]:
 
 
 def _kernel_lines(rank: Rank) -> tuple[str, ...]:
-    words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory", "NVRM: Xid")
-    return tuple(line[:300] for line in kernellog.lines(rank.started) if any(word in line for word in words))[-12:]
+    words = (f"process {rank.pid} ", f"[{rank.pid}]", "Out of memory", "oom-kill", "Memory cgroup out of memory")
+
+    def concerns(line: str) -> bool:
+        found = kernellog.xid(line)
+        return bool(rank.pci) and rank.pci.endswith(found[0]) if found else any(word in line for word in words)
+
+    return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]

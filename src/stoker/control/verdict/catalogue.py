@@ -79,7 +79,7 @@ def cause(
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
     end = case.end
     place = wording.place(end)
-    fix = tuple(line.format(rank=end.rank, place=place) if "{" in line else line for line in (found.fix or cause_.fix))
+    fix = found.fix or tuple(line.replace("{rank}", str(end.rank)).replace("{place}", place) for line in cause_.fix)
     return Verdict(
         "failed", cause_.id, found.summary, wording.exit_code(end), rank=end.rank, host=end.host or None, gpu=end.label if "GPU" in end.label else None,
         evidence=tuple(line[: wording.LINE] for line in found.evidence), retryable=cause_.retryable if found.retryable is None else found.retryable, fix=fix,

@@ -7,8 +7,8 @@ import signal
 
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.memory import memory_trend
-from stoker.control.verdict.reading import amount, find, line_of, path_in, said
-from stoker.control.verdict.wording import first_line, place, traced
+from stoker.control.verdict.reading import amount, at, find, line_of, path_in, said
+from stoker.control.verdict.wording import first_line, traced
 
 _SMALL_SHM = 2**30
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"
@@ -106,7 +106,7 @@ def no_space(case: Case) -> Found | None:
     if not found:
         return None
     path = path_in(line_of(found))
-    return Found(f"{case.who}: no space left{' for ' + path if path else ''} (it was writing at {place(case.end)})", _evidence(case, line_of(found)))
+    return Found(f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}", _evidence(case, line_of(found)))
 
 
 @cause(
@@ -131,7 +131,7 @@ def corrupt(case: Case) -> Found | None:
     error = case.end.error
     what = first_line(re.sub(r"\s+", " ", found[0])) if found else f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    return Found(f"{case.who}: a file is damaged: {what}{lfs} at {place(case.end)}", _evidence(case, line_of(found) if found else what))
+    return Found(f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what))
 
 
 def _cut_off(case: Case) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import find, line_of
+from stoker.control.verdict.reading import at, find, line_of
 from stoker.control.verdict.wording import first_line, place, traced
 
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
@@ -15,7 +15,7 @@ _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that 
     contradicts="torch has CUDA and finds no GPU or no driver: gpu.driver",
     fix=(
         "python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA",
-        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128",
+        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the driver allows (nvidia-smi)",
         "no GPU here, and that is meant: backend gloo (or none named), and .to('cpu')",
     ),
 )
@@ -47,7 +47,7 @@ def version(case: Case) -> Found | None:
     )  # fmt: skip
     if not found:
         return None
-    return Found(f"{case.who}: versions don't fit: {first_line(line_of(found))} at {place(case.end)}", traced(case.end))
+    return Found(f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}", traced(case.end) or (line_of(found),))
 
 
 @cause(

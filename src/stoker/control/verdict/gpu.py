@@ -15,7 +15,8 @@ _XIDS = {
     48: "double-bit ECC error", 62: "internal micro-controller halt", 64: "row remapping failed", 74: "NVLink error", 79: "GPU has fallen off the bus",
     94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware does not answer", 120: "GSP firmware error",
 }  # fmt: skip
-_CONTAINED = 94
+_CONTAINED = 94  # the driver took the page out of use: the mildest of them, named only where there is no other
+# The causes below are tried again although the card is sick: the next attempt proves the cards first and leaves the bad one out.
 DEAD = (
     "leave it out: stoker run --exclude-bad, or --gpus with the others",
     "restart the pod and not only the container: a driver's state outlives the container",
@@ -39,6 +40,7 @@ def _xids(case: Case) -> list[tuple[int, str]]:
     seen='Xid 79 in the kernel\'s log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can\'t find the card any more',
     contradicts="the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access",
     fix=DEAD,
+    retryable=True,
 )
 def lost(case: Case) -> Found | None:
     """The GPU is gone: it does not answer its driver any more."""
@@ -55,6 +57,7 @@ def lost(case: Case) -> Found | None:
     seen='"uncorrectable ECC error encountered" (CUDA error 214), or Xid 48 or 95 in the kernel\'s log',
     contradicts="errors that were corrected: they are counted and harm nothing",
     fix=DEAD,
+    retryable=True,
 )
 def ecc(case: Case) -> Found | None:
     """The GPU's memory returned an error that could not be corrected."""
@@ -71,6 +74,7 @@ def ecc(case: Case) -> Found | None:
     "end speaks of its GPU",
     contradicts="Xid 13, 31, 43, 63 or 92: an application's own error, or one that was mended",
     fix=("nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot (nvidia-smi --gpu-reset -i N, as root)", *DEAD),
+    retryable=True,
 )
 def xid(case: Case) -> Found | None:
     """The driver reported a fault of the GPU itself."""
@@ -78,9 +82,7 @@ def xid(case: Case) -> Found | None:
     if not found:
         return None
     number = next((one for one, _ in found if one != _CONTAINED), _CONTAINED)
-    # Contained: the driver took the page out of use, and only the process that had it must start again.
-    again = True if number == _CONTAINED else None
-    return Found(f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})", tuple(line for _, line in found[-4:]), retryable=again)
+    return Found(f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})", tuple(line for _, line in found[-4:]))
 
 
 @cause(
@@ -111,7 +113,7 @@ def busy(case: Case) -> Found | None:
     contradicts="torch itself was built without CUDA: env.cuda-build",
     fix=(
         "nvidia-smi   # does the driver answer, and which CUDA version does it allow? torch's build must not be newer",
-        "an older torch build (pip install torch --index-url https://download.pytorch.org/whl/cu126), or a newer driver on the host",
+        "a torch build for an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126), or a newer driver on the host",
         "in a container: was it started with --gpus all (nvidia-container-toolkit)? is CUDA_VISIBLE_DEVICES empty or wrong?",
         "error 802 on an NVSwitch machine: the fabric manager is not running (systemctl status nvidia-fabricmanager, on the host)",
     ),

@@ -12,6 +12,7 @@ from stoker.control.verdict.wording import place
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)"
 _NO_NUMBERS = r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out of memory'"
 _SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
+_PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
 _SMALLER = (
     "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear cross-entropy)",
     "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
@@ -41,8 +42,9 @@ class _Card:
         # The agent's list is better than the message's: it has names.
         self.strangers = [] if self.holders or not refused else [pair for pair in refused.others if pair[0] not in known]
         self.foreign = sum(one.get("memory") or 0 for one in self.holders) or sum(size for _, size in self.strangers)
-        if refused and not self.foreign and None not in (refused.total, refused.free):
-            # Others that neither we nor torch can see: what is used and is nobody's here.
+        shared = any(end.label == case.end.label and end.host == case.end.host and end.rank != case.end.rank for end in case.evidence.ends)
+        if refused and not self.foreign and not shared and None not in (refused.total, refused.free):
+            # Others that neither we nor torch can see: what is used and is nobody's here. With --share-gpus it may be another rank's.
             siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(size for pid, size in refused.others if pid in known)
             rest = (refused.total or 0) - (refused.free or 0) - (refused.own or refused.cached + _SLACK) - siblings
             self.foreign = max(0, rest) if rest > _SLACK else 0
@@ -70,7 +72,7 @@ class _Card:
             lines.append(f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run}) holds {memory}")
         lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
-            lines.append(f"{amount(self.foreign)} are held from outside this container")
+            lines.append(f"{amount(self.foreign)} are held by processes that can't be seen from here, outside this container")
         return lines
 
     def sentence(self) -> str:
@@ -121,7 +123,7 @@ def foreign(case: Case) -> Found | None:
 @cause(
     "oom.gpu-fragmentation",
     seen="torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it out",
-    contradicts="less is reserved and unused than was needed: oom.gpu",
+    contradicts="less is reserved and unused than was needed, or less than 512 MiB: oom.gpu",
     fix=(
         f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
         "shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length",
@@ -132,7 +134,7 @@ def fragmentation(case: Case) -> Found | None:
     """The GPU had the memory, but in pieces too small: torch's cache is fragmented."""
     looked = _look(case)
     refused = looked[0].refused if looked else None
-    if looked is None or refused is None or refused.unused is None or refused.unused < refused.needed:
+    if looked is None or refused is None or refused.unused is None or refused.unused < max(refused.needed, _PIECES):
         return None
     return Found(f"{case.who}: GPU memory is fragmented: {looked[0].sentence()}", looked[1])
 
@@ -158,5 +160,7 @@ def too_big(case: Case) -> Found | None:
     if refused.free is not None and refused.free > refused.needed + _SLACK:
         odd = "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
         return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
-    pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if (refused.free or 0) + (refused.unused or 0) >= refused.needed else ()
+    unused = refused.unused or 0
+    enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed
+    pieces = (f"{_EXPANDABLE}: free and unused together would have been enough",) if enough else ()
     return Found(f"{case.who}: out of GPU memory: {card.sentence()}", evidence, (*pieces, *_SMALLER))

@@ -142,7 +142,7 @@ def system(case: Case) -> Found | None:
     contradicts="a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo",
     fix=(
         "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a sharded model is one), other code paths",
-        "`stoker why` shows each rank's last collective; TORCH_NCCL_TRACE_BUFFER_SIZE must not be 0",
+        "where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt",
         "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is something else",
     ),
     retryable=True,

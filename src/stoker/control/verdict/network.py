@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import find, line_of
-from stoker.control.verdict.wording import first_line, place
+from stoker.control.verdict.reading import at, find, line_of
+from stoker.control.verdict.wording import first_line
 
 # The store (MASTER_ADDR, MASTER_PORT) is where ranks of either backend meet first.
 STORE = (
@@ -14,9 +14,14 @@ STORE = (
     r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
 )
 REACH = (
-    "every host must reach every other on all ports from 1024 up, in both directions: MASTER_PORT is only where they meet, the data has ports of its own",
+    "every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both directions: MASTER_PORT is only where "
+    "they meet, the data has ports of its own",
     "MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them knows (getent hosts NAME, on each)",
 )
+
+
+def _where(case: Case) -> tuple[str, ...]:
+    return (at(case).strip(),) if at(case) else ()
 
 
 @cause(
@@ -33,7 +38,7 @@ def port_in_use(case: Case) -> Found | None:
         return None
     port = re.search(r"port:? (\d+)", error.message)
     which = f"port {port[1]}" if port else "a port"
-    return Found(f"{case.who}: {which} is already in use", (f"{error.type}: {first_line(error.message)}", f"at {place(case.end)}"))
+    return Found(f"{case.who}: {which} is already in use", (f"{error.type}: {first_line(error.message)}", *_where(case)))
 
 
 @cause(
@@ -50,7 +55,7 @@ def gloo_interface(case: Case) -> Found | None:
     found = find(case, r"Unable to (?:find address|find interface|resolve hostname)[^\n:]*:? ?(\S*)")
     if not found or not find(case, r"gloo|GLOO|Gloo"):
         return None
-    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", (line_of(found), f"at {place(case.end)}"))
+    return Found(f"{case.who}: gloo finds no address for {found[1] or 'this host'}", (line_of(found), *_where(case)))
 
 
 @cause(
@@ -68,8 +73,7 @@ def gloo_shape(case: Case) -> Found | None:
     found = find(case, r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
     if not found:
         return None
-    at = (f"at {place(case.end)}",) if case.end.error else ()
-    return Found(f"{case.who} received {found[1]} bytes where it expected {found[2]}: the ranks' collectives differ in size", (line_of(found), *at))
+    return Found(f"{case.who} received {found[1]} bytes where it expected {found[2]}: the ranks' collectives differ in size", (line_of(found), *_where(case)))
 
 
 @cause(
@@ -84,7 +88,7 @@ def gloo_connection(case: Case) -> Found | None:
     """A rank could not connect to its peers at the start."""
     mesh = find(case, r"connectFullMesh failed|gloo/transport/[^\n]*(?:Connection refused|No route to host|[Cc]onnect timeout|timed out connecting)")
     if mesh:
-        return Found(f"{case.who} can't connect to a peer (gloo)", (line_of(mesh), f"at {place(case.end)}"))
+        return Found(f"{case.who} can't connect to a peer (gloo)", (line_of(mesh), *_where(case)))
     return None if "GPU" in case.end.label else store(case)
 
 
@@ -97,7 +101,7 @@ def store(case: Case) -> Found | None:
         text = f"{case.who} waited {found[2]} s for the others: {here} of {all_of} ranks came to the store"
     else:
         text = f"{case.who} can't reach the store at {found[1].replace(', ', ':')}"
-    return Found(text, (line_of(found), f"at {place(case.end)}"))
+    return Found(text, (line_of(found), *_where(case)))
 
 
 @cause(
@@ -113,4 +117,4 @@ def store(case: Case) -> Found | None:
 def gloo_timeout(case: Case) -> Found | None:
     """A collective of gloo was not finished in time, and nothing shows why."""
     found = find(case, r"gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation")
-    return Found(f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}", (line_of(found), f"at {place(case.end)}")) if found else None
+    return Found(f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}", (line_of(found), *_where(case))) if found else None

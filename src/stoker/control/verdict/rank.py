@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.memory import memory_trend
 from stoker.control.verdict.wording import first_line, last_lines, place
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
@@ -70,7 +71,10 @@ def killed(case: Case) -> Found | None:
     number, _, seen = _ended_by(case)
     if number != signal.SIGKILL:
         return None
-    return Found(f"{case.who} was killed with SIGKILL from outside", (*seen, "no out-of-memory kill was counted in this cgroup"))
+    around = case.end.around
+    # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
+    hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
+    return Found(f"{case.who} was killed with SIGKILL from outside", (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
 @cause(
@@ -87,7 +91,7 @@ def crash(case: Case) -> Found | None:
         return None
     stack = [line for line in case.end.stack.strip().splitlines() if line][:25]
     at = next((line.strip() for line in stack if line.lstrip().startswith("File ")), "")
-    return Found(f"{case.who} died of {name}{' at ' + at if at else ''}", (*seen, *stack), () if stack else (_LOGS,))
+    return Found(f"{case.who} died of {name}{' at ' + at if at else ''}", (*seen, *stack), () if stack else (f"stoker logs --rank {case.end.rank}",))
 
 
 @cause(

@@ -55,6 +55,11 @@ def line_of(found: re.Match[str]) -> str:
     return text[text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1].strip()
 
 
+def at(case: Case) -> str:
+    """at FILE:LINE, in FUNCTION: nothing where there was no exception to tell it."""
+    return f" at {place(case.end)}" if case.end.error and case.end.error.file else ""
+
+
 def noticed(case: Case, line: str) -> tuple[str, ...]:
     """A GPU's errors are asynchronous: the place is where somebody asked, not where it went wrong."""
     return (line, f"noticed at {place(case.end)}") if case.end.error else (line,)

@@ -1,0 +1,168 @@
+"""The fault suite's table: which script, on how many ranks, and what the verdict has to be. The tests and benchmarks/faults.py read it.
+
+A new fault is a script in this folder and a line here. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HANG_TIMEOUT = ("--hang-timeout", "10s")
+KILLED, ABORTED, CRASHED, TERMINATED, OURS = 137, 134, 139, 143, 70
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    script: str
+    ranks: int
+    cause: tuple[str, ...]  # any of these is right; of a "slow" case: the cause of its straggler event
+    rank: tuple[int | None, ...]  # the guilty one: any of these is right; None: nobody in particular
+    exit_code: tuple[int, ...]
+    kind: str  # crash | hang | slow | numbers | memory | launch | restart
+    family: str  # CI runs one case of each
+    args: tuple[str, ...] = ()  # more options for `stoker run`
+    torchrun_args: tuple[str, ...] = ()
+    script_args: tuple[str, ...] = ()
+    around: tuple[str, ...] = ()  # the words for around.py before the launcher's
+    needs: str = ""  # gpu | root | cgroup | safetensors
+    torchrun: bool = True  # has a meaning under torchrun too
+    attempts: int = 1
+    says: str = ""  # a word that the verdict has to hold
+    ci: bool = False
+
+
+def _crash(script: str, family: str, cause: str | tuple[str, ...], code: int, ranks: int = 2, ci: bool = False, **more: object) -> Case:
+    """Named after its script. Rank 1 does it, unless `more` says otherwise."""
+    given = {"rank": (1,), "exit_code": (code,), "kind": "crash", **more}
+    return Case(script.removesuffix(".py"), script, ranks, cause if isinstance(cause, tuple) else (cause,), family=family, ci=ci, **given)  # type: ignore[arg-type]
+
+
+def _hangs(script: str, family: str, cause: str | tuple[str, ...], ranks: tuple[int, ...] = (2, 4), ci: bool = False, **more: object) -> list[Case]:
+    """The same on 2 and on 4 ranks. Stoker ends the job, so the code is ours."""
+    given = {"rank": (1,), "exit_code": (OURS,), "kind": "hang", "args": HANG_TIMEOUT, **more}
+    causes = cause if isinstance(cause, tuple) else (cause,)
+    return [
+        Case(f"{script.removesuffix('.py')}-{count}", script, count, causes, family=family, ci=ci and count == min(ranks), **given)  # type: ignore[arg-type]
+        for count in ranks
+    ]
+
+
+_EXCEPTIONS = [
+    _crash("crash_exception.py", "exception", "rank.exception", 1, ci=True),
+    _crash("crash_exception_everywhere.py", "exception", "rank.exception", 1, rank=(0, 1)),
+    _crash("crash_exception_while_waited_for.py", "exception", "rank.exception", 1, ranks=4),
+    _crash("crash_exception_in_worker.py", "exception", "rank.exception", 1),
+    _crash("crash_own_excepthook.py", "exception", ("rank.exception", "rank.exit"), 1),
+    _crash("crash_import.py", "environment", "env.import", 1, ci=True, args=("--max-restarts", "3"), torchrun_args=("--max-restarts", "3")),
+    _crash("crash_syntax.py", "environment", "env.syntax", 1),
+]
+
+_EXITS = [
+    _crash("crash_exit_code.py", "exit", "rank.exit", 3, ci=True),
+    _crash("crash_os_exit_zero.py", "early exit", "rank.early-exit", OURS, ci=True),
+    _crash("crash_sys_exit_zero.py", "early exit", "rank.early-exit", OURS),
+    _crash("crash_short_rank.py", "early exit", "rank.early-exit", OURS),
+]
+
+_SIGNALS = [
+    _crash("crash_sigkill.py", "signal", "rank.killed", KILLED, ci=True),
+    _crash("crash_sigsegv.py", "signal", "rank.crash", CRASHED),
+    _crash("crash_sigabrt.py", "signal", "rank.crash", ABORTED),
+    _crash("crash_sigterm.py", "signal", "rank.signal", TERMINATED),
+]
+
+_HANGS = [
+    *_hangs("hang_sleep.py", "hang", "hang.sleep", ci=True),
+    *_hangs("hang_gil.py", "hang", "hang.gil"),
+    *_hangs("hang_stopped.py", "stopped", "hang.stopped", ci=True),
+    *_hangs("hang_spin.py", "hang", "hang.spin"),
+    *_hangs("hang_lock.py", "hang", "hang.lock"),
+    *_hangs("hang_fifo.py", "hang", "hang.io"),
+    *_hangs("hang_socket.py", "hang", ("hang.io", "hang.socket")),
+    *_hangs("hang_subprocess.py", "hang", ("hang.child", "hang.sleep")),
+    *_hangs("hang_d_state.py", "hang", "hang.disk"),
+    *_hangs("hang_before_init.py", "hang", "hang.sleep"),
+    *_hangs("hang_own_timeout.py", "hang", "hang.sleep", exit_code=(OURS, 1)),
+    *_hangs("hang_worker.py", "worker", "hang.worker", ci=True),
+    *_hangs("hang_worker_stopped.py", "worker", "hang.worker"),
+]
+
+# What ranks do to each other. Of two ranks that do different things, either may be wrong; of four, the one that stands alone is.
+_BETWEEN_RANKS = [
+    *_hangs("hang_op_mismatch.py", "mismatch", "hang.op-mismatch", ranks=(4,)),
+    *_hangs("hang_op_mismatch.py", "mismatch", "hang.op-mismatch", ranks=(2,), rank=(0, 1, None), ci=True),
+    *_hangs("hang_subgroup.py", "mismatch", "hang.sleep", ranks=(4,), rank=(3,)),
+    *_hangs("hang_subgroup_order.py", "mismatch", ("gloo.diverged", "hang.op-mismatch"), ranks=(4,)),
+    *_hangs("hang_subgroup_order.py", "mismatch", ("gloo.diverged", "hang.op-mismatch"), ranks=(2,), rank=(0, 1, None)),
+    *_hangs("hang_unequal_barrier.py", "mismatch", "gloo.unequal-batches"),
+    *_hangs("hang_recv.py", "mismatch", ("hang.recv", "hang.op-mismatch", "gloo.diverged")),
+    _crash("crash_shape_smaller.py", "mismatch", ("gloo.shape", "hang.shape-mismatch"), ABORTED, ranks=4),
+    _crash("crash_shape_larger.py", "mismatch", ("gloo.shape", "hang.shape-mismatch"), ABORTED, ranks=4, exit_code=(ABORTED, OURS, 1)),
+    _crash("crash_extra_collective.py", "mismatch", ("gloo.diverged", "gloo.unequal-batches", "gloo.shape", "hang.shape-mismatch"), ABORTED, ranks=4),
+]
+
+_DATA = [
+    _crash("data_worker_killed.py", "data", "data.worker-died", 1, ci=True),
+    _crash("data_file_missing.py", "data", "data.file-missing", 1),
+    _crash("data_no_space.py", "data", "data.no-space", 1, needs="root", around=("mount", "4m", "/mnt"), script_args=("/mnt",)),
+    _crash("data_no_space_checkpoint.py", "data", "data.no-space", 1, needs="root", around=("mount", "4m", "/mnt"), script_args=("/mnt",)),
+    _crash("data_too_many_files.py", "data", "data.too-many-files", 1),
+    _crash("data_corrupt_safetensors.py", "data", "data.corrupt", 1, needs="safetensors"),
+    _crash("data_corrupt_checkpoint.py", "data", "data.corrupt", 1),
+    _crash("data_shm.py", "data", "data.shm", OURS, kind="hang", args=HANG_TIMEOUT, needs="root", around=("mount", "1m", "/dev/shm"), exit_code=(OURS, 1)),
+    _crash("data_shm_bus_error.py", "data", "data.shm", 1, needs="root", around=("mount", "1m", "/dev/shm")),
+]
+
+_ON_NAN = ("--on-nan", "stop")
+_NUMBERS = [
+    _crash("numbers_beat_nan.py", "numbers", "nan.loss", OURS, kind="numbers", args=_ON_NAN, ci=True),
+    _crash("numbers_printed_nan.py", "numbers", "nan.loss", OURS, kind="numbers", args=_ON_NAN, rank=(0, None)),
+    _crash("numbers_exploding.py", "numbers", "nan.exploding", OURS, kind="numbers", args=_ON_NAN, rank=(0, 1, None)),
+]
+
+_SLOW = [
+    _crash("slow_data.py", "slow", "slow.data", 0, ranks=4, kind="slow"),
+    _crash("slow_cpu.py", "slow", ("slow.code", "slow.cpu"), 0, kind="slow", ci=True),
+]
+
+_MEMORY = [
+    Case("memory_cgroup", "memory_grows.py", 2, ("oom.host",), (1,), (KILLED,), "memory", "memory", needs="cgroup", around=("cgroup", "1000m")),
+    Case("memory_ram_limit", "memory_grows.py", 2, ("oom.ram-limit",), (1,), (OURS,), "memory", "memory", args=("--ram-limit", "1GB"), torchrun=False),
+    _crash("memory_address_space.py", "memory", "oom.host-allocation", 1, kind="memory", ci=True),
+    _crash("memory_allocator.py", "memory", "oom.host-allocation", 1, kind="memory"),
+]
+
+_AGAIN = ("--max-restarts", "3")
+_RESTARTS = [
+    _crash("restart_crash_loop.py", "restart", "rank.exception", 1, kind="restart", args=_AGAIN, torchrun_args=_AGAIN, attempts=2, says="deterministic", ci=True),
+    _crash("restart_once.py", "restart", "completed", 0, kind="restart", args=_AGAIN, torchrun_args=_AGAIN, attempts=2, rank=(None,)),
+]
+
+_LAUNCH = [
+    _crash("launch_ignores_sigterm.py", "launch", "rank.exception", 1, kind="launch"),
+    _crash("launch_setsid_helper.py", "launch", "rank.exception", 1, kind="launch", ci=True),
+    _crash("launch_killed.py", "launch", "launch.killed", KILLED, kind="launch", rank=(None,), around=("kill",)),
+    _crash("launch_port_taken.py", "launch", "net.port-in-use", 1, kind="launch"),
+    _crash("launch_output_flood.py", "launch", "rank.exception", 1, kind="launch"),
+    _crash("launch_long_message.py", "launch", "rank.exception", 1, kind="launch"),
+]
+
+
+def _gpu(script: str, cause: str, code: int, **more: object) -> Case:
+    return _crash(script, "gpu", cause, code, ranks=1, needs="gpu", **{"rank": (0,), **more})  # type: ignore[arg-type]
+
+
+_GPU = [
+    _gpu("gpu_foreign_holder.py", "oom.gpu-foreign", 1, kind="memory", around=("hold", "0.8")),
+    _gpu("gpu_too_big.py", "oom.gpu", 1, kind="memory"),
+    _gpu("gpu_fragmentation.py", "oom.gpu-fragmentation", 1, kind="memory"),
+    _gpu("gpu_assert.py", "gpu.assert", 1, ci=True),
+    _gpu("gpu_illegal_access.py", "gpu.illegal-access", 1),
+    _gpu("gpu_endless_kernel.py", "hang.gpu-kernel", OURS, kind="hang", args=HANG_TIMEOUT),
+    _gpu("gpu_killed_holding.py", "rank.killed", KILLED),
+    Case("gpu_duplicate", "gpu_duplicate.py", 2, ("gpu.duplicate",), (0, 1, None), (1,), "crash", "gpu", args=("--share-gpus",), needs="gpu"),
+    _gpu("gpu_ordinal.py", "gpu.ordinal", 1),
+]
+
+CASES: tuple[Case, ...] = (*_EXCEPTIONS, *_EXITS, *_SIGNALS, *_HANGS, *_BETWEEN_RANKS, *_DATA, *_NUMBERS, *_SLOW, *_MEMORY, *_RESTARTS, *_LAUNCH, *_GPU)

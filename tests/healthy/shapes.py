@@ -1,0 +1,72 @@
+"""The table of healthy shapes, for tests/test_healthy.py and benchmarks/healthy.py. Adding one is adding a row, and a script where none fits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A script with its arguments, and what is true of it."""
+
+    name: str
+    script: str
+    args: str = ""
+    ranks: int = 2
+    silence_s: float = 5.0  # the longest time a rank neither steps, prints nor ends a collective, its start aside
+    straggler: bool = False  # a rank truly is slower than its peers, and they wait for it: naming it is right
+    neighbours: int = 0  # processes from outside that keep a core busy each
+    in_ci: bool = False
+
+    def command(self, seed: int, scale: float = 1.0) -> list[str]:
+        return [str(HERE / self.script), *self.args.split(), "--seed", str(seed), "--scale", str(scale)]
+
+
+SHAPES = (
+    Shape("long first step, computing", "long_first_step.py", "--how busy", silence_s=25),
+    Shape("long first step, waiting", "long_first_step.py", "--how sleep", silence_s=25, ranks=3),
+    Shape("long first step on rank 0 only", "long_first_step.py", "--who rank0", silence_s=25, in_ci=True),
+    Shape("evaluation, marked", "evaluates.py", "--marked yes --seconds 20", silence_s=20),
+    Shape("evaluation, marked, on rank 0", "evaluates.py", "--marked yes --who rank0 --how sleep --seconds 40 --times 1", silence_s=40, ranks=3),
+    Shape("evaluation, unmarked", "evaluates.py", "--seconds 12", silence_s=12),
+    Shape("evaluation, unmarked, waiting", "evaluates.py", "--how sleep --seconds 18", silence_s=18, ranks=1),
+    Shape("evaluation of 60 s, unmarked, on rank 0", "evaluates.py", "--who rank0 --seconds 60 --times 1", silence_s=60, in_ci=True),
+    Shape("evaluation of 60 s, unmarked, on rank 0, waiting", "evaluates.py", "--who rank0 --how sleep --seconds 60 --times 1", silence_s=60, ranks=4),
+    Shape("checkpoint of 30 s on rank 0", "saves.py", "", silence_s=30),
+    Shape("checkpoint of 30 s on rank 0, one blocking call", "saves.py", "--how block", silence_s=30, ranks=3),
+    Shape("checkpoint of 30 s on all ranks", "saves.py", "--who all", silence_s=30),
+    Shape("checkpoint of 30 s on all ranks, marked", "saves.py", "--who all --marked yes --how block", silence_s=30),
+    Shape("two checkpoints of 15 s on rank 0", "saves.py", "--seconds 15 --times 2", silence_s=15),
+    Shape("uneven steps", "uneven.py", "", silence_s=12),
+    Shape("uneven steps, four ranks", "uneven.py", "--steps 150", silence_s=12, ranks=4),
+    Shape("one rank logs nothing", "quiet_ranks.py", "--speaks 1"),
+    Shape("no rank logs anything", "quiet_ranks.py", "--speaks 0", ranks=3),
+    Shape("one rank alone", "quiet_ranks.py", "--speaks 1", ranks=1),
+    Shape("a busy neighbour", "quiet_ranks.py", "--speaks 2", neighbours=2),
+    Shape("pauses between epochs", "epochs.py", "", silence_s=15),
+    Shape("pauses between epochs, computing", "epochs.py", "--how busy", silence_s=15),
+    Shape("slow batches, forked workers", "loader.py", "", silence_s=8),
+    Shape("slow batches, spawned workers", "loader.py", "--context spawn", silence_s=8),
+    Shape("a Trainer's loop", "trainer.py", "", silence_s=15),
+    Shape("independent replicas", "replicas.py", ""),
+    Shape("independent replicas, four ranks", "replicas.py", "", ranks=4),
+    Shape("tokenising", "tokenises.py", ""),
+    Shape("tokenising, one long shard", "tokenises.py", "--seconds 18 --shards 2", silence_s=18),
+    Shape("collectives only", "only_collectives.py", "", silence_s=10),
+    Shape("asleep most of the time", "sleeper.py", "", silence_s=12, in_ci=True),
+    Shape("gradient accumulation", "accumulates.py", ""),
+    Shape("two optimizers", "two_optimizers.py", ""),
+    Shape("a rank that joins late", "joins_late.py", "", silence_s=20),
+    Shape("subgroups", "subgroups.py", "--slower 0", ranks=4),
+    Shape("subgroups, one of them slower", "subgroups.py", "", ranks=4, straggler=True),
+    Shape("pipeline of two stages", "pipeline.py", ""),
+    Shape("pipeline of four stages", "pipeline.py", "--steps 40", ranks=4),
+    Shape("handlers, hooks and stdout replaced", "replaces.py", "", silence_s=15, in_ci=True),
+    Shape("NaN and inf in the text", "strange_numbers.py", "", in_ci=True),
+    Shape("the GIL held", "holds_the_gil.py", ""),
+    Shape("beats of its own, a wild loss", "beats.py", "", silence_s=6),
+    Shape("a straggler", "straggles.py", "", ranks=3, straggler=True),
+)

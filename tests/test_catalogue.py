@@ -1,0 +1,408 @@
+"""The catalogue: each cause by the words torch, NCCL, gloo, safetensors and the kernel really print, and the near misses that are something else.
+
+Texts marked H200 were printed by torch 2.11 and NCCL 2.28.9 on one; those of gloo, the loader and the files by torch 2.13 on a CPU, and
+the scripts at the end provoke them again.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Verdict
+from stoker.control.verdict import docs
+from stoker.control.verdict.allocator import read
+from stoker.control.verdict.catalogue import CATALOGUE
+from stoker.control.verdict.judge import judge
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 2**30
+
+
+def err(type: str, message: str, traceback: str = "", module: str = "builtins", at: float = 5.0) -> RankError:
+    return RankError(type, message, "train.py", 7, "main", traceback, int(at * 1e9), module=module)
+
+
+def end(error: RankError | None = None, code: int | None = 1, *, rank: int = 0, label: str = "GPU0", time: float = 5.0, **more: Any) -> RankEnd:
+    return RankEnd(rank, "", label, 100 + rank, code, time, error=error, **more)
+
+
+def verdict(*ends: RankEnd) -> Verdict:
+    return judge(Evidence(max(2, len(ends)), ends))
+
+
+def cuda(words: str) -> RankError:
+    tail = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
+    return err("AcceleratorError", f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n", module="torch")
+
+
+def nccl(kind: str, name: str, last: str) -> RankError:
+    text = f"NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:93, {kind} (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9\n{name}\nLast error:\n{last}"
+    return err("DistBackendError", text, module="torch.distributed")
+
+
+def oom(needed: str, rest: str, *, cards: str = "GPU 0 has a total capacity of 139.80 GiB", what: str = "CUDA") -> RankError:
+    hint = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
+    return err("OutOfMemoryError", f"{what} out of memory. Tried to allocate {needed}. {cards}{rest}{hint}", module="torch")
+
+
+INVALID = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
+SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
+REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
+# H200
+FOREIGN = oom("60.00 GiB", " of which 38.77 GiB is free. Process 727 has 100.51 GiB memory in use. Including non-PyTorch memory, this process has 518.00 MiB memory in use. "
+              "Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
+FULL = oom("10.00 GiB", " of which 9.29 GiB is free. Including non-PyTorch memory, this process has 130.51 GiB memory in use. Of the allocated memory 130.00 GiB is "
+           "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
+ALLOWED = oom("20.00 GiB", " of which 139.29 GiB is free. Including non-PyTorch memory, this process has 518.00 MiB memory in use. 6.99 GiB allowed; Of the allocated memory "
+              "0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
+PIECES = oom("1.50 GiB", " of which 336.56 MiB is free. Including non-PyTorch memory, this process has 139.47 GiB memory in use. Of the allocated memory 131.20 GiB is allocated "
+             "by PyTorch, with 22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 7.77 GiB is reserved by PyTorch but unallocated.")  # fmt: skip
+NEARLY = oom("2.00 GiB", " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 137.30 GiB memory in use. Of the allocated memory 136.05 GiB is allocated by "
+             "PyTorch, and 0.75 GiB is reserved by PyTorch but unallocated.")  # fmt: skip
+# In a container the driver names our own process by the host's pid, and torch does not know it for its own.
+OWN_UNDER_ANOTHER_PID = oom("14.00 MiB", " of which 4.69 MiB is free. Process 860120 has 22.29 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, with "
+                            "22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 16.47 MiB is reserved by PyTorch but unallocated.",
+                            cards="GPU 0 has a total capacity of 22.30 GiB")  # fmt: skip
+# Others that torch can't name: 79.15 - 1.91 - 58.31 GiB.
+UNSEEN = oom("2.00 GiB", " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 58.31 GiB memory in use. Of the allocated memory 56.75 GiB is allocated by "
+             "PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated.", cards="GPU 0 has a total capacity of 79.15 GiB")  # fmt: skip
+HELD = Around(holders=(
+    {"pid": 100, "memory": GIB // 2, "command": "train.py", "user": "me", "run": "", "ours": True},
+    {"pid": 727, "memory": 100 * GIB, "command": "python serve.py", "user": "bob", "run": "20260101-serve", "ours": False},
+))  # fmt: skip
+OUTSIDE = Around(holders=({"pid": 4711, "memory": 100 * GIB, "command": "", "user": "", "run": "", "ours": False},), gpu_total=140 * GIB)
+BUS = (
+    "RuntimeError: DataLoader worker (pid 3499) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your "
+    "shared memory limit.\n\nThe above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n  File \"train.py\", line 6, in <module>\n"
+    "RuntimeError: DataLoader worker (pid(s) 3499) exited unexpectedly\n"
+)
+WORKER = err("RuntimeError", "DataLoader worker (pid(s) 2027) exited unexpectedly", BUS.replace("3499", "2027").replace("Bus error. It is possible that", "Killed. \n"))
+BUS_ERROR = err("RuntimeError", "DataLoader worker (pid(s) 3499) exited unexpectedly", BUS)
+IN_A_WORKER = err(
+    "FileNotFoundError",
+    'Caught FileNotFoundError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "worker.py", line 349, in _worker_loop\n'
+    "    raise RuntimeError('CUDA error: out of memory')\nFileNotFoundError: [Errno 2] No such file or directory: '/data/shard-3.bin'\n",
+)
+KILLED_LINE = "Memory cgroup out of memory: Killed process 100 (python) total-vm:98304kB, anon-rss:61440kB, file-rss:0kB, shmem-rss:0kB, UID:0 pgtables:92kB oom_score_adj:0"
+XID = "NVRM: Xid (PCI:0000:3b:00): {}, pid='<unknown>', name=<unknown>, {}"
+WATCHDOG = (
+    "[rank0]:[E1115 ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, "
+    "Timeout(ms)=600000) ran for 600051 milliseconds before timing out.\nframe #0: c10::Error::Error\nterminate called after throwing an instance of 'c10::DistBackendError'\n"
+)
+SHAPE = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
+    "op.preamble.length <= op.nbytes. 1000000 vs 12. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
+)
+ECHO = err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:50599: Connection reset by peer.", at=4.9)
+STORE_TYPES = {"module": "torch.distributed"}
+SUBPROCESS = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/subprocess.py", line 1955, in _execute_child\n    raise child_exception_type(errno_num, err_msg)\n'
+JSON_LOAD = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/json/__init__.py", line 293, in {}\n    return loads(fp.read())\n'
+
+# (cause, the end, tried again, words of the summary)
+CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
+    ("oom.gpu", end(FULL), False, ("10.0 GiB needed", "9.3 GiB of 139.8 GiB free")),
+    ("oom.gpu", end(ALLOWED), False, ("20.0 GiB needed", "7.0 GiB only", "set_per_process_memory_fraction")),
+    ("oom.gpu", end(NEARLY), False, ("2.0 GiB needed", "768.0 MiB reserved and unused")),
+    ("oom.gpu", end(OWN_UNDER_ANOTHER_PID), False, ("14.0 MiB needed",)),
+    ("oom.gpu", end(oom("14.00 MiB", " of which 4.69 MiB is free. Of the allocated memory 139.00 GiB is allocated by PyTorch, and 16.47 MiB is reserved by PyTorch but unallocated.", what="HIP")), False, ("14.0 MiB",)),
+    ("oom.gpu", end(cuda("out of memory")), False, ("out of GPU memory",)),
+    ("oom.gpu", end(err("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")), False, ("out of GPU memory",)),
+    ("oom.gpu", end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 2 'out of memory'")), False, ("out of GPU memory",)),
+    ("oom.gpu", end(tail="step 3\ntorch.OutOfMemoryError: " + FULL.message + "\n"), False, ("10.0 GiB needed",)),
+    ("oom.gpu-foreign", end(FOREIGN), True, ("60.0 GiB needed", "38.8 GiB of 139.8 GiB free", "pid 727 holds 100.5 GiB")),
+    ("oom.gpu-foreign", end(FOREIGN, around=HELD), True, ("pid 727 (python serve.py, user bob, run 20260101-serve) holds 100.0 GiB",)),
+    ("oom.gpu-foreign", end(UNSEEN), True, ("18.9 GiB are held by processes that can't be seen",)),
+    ("oom.gpu-foreign", end(cuda("out of memory"), around=OUTSIDE), True, ("pid 4711 holds 100.0 GiB, held from outside this container",)),
+    ("oom.gpu-fragmentation", end(PIECES), False, ("1.5 GiB needed", "7.8 GiB reserved and unused")),
+    ("oom.host", end(code=-9, oom_killed=True, around=Around(rss=((0.0, 3 * 10**9), (40.0, 58 * 10**9)), host_available=4 * 10**8, host_total=64 * 10**9)), False, ("killed by the kernel", "grew from 3.0 GB to 58.0 GB in 40 s")),
+    ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE,))), False, ("killed by the kernel",)),
+    ("oom.host", end(WORKER, around=Around(kernel=("Out of memory: Killed process 2027 (python3) total-vm:9kB",))), False, ("data-loader worker (pid 2027)", "killed by the kernel")),
+    ("oom.host-allocation", end(err("MemoryError", "")), False, ("gave no memory",)),
+    ("oom.host-allocation", end(err("MemoryError", "std::bad_alloc")), False, ("gave no memory",)),
+    ("oom.host-allocation", end(code=-6, tail="terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc\n"), False, ("gave no memory",)),
+    ("oom.host-allocation", end(err("RuntimeError", "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12 (Cannot allocate memory)")), False, ("8.0 GiB",)),
+    ("oom.host-allocation", end(err("_ArrayMemoryError", "Unable to allocate 71.1 PiB for an array with shape (10000000000000000,) and data type float64", module="numpy._core._exceptions")), False, ("71.1 PiB",)),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable")), True, ("busy or unavailable", "error 46", "compute mode, or a sick card")),
+    ("gpu.busy", end(cuda("CUDA-capable device(s) is/are busy or unavailable"), around=HELD), True, ("pid 727",)),
+    ("gpu.ordinal", end(cuda("invalid device ordinal\nGPU device may be out of range, do you have enough GPUs?")), False, ("invalid device ordinal",)),
+    ("gpu.assert", end(cuda("device-side assert triggered"), tail="/pytorch/aten/src/ATen/native/cuda/Loss.cu:245: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [3,0,0] Assertion `t >= 0 && t < n_classes` failed.\n"), False, ("t < n_classes", "a label is not below")),
+    ("gpu.assert", end(cuda("device-side assert triggered"), tail="Indexing.cu:1515: indexSelectSmallIndex: block: [0,0,0], thread: [0,0,0] Assertion `srcIndex < srcSelectDimSize` failed.\n"), False, ("a token id beyond the vocabulary",)),
+    ("gpu.illegal-access", end(cuda("an illegal memory access was encountered")), True, ("illegal memory access",)),
+    ("gpu.illegal-access", end(cuda("an illegal memory access was encountered"), around=Around(kernel=(XID.format(31, "MMU Fault"),))), True, ("illegal memory access",)),
+    ("gpu.launch-failure", end(cuda("unspecified launch failure")), True, ("unspecified launch failure",)),
+    ("gpu.timeout", end(cuda("the launch timed out and was terminated")), False, ("watchdog",)),
+    ("gpu.ecc", end(cuda("uncorrectable ECC error encountered")), True, ("ECC",)),
+    ("gpu.ecc", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(95, "Uncontained ECC error"),))), True, ("ECC",)),
+    ("gpu.lost", end(cuda("unknown error")), True, ("lost",)),
+    ("gpu.lost", end(code=-6, tail="CUDA error: unspecified launch failure\n", around=Around(kernel=(XID.format(79, "GPU has fallen off the bus."),))), True, ("Xid 79",)),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(119, "Timeout waiting for RPC from GSP!"),))), True, ("Xid 119", "GSP")),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(94, "Contained ECC error"),))), True, ("Xid 94",)),
+    ("gpu.duplicate", end(nccl("invalid usage", INVALID, "Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60")), False, ("rank 0 and rank 1 are on the same GPU",)),
+    ("gpu.arch", end(cuda("no kernel image is available for execution on the device")), False, ("architecture",)),
+    ("gpu.driver", end(err("RuntimeError", "No CUDA GPUs are available")), False, ("No CUDA GPUs are available",)),
+    ("gpu.driver", end(err("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver by downloading and installing a new version")), False, ("too old (found version 11040)",)),
+    ("gpu.driver", end(err("RuntimeError", "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver")), False, ("Found no NVIDIA driver",)),
+    ("gpu.driver", end(err("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices()? Error 802: system not yet initialized")), False, ("802",)),
+    ("gpu.not-initialized", end(err("RuntimeError", "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")), False, ("cuBLAS could not start",)),
+    ("net.port-in-use", end(err("DistNetworkError", "The server socket has failed to listen on any local network address. port: 29500, useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use", **STORE_TYPES)), True, ("port 29500",)),
+    ("nccl.version", end(nccl("invalid usage", INVALID, "Mismatched NCCL version detected : rank 0 version 22605 rank 1 version 22708")), False, ("rank 1 version 22708",)),
+    ("nccl.version", end(err("ImportError", "/opt/torch/lib/libtorch_cuda.so: undefined symbol: ncclCommWindowRegister")), False, ("ncclCommWindowRegister",)),
+    ("nccl.interface", end(nccl("invalid usage", INVALID, "Bootstrap : no socket interface found")), False, ("no network interface", "NCCL_SOCKET_IFNAME")),
+    ("nccl.interface", end(nccl("internal error", "ncclInternalError: Internal check failed.", "ncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)")), False, ("no network interface",)),
+    ("nccl.shm", end(nccl("unhandled system error", SYSTEM, "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No space left on device (28)"), around=Around(shm_free=10 * 2**20, shm_total=64 * 2**20)), False, ("shared memory", "10.0 MiB of 64.0 MiB free")),
+    ("nccl.connection", end(nccl("remote process exited or there was a network error", REMOTE, "socketPollConnect: connect to 10.0.0.2<41234> returned Connection refused, exceeded error retry count (35)")), True, ("10.0.0.2<41234>",)),
+    ("nccl.connection", end(nccl("unhandled system error", SYSTEM, "socketStartConnect: Connect to 172.17.0.2<54321> failed : No route to host")), True, ("172.17.0.2<54321>",)),
+    ("nccl.connection", end(err("DistStoreError", "Timed out after 601 seconds waiting for clients. 15/16 clients joined.", **STORE_TYPES)), True, ("15 of 16 ranks",)),
+    ("nccl.cuda", end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 1 'invalid argument'")), True, ("unhandled cuda error", "Cuda failure 1 'invalid argument'")),
+    ("nccl.cuda", end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 999 'unknown error'")), True, ("unknown error",)),
+    ("nccl.system", end(nccl("unhandled system error", SYSTEM, "Call to ibv_reg_mr failed with error Cannot register memory")), True, ("ibv_reg_mr",)),
+    ("nccl.timeout", end(code=-6, tail=WATCHDOG), True, ("ALLREDUCE number 6", "after 600 s")),
+    ("gloo.interface", end(err("RuntimeError", "[enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/device.cc:84] ifa != nullptr. Unable to find address for: eth77"), label="CPU0"), False, ("eth77",)),
+    ("gloo.shape", end(code=-6, label="CPU0", tail=SHAPE), False, ("1000000 bytes where it expected 12",)),
+    ("gloo.connection", end(err("DistNetworkError", "The client socket has timed out after 3000ms while trying to connect to (127.0.0.1, 1).", **STORE_TYPES), label="CPU0"), True, ("127.0.0.1:1",)),
+    ("gloo.connection", end(err("RuntimeError", "Gloo connectFullMesh failed with [../third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"), label="CPU0"), True, ("can't connect to a peer",)),
+    ("gloo.timeout", end(err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"), label="CPU0"), True, ("4 s", "recv")),
+    ("data.worker-died", end(WORKER), True, ("data-loader worker (pid 2027)", "Killed")),
+    ("data.worker-died", end(BUS_ERROR, around=Around(shm_free=60 * GIB, shm_total=64 * GIB)), True, ("Bus error",)),
+    ("data.shm", end(BUS_ERROR, around=Around(shm_free=60 * 2**20, shm_total=64 * 2**20)), False, ("bus error", "of 64.0 MiB free")),
+    ("data.shm", end(err("RuntimeError", "unable to allocate shared memory(shm) for file </torch_2328_314884356_0>: No space left on device (28)")), False, ("shared memory",)),
+    ("data.shm", end(err("RuntimeError", "DataLoader worker is killed. ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient shared memory (shm).")), False, ("shared memory",)),
+    ("data.shm", end(code=-7, around=Around(shm_free=0, shm_total=64 * 2**20)), False, ("bus error",)),
+    ("data.too-many-files", end(err("OSError", "[Errno 24] Too many open files: '/dev/null'")), False, ("ulimit -n",)),
+    ("data.too-many-files", end(err("RuntimeError", "received 0 items of ancdata")), False, ("ulimit -n",)),
+    ("data.too-many-files", end(err("RuntimeError", "unable to open shared memory object </torch_1_2_3> in read-write mode: Too many open files (24)")), False, ("ulimit -n",)),
+    ("data.no-space", end(err("OSError", "[Errno 28] No space left on device: '/ckpt/step-100.pt'")), False, ("/ckpt/step-100.pt",)),
+    ("data.no-space", end(err("SafetensorError", "Error while serializing: I/O error: No space left on device (os error 28)", module="safetensors")), False, ("no space left",)),
+    ("data.no-space", end(err("RuntimeError", "[enforce fail at inline_container.cc:672] . unexpected pos 576 vs 534")), False, ("no space left",)),
+    ("data.no-space", end(err("OSError", "100000 requested and 8176 written")), False, ("no space left",)),
+    ("data.no-space", end(err("RuntimeError", "PytorchStreamWriter failed writing file data/0: file write failed")), False, ("no space left",)),
+    ("data.corrupt", end(err("SafetensorError", "Error while deserializing header: incomplete metadata, file not fully covered", module="safetensors")), False, ("incomplete metadata",)),
+    ("data.corrupt", end(err("RuntimeError", "PytorchStreamReader failed reading zip archive: failed finding central directory. This is an internal miniz error.")), False, ("failed finding central directory",)),
+    ("data.corrupt", end(err("UnpicklingError", "invalid load key, 'v'.", module="_pickle")), False, ("git-lfs pointer",)),
+    ("data.corrupt", end(err("UnpicklingError", "Weights only load failed. In PyTorch 2.6, we changed the default value\nPlease file an issue: WeightsUnpickler error: \n\nUnsupported operand 118\n\nCheck", module="_pickle")), False, ("Unsupported operand 118", "git-lfs")),
+    ("data.corrupt", end(err("BadZipFile", "File is not a zip file", module="zipfile")), False, ("not a zip file",)),
+    ("data.corrupt", end(err("EOFError", "", 'File "/x/torch/serialization.py", line 1634, in load\nEOFError\n')), False, ("ends too early",)),
+    ("data.corrupt", end(err("JSONDecodeError", "Expecting ':' delimiter: line 1 column 5 (char 4)", JSON_LOAD.format("load"))), False, ("Expecting ':'",)),
+    ("data.network-fs", end(err("OSError", "[Errno 116] Stale file handle: '/mnt/nfs/train.bin'")), True, ("/mnt/nfs/train.bin",)),
+    ("data.network-fs", end(err("OSError", "[Errno 5] Input/output error")), True, ("Input/output error",)),
+    ("data.permission", end(err("PermissionError", "[Errno 13] Permission denied: '/etc/shadow'")), False, ("/etc/shadow", "permission denied")),
+    ("data.permission", end(err("OSError", "[Errno 30] Read-only file system: '/data/cache'")), False, ("read-only",)),
+    ("data.file-missing", end(err("FileNotFoundError", "[Errno 2] No such file or directory: '/data/train.bin'")), False, ("/data/train.bin is not there",)),
+    ("data.file-missing", end(IN_A_WORKER), False, ("/data/shard-3.bin is not there",)),
+    ("data.file-missing", end(err("OSError", "meta-llama/Lama-3 is not a local folder and is not a valid model identifier listed on 'https://huggingface.co/models'")), False, ("meta-llama/Lama-3",)),
+    ("env.cuda-build", end(err("AssertionError", "Torch not compiled with CUDA enabled"), label="CPU0"), False, ("without CUDA",)),
+    ("env.cuda-build", end(err("RuntimeError", "Distributed package doesn't have NCCL built in"), label="CPU0"), False, ("without CUDA",)),
+    ("env.version", end(err("ImportError", "/venv/flash_attn_2_cuda.so: undefined symbol: _ZN3c104cuda9SetDeviceEi")), False, ("undefined symbol",)),
+    ("env.version", end(err("ImportError", "/lib/x86_64-linux-gnu/libc.so.6: version `GLIBC_2.34' not found (required by /venv/x.so)")), False, ("GLIBC_2.34",)),
+    ("env.version", end(err("OSError", "libcudart.so.12: cannot open shared object file: No such file or directory")), False, ("libcudart.so.12",)),
+    ("env.version", end(err("RuntimeError", "Numpy is not available")), False, ("Numpy",)),
+    ("env.version", end(err("ImportError", "tokenizers>=0.21,<0.22 is required for a normal functioning of this module, but found tokenizers==0.20.3.")), False, ("tokenizers",)),
+    ("env.version", end(err("ImportError", "Using the `Trainer` with `PyTorch` requires `accelerate>=0.26.0`: Please run `pip install transformers[torch]`")), False, ("accelerate",)),
+    ("env.import", end(RankError("ModuleNotFoundError", "No module named 'einops'", "t.py", 1, "<module>", import_name="einops")), False, ("einops",)),
+    ("env.syntax", end(err("SyntaxError", "invalid syntax (t.py, line 3)", "  File 't.py', line 3\nSyntaxError: invalid syntax\n")), False, ("invalid syntax",)),
+    ("host.processes", end(err("RuntimeError", "can't start new thread")), False, ("can't start new thread",)),
+    ("host.processes", end(err("BlockingIOError", "[Errno 11] Resource temporarily unavailable", SUBPROCESS)), False, ("Resource temporarily unavailable",)),
+    ("host.processes", end(tail="libgomp: Thread creation failed: Resource temporarily unavailable\n"), False, ("Thread creation failed",)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cause", "ended", "retryable", "words"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
+def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, words: tuple[str, ...]) -> None:
+    found = verdict(ended)
+    assert (found.cause, found.retryable) == (cause, retryable), found.summary
+    assert all(word in found.summary for word in words), found.summary
+    assert found.fix and found.evidence and "\n" not in found.summary
+
+
+# What looks like a cause and is not: (not this one, the end, what it is)
+NEAR: list[tuple[str, RankEnd, str]] = [
+    # the text was printed and survived: the rank was killed, or failed of something else
+    ("oom.gpu", end(code=-9, tail="torch.OutOfMemoryError: " + FULL.message), "rank.killed"),
+    ("oom.gpu", end(err("KeyError", "'labels'"), tail="skipped a batch: " + FULL.message), "rank.exception"),
+    # an error that was being handled is not the reason of the next one
+    ("oom.gpu", end(err("KeyError", "'x'", "torch.OutOfMemoryError: " + FULL.message + "\n\nDuring handling of the above exception, another exception occurred:\n\nKeyError: 'x'\n")), "rank.exception"),
+    ("oom.gpu", end(err("ValueError", "the host's words: memory of CUDA cores")), "rank.exception"),
+    # a desktop's 300 MiB do not make it somebody else's fault
+    ("oom.gpu-foreign", end(FULL, around=Around(holders=({"pid": 9, "memory": 300 * 2**20, "command": "Xorg", "user": "root", "run": "", "ours": False},))), "oom.gpu"),
+    ("oom.gpu-foreign", end(OWN_UNDER_ANOTHER_PID), "oom.gpu"),
+    ("oom.gpu-foreign", end(FOREIGN, around=Around(holders=({"pid": 727, "memory": 100 * GIB, "command": "train.py", "user": "me", "run": "r", "ours": True},))), "oom.gpu"),
+    ("oom.gpu-fragmentation", end(NEARLY), "oom.gpu"),
+    ("oom.gpu-fragmentation", end(OWN_UNDER_ANOTHER_PID), "oom.gpu"),
+    # somebody else was killed for memory, not this pid
+    ("oom.host", end(code=-9, around=Around(kernel=(KILLED_LINE.replace("100", "1001"),))), "rank.killed"),
+    ("oom.host", end(code=3, oom_killed=True), "rank.exit"),
+    ("gpu.xid", end(err("KeyError", "'labels'"), around=Around(kernel=(XID.format(79, "GPU has fallen off the bus."),))), "rank.exception"),
+    ("gpu.xid", end(cuda("unspecified launch failure"), around=Around(kernel=(XID.format(43, "Reset Channel"),))), "gpu.launch-failure"),
+    ("gpu.lost", end(err("RuntimeError", "unknown error in the tokenizer")), "rank.exception"),
+    ("gloo.connection", end(err("ConnectionRefusedError", "[Errno 111] Connection refused"), label="CPU0"), "rank.exception"),
+    ("gloo.connection", end(err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), label="CPU0"), "rank.exception"),
+    ("nccl.version", end(nccl("invalid usage", INVALID, "Invalid root 9 (root should be in the 0..2 range)")), "rank.exception"),
+    ("nccl.cuda", end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 700 'an illegal memory access was encountered'")), "gpu.illegal-access"),
+    ("data.no-space", end(nccl("unhandled system error", SYSTEM, "Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: No space left on device (28)")), "nccl.shm"),
+    ("data.shm", end(code=-7, around=Around(shm_free=60 * GIB, shm_total=64 * GIB)), "rank.crash"),
+    ("data.file-missing", end(err("FileNotFoundError", "[Errno 2] No such file or directory: 'ninja'", SUBPROCESS)), "rank.exception"),
+    ("data.corrupt", end(err("UnpicklingError", "Weights only load failed.\nWeightsUnpickler error: Unsupported global: GLOBAL argparse.Namespace was not an allowed global", module="_pickle")), "rank.exception"),
+    ("data.corrupt", end(err("EOFError", "Ran out of input")), "rank.exception"),
+    ("data.corrupt", end(err("JSONDecodeError", "Expecting value: line 1 column 1 (char 0)", JSON_LOAD.format("loads"))), "rank.exception"),
+    ("data.permission", end(err("PermissionError", "[Errno 1] Operation not permitted")), "rank.exception"),
+    ("env.version", end(err("TypeError", "main() missing 1 required positional argument: 'version'")), "rank.exception"),
+    ("env.version", end(err("ValueError", "this model requires a version of you that sleeps")), "rank.exception"),
+    ("host.processes", end(err("BlockingIOError", "[Errno 11] Resource temporarily unavailable")), "rank.exception"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "ended", "right"), NEAR, ids=[f"{case[0]}-{n}" for n, case in enumerate(NEAR)])
+def test_near_misses(wrong: str, ended: RankEnd, right: str) -> None:
+    found = verdict(ended)
+    assert found.cause == right != wrong, found.summary
+
+
+@pytest.mark.parametrize(
+    ("own", "cause"),
+    [
+        # said in torch's and gloo's own words, and yet no echo: a peer's end can't cause these
+        (end(code=-6, rank=1, label="CPU1", tail=SHAPE), "gloo.shape"),
+        (end(nccl("unhandled cuda error", "ncclUnhandledCudaError: Call to CUDA function failed.", "Cuda failure 1 'invalid argument'"), rank=1), "nccl.cuda"),
+        (end(nccl("invalid usage", INVALID, "Bootstrap : no socket interface found"), rank=1), "nccl.interface"),
+        (end(code=-6, rank=1, tail="Process group watchdog thread terminated with exception: CUDA error: unspecified launch failure\nSome NCCL operations have failed or timed out\n"), "gpu.launch-failure"),
+    ],
+)  # fmt: skip
+def test_a_ranks_own_network_trouble_is_no_echo(own: RankEnd, cause: str) -> None:
+    """The peer that lost its connection is seen first."""
+    found = verdict(end(ECHO, time=4.9, label="CPU0"), own)
+    assert (found.rank, found.cause) == (1, cause)
+
+
+def test_a_start_that_fails_is_the_echo_of_a_rank_that_failed_by_itself() -> None:
+    waited = end(err("DistStoreError", "Timed out after 601 seconds waiting for clients. 1/2 clients joined.", module="torch.distributed", at=4.0), time=4.0)
+    found = verdict(waited, end(err("ValueError", "boom"), rank=1))
+    assert (found.rank, found.cause) == (1, "rank.exception")
+
+
+def test_memory_nobody_owns_up_to_may_be_another_rank_s_of_the_same_card() -> None:
+    assert verdict(end(UNSEEN), end(rank=1, code=None, label="GPU1")).cause == "oom.gpu-foreign"
+    assert verdict(end(UNSEEN), end(rank=1, code=None, label="GPU0")).cause == "oom.gpu"
+
+
+def test_the_allocators_numbers() -> None:
+    refused = read(PIECES.message)
+    assert refused is not None
+    assert (refused.needed, refused.free, refused.unused) == (int(1.5 * GIB), int(336.56 * 2**20), int(7.77 * GIB))
+    mine = read(OWN_UNDER_ANOTHER_PID.message)
+    assert mine is not None and mine.own == int(22.29 * GIB) and mine.others == ()
+    several = read(FOREIGN.message.replace("Process 727", "Process 9 has 2.00 KiB memory in use. Process 727"))
+    assert several is not None and several.others == ((9, 2048), (727, int(100.51 * GIB))) and several.own == 518 * 2**20
+    assert read("CUDA error: out of memory") is None
+
+
+def test_fixes_are_in_order_and_repeat_no_mistake_of_the_field_notes() -> None:
+    order = ["loss", "checkpointing", "micro-batch", "8-bit optimizer", "FSDP", "sequence"]
+    fixes = CATALOGUE["oom.gpu"].fix
+    assert all(word in fix for word, fix in zip(order, fixes, strict=True))
+    assert "expandable_segments" in CATALOGUE["oom.gpu-fragmentation"].fix[0]
+    assert verdict(end(NEARLY)).fix[0].startswith("PYTORCH_ALLOC_CONF")
+    assert "stoker stop 20260101-serve" in verdict(end(FOREIGN, around=HELD)).fix[0]
+    everything = "\n".join(fix for one in CATALOGUE.values() for fix in one.fix)
+    assert not re.search(r"pkill|fuser|killall|fewer accumulation|LoRA rank|load_in_8bit|cuda-toolkit|NCCL_ALGO|NCCL_PROTO|setrlimit\(RLIMIT_AS, ", everything)
+
+
+def test_every_cause_is_complete_and_has_a_case() -> None:
+    docs.page()
+    assert all(one.says and one.seen and one.says.endswith(".") for one in CATALOGUE.values())
+    read_off = {one.id for one in CATALOGUE.values() if one.explain is not None and not one.id.startswith("rank.")}
+    assert read_off - {case[0] for case in CASES} == set()
+
+
+def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
+    docs.page()
+    named = set()
+    for path in (ROOT / "src" / "stoker").rglob("*.py"):
+        named |= set(re.findall(r'(?:cause=|"cause": |broken\(|Verdict\("\w+", )"([a-z]+(?:\.[a-z-]+)?)"', path.read_text()))
+    assert len(named) > 15 and named - CATALOGUE.keys() == set()
+
+
+def test_the_page_is_current() -> None:
+    page = docs.page()
+    assert all(f"### {id}\n" in page for id in CATALOGUE)
+    assert (ROOT / "docs" / "verdicts.md").read_text() == page, "python -m stoker.control.verdict.docs > docs/verdicts.md"
+
+
+PLAIN = """
+import json, os, resource, subprocess, sys, threading, time
+how = sys.argv[1]
+if os.getuid() == 0 and how in ("permission", "thread"): os.setuid(65534)
+if how == "missing": open("/data/train.bin")
+if how == "full": open("/dev/full", "wb", 0).write(b"x")
+if how == "files":
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+    kept = [open("/dev/null") for _ in range(40)]
+if how == "permission": open("/etc/shadow")
+if how == "memory": bytearray(10**15)
+if how == "address":
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+    bytearray(2 << 30)
+if how == "json":
+    open("config.json", "w").write('{"a"')
+    json.load(open("config.json"))
+if how == "thread":
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+    threading.Thread(target=time.sleep, args=(1,)).start()
+if how == "program": subprocess.run(["no-such-program"])
+if how == "library": __import__("ctypes").CDLL("libnothere.so.12")
+if how == "printed":
+    print("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.", flush=True)
+    sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("missing", "data.file-missing"), ("full", "data.no-space"), ("files", "data.too-many-files"), ("permission", "data.permission"),
+        ("memory", "oom.host-allocation"), ("address", "oom.host-allocation"), ("json", "data.corrupt"), ("thread", "host.processes"),
+        ("program", "rank.exception"), ("library", "env.version"), ("printed", "oom.gpu"),
+    ],
+)  # fmt: skip
+def test_provoked(stoker: Stoker, how: str, cause: str) -> None:
+    stoker.cwd.chmod(0o777)
+    done = stoker("run", "--nproc-per-node", "1", stoker.script("bad.py", PLAIN), how)
+    assert done.verdict["cause"] == cause, done.verdict["summary"]
+
+
+TORCH = """
+import os, signal, sys, torch, torch.distributed as dist
+how, rank = sys.argv[1], int(os.environ["RANK"])
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, index):
+        if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
+        open("/data/shard-3.bin")
+
+def main():
+    if how == "cut":
+        torch.save({"a": torch.zeros(1000)}, "c.pt")
+        os.truncate("c.pt", 2000)
+        torch.load("c.pt")
+    if how in ("killed", "missing"): list(torch.utils.data.DataLoader(Data(), num_workers=1))
+    if how == "interface": os.environ["GLOO_SOCKET_IFNAME"] = "eth77"
+    dist.init_process_group("gloo")
+    dist.all_reduce(torch.zeros(1_000_000 if rank else 10))
+
+if __name__ == "__main__": main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "cause"),
+    [("cut", 1, "data.corrupt"), ("killed", 1, "data.worker-died"), ("missing", 1, "data.file-missing"), ("interface", 1, "gloo.interface"), ("shape", 2, "gloo.shape")],
+)
+def test_provoked_with_torch(stoker: Stoker, how: str, ranks: int, cause: str) -> None:
+    pytest.importorskip("torch")
+    done = stoker.torch("run", "--nproc-per-node", str(ranks), stoker.script("bad.py", TORCH), how)
+    assert done.verdict["cause"] == cause, done.verdict["summary"]

@@ -1,0 +1,345 @@
+"""The watch room's reasoning, on hand-made evidence: who waits for whom, what a stuck rank does, when to look and when to stop."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from stoker.contract.collectives import digest
+from stoker.control.watch.culprit import explain
+from stoker.control.watch.numbers import Losses
+from stoker.control.watch.progress import Progress
+from stoker.control.watch.snapshot import Snapshot, read
+from stoker.control.watch.stacks import ranks_text
+from stoker.control.watch.straggler import who_is_late
+from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
+
+SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
+BACKWARD = [["_engine_run_backward", f"{TORCH}/autograd/graph.py", 979], ["backward", f"{TORCH}/_tensor.py", 600], ["main", SCRIPT, 40, [30]]]
+ALL_REDUCE = [["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 2955], ["main", SCRIPT, 41, [30]]]
+LOADER = [["poll", "/usr/lib/python3.11/selectors.py", 415], ["_try_get_data", f"{TORCH}/utils/data/dataloader.py", 1300], ["main", SCRIPT, 33, [30]]]
+
+
+def op(seq: int, name: str = "gloo:all_reduce", sizes: Any = ((72,),), done: bool = True, p2p: int = 0, order: int | None = None) -> dict[str, Any]:
+    return {"seq": seq, "p2p": p2p, "op": name, "sizes": [list(one) for one in sizes], "done": done, "order": seq if order is None else order}
+
+
+def group(*ops: dict[str, Any], name: str = "0", about: str = "default_pg", ranks: list[int] | None = None) -> dict[str, Any]:
+    return {"group": name, "about": about, "ops": list(ops), **({"ranks": ranks} if ranks else {})}
+
+
+def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> Snapshot:
+    thread = {"main": True, "active": more.pop("active", False), "gil": more.pop("gil", False), "frames": list(frames)}
+    return read(number, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "groups": list(groups), "stacks_by": "py-spy", **more})
+
+
+def found(*ranks: Snapshot, world: int = 0, members: dict[str, tuple[int, ...]] | None = None, ended: dict[int, int] | None = None) -> Any:
+    table = {one.rank: one for one in ranks}
+    return explain(table, world or len(ranks), members or {}, ended or {}, dict.fromkeys(table, 4.0), dict.fromkeys(table, 20))
+
+
+def waiting(number: int, seq: int = 26, **more: Any) -> Snapshot:
+    return rank(number, group(op(seq - 1), op(seq, done=False, **more)), frames=BACKWARD)
+
+
+def at(line: int, name: str = "load", loops: tuple[int, ...] = (30,)) -> list[Any]:
+    return [[name, SCRIPT, line, []], ["main", SCRIPT, 35, list(loops)]]
+
+
+DONE = group(op(24), op(25))
+
+
+@pytest.mark.parametrize(
+    ("culprit", "kind", "proof"),
+    [
+        (rank(1, DONE, frames=at(12), syscall="clock_nanosleep"), "sleep", False),
+        (rank(1, DONE, frames=at(12), syscall="futex"), "lock", False),
+        (rank(1, DONE, frames=at(12), syscall="read", wchan="pipe_read"), "io", False),
+        (rank(1, DONE, frames=at(12), syscall="", wchan="hrtimer_nanosleep"), "sleep", False),
+        (rank(1, DONE, frames=at(12), syscall="wait4", workers=[{"pid": 7, "name": "sleep", "state": "S", "command": "sleep 1000"}]), "child", False),
+        (rank(1, DONE, frames=at(12), syscall="clock_nanosleep", gil=True), "gil", False),
+        (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gil=True, state="R"), "spin", False),
+        (rank(1, DONE, frames=at(12), state="D", wchan="nfs_wait"), "disk", False),
+        (rank(1, frames=at(12), state="T"), "stopped", True),
+        (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gpu={"use": 100}), "kernel", False),
+    ],
+)  # fmt: skip
+def test_what_a_stuck_rank_does(culprit: Snapshot, kind: str, proof: bool) -> None:
+    stall = found(waiting(0), culprit, waiting(2), waiting(3))
+    assert (stall.kind, stall.rank, stall.proof) == (kind, 1, proof)
+    assert stall.where == f"{SCRIPT}:12, in load"
+    assert stall.step == 20 and stall.waiting == (0, 2, 3)
+
+
+def test_a_stuck_worker_is_quoted() -> None:
+    worker = {"pid": 77, "state": "S", "syscall": "clock_nanosleep", "threads": [{"main": True, "frames": [["__getitem__", SCRIPT, 8], ["fetch", f"{TORCH}/utils/data/_utils/fetch.py", 50], ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 300]]}]}
+    idle = {"pid": 78, "state": "S", "threads": [{"main": True, "frames": [["get", "/usr/lib/python3.11/multiprocessing/queues.py", 113], ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 250]]}]}
+    stall = found(waiting(0), rank(1, DONE, frames=LOADER, syscall="poll", workers=[idle, worker]))
+    assert (stall.kind, stall.rank, stall.where) == ("worker", 1, f"{SCRIPT}:8, in __getitem__")
+    assert "worker 77" in stall.detail
+
+
+def test_another_operation_and_another_shape_are_proof() -> None:
+    other = rank(1, group(op(25), op(26, "gloo:broadcast", [[3]], done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    stall = found(waiting(0), other, waiting(2))
+    assert (stall.kind, stall.rank, stall.proof) == ("op-mismatch", 1, True)
+    shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    stall = found(waiting(0), shape, waiting(2))
+    assert (stall.kind, stall.rank, stall.proof) == ("shape-mismatch", 1, True)
+
+
+def test_sizes_may_differ_where_they_may() -> None:
+    a = rank(0, group(op(26, "gloo:all_to_all", [[3]], done=False)), frames=ALL_REDUCE)
+    b = rank(1, group(op(26, "gloo:all_to_all", [[5]], done=False)), frames=ALL_REDUCE)
+    assert found(a, b).kind == "together"
+
+
+def test_fewer_batches_are_told_from_another_call_in_the_loop() -> None:
+    barrier = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", SCRIPT, 50, []]]
+    left = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=barrier)
+    assert (found(waiting(0), left).kind, found(waiting(0), left).rank) == ("unequal", 1)
+    inside = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=[barrier[0], ["main", SCRIPT, 38, [30]]])
+    assert found(waiting(0), inside).kind == "op-mismatch"
+
+
+def test_a_missing_rank_of_a_subgroup() -> None:
+    def sub(number: int, *ops: dict[str, Any]) -> Snapshot:
+        return rank(number, DONE, group(*ops, name="5", about=""), frames=ALL_REDUCE)
+
+    members = {"4": (0, 1), "5": (2, 3)}
+    fine = [rank(n, group(op(25), op(26, done=False)), group(op(3), name="4", about=""), frames=ALL_REDUCE) for n in (0, 1)]
+    late = rank(3, DONE, group(op(3), name="5", about=""), frames=at(12), syscall="clock_nanosleep")
+    stall = found(*fine, sub(2, op(3), op(4, done=False, order=60)), late, members=members)
+    assert (stall.kind, stall.rank, set(stall.waiting)) == ("sleep", 3, {0, 1, 2})
+    # The same with a group that has never been used before: only its members say whom rank 2 waits for.
+    new = rank(2, DONE, group(op(1, done=False, order=60), name="9", about=""), frames=ALL_REDUCE)
+    stall = found(*fine, new, rank(3, DONE, frames=at(12), syscall="clock_nanosleep"), members={**members, "9": (2, 3)})
+    assert (stall.kind, stall.rank) == ("sleep", 3)
+
+
+def test_groups_entered_in_opposite_order() -> None:
+    def pair(number: int, first: str, second: str) -> Snapshot:
+        return rank(number, group(op(1), name=second, about=""), group(op(1), op(2, done=False, order=50), name=first, about=""), frames=ALL_REDUCE)
+
+    stall = found(pair(0, "1", "2"), pair(1, "2", "1"), members={"1": (0, 1), "2": (0, 1)})
+    assert (stall.kind, stall.proof) == ("diverged", True)
+
+
+def test_a_receive_without_a_send() -> None:
+    stall = found(rank(0, group(op(0, "gloo:recv 0<-1", [[4]], done=False, p2p=1)), frames=ALL_REDUCE), rank(1, DONE, frames=at(12), syscall="clock_nanosleep"))
+    assert (stall.kind, stall.rank) == ("sleep", 1)
+
+
+def test_a_rank_that_left_and_one_everybody_is_in() -> None:
+    stall = found(waiting(0), waiting(2), world=3, ended={1: 0})
+    assert (stall.kind, stall.rank, stall.proof) == ("left", 1, True)
+    stall = found(waiting(0), waiting(1))
+    assert (stall.kind, stall.rank, stall.proof) == ("together", None, False)
+
+
+def test_without_a_flight_recorder_the_stack_that_differs() -> None:
+    stall = found(rank(0, frames=ALL_REDUCE, no_groups="no worker server"), rank(1, frames=at(12), syscall="clock_nanosleep"), rank(2, frames=ALL_REDUCE))
+    assert (stall.kind, stall.rank, stall.waiting) == ("sleep", 1, (0, 2))
+    assert any("no flight recorder" in line for line in stall.evidence)
+
+
+def test_nothing_at_all_is_no_accusation() -> None:
+    assert explain({}, 2, {}, {}, {}, {}) is None
+    assert read(0, {}) == Snapshot(0)
+
+
+def test_a_recorder_that_marks_nothing_done() -> None:
+    """Then only the newest operation can be the one it waits in."""
+    never = [op(n, done=False) for n in range(1, 31)]
+    assert found(rank(0, group(*never, op(31, done=False)), frames=BACKWARD), rank(1, group(*never), frames=at(12), syscall="clock_nanosleep")).rank == 1
+
+
+def test_digest_keeps_what_is_pending() -> None:
+    entries = [{"process_group": ["0", "default_pg"], "collective_seq_id": n, "profiling_name": "nccl:all_reduce", "input_sizes": [[4]], "state": "completed" if n < 60 else "scheduled", "record_id": n} for n in range(100)]
+    ops = digest({"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}})[0]
+    assert ops["ranks"] == [0, 1] and not ops["ops"][0]["done"] and ops["ops"][0]["seq"] == 60
+    assert digest({}) == []
+
+
+# ---- when ----
+
+
+def watched(world: int = 2, timeout: float = 300.0, steps: int = 40) -> tuple[Watcher, float]:
+    watch, now = Watcher(world, timeout, frozenset([""]), 0.0), 0.0
+    for n in range(1, steps + 1):
+        now = n * 0.5
+        for one in range(world):
+            watch.beats(one, n * 10, 10, 0.05, now)
+        watch.stragglers.question = lambda *_: None  # type: ignore[method-assign]
+    return watch, now
+
+
+def answer(watch: Watcher, action: Inspect, now: float, *ranks: dict[str, Any]) -> None:
+    watch.answered("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
+
+
+SLEEPING = {"state": "S", "syscall": "clock_nanosleep", "groups": [DONE], "samples": [[{"main": True, "frames": at(12)}]]}
+WAITING = {"state": "S", "syscall": "futex", "groups": [group(op(25), op(26, done=False))], "samples": [[{"main": True, "frames": BACKWARD}]]}
+
+
+def drive(watch: Watcher, now: float, seconds: float, *ranks: dict[str, Any]) -> list[tuple[float, Any]]:
+    """Looks four times a second and answers every inspection; what it decided, and when after `now`."""
+    actions = []
+    for n in range(int(seconds * 4)):
+        at_ = now + n * 0.25
+        for action in watch.look(at_):
+            if isinstance(action, Inspect):
+                answer(watch, action, at_, *ranks)
+            else:
+                actions.append((at_ - now, action))
+    return actions
+
+
+def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:
+    watch, now = watched(timeout=60.0)
+    actions = drive(watch, now, 90, WAITING, SLEEPING)
+    (when, suspicion), *_ = actions
+    assert isinstance(suspicion, Suspect) and suspicion.stall.rank == 1 and 3 <= when <= 5
+    stops = [when for when, action in actions if isinstance(action, Stop)]
+    assert stops and 59 <= stops[0] <= 61
+    assert sum(isinstance(action, Suspect) for _, action in actions) == 1, "said once"
+
+
+def test_proof_stops_without_the_timeout() -> None:
+    watch, now = watched(timeout=300.0)
+    other = {**WAITING, "groups": [group(op(25), op(26, "gloo:broadcast", [[3]], done=False))]}
+    stops = [when for when, action in drive(watch, now, 60, WAITING, other) if isinstance(action, Stop)]
+    assert stops and stops[0] < 12
+
+
+def test_no_timeout_means_never() -> None:
+    watch, now = watched(timeout=0.0)
+    assert not any(isinstance(action, Stop) for _, action in drive(watch, now, 900, WAITING, SLEEPING))
+
+
+def test_what_goes_on_is_relieved() -> None:
+    watch, now = watched()
+    drive(watch, now, 30, WAITING, SLEEPING)
+    for one in (0, 1):
+        watch.beats(one, 401, 1, 30.0, now + 31)
+    assert [type(action) for action in watch.look(now + 31)] == [Relieve]
+    assert watch.stall is None
+
+
+def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
+    watch, now = watched()
+    for one in (0, 1):
+        watch.said(one, now, "eval")
+    assert drive(watch, now, 55, WAITING, SLEEPING) == []
+    slow = Progress(0.0)
+    for n in range(1, 50):
+        slow.beat(n, 8.0, n * 8.0)
+    assert slow.patience >= 40
+
+
+def test_a_long_pause_now_and_then_does_not_make_it_blind() -> None:
+    one = Progress(0.0)
+    for n in range(1, 200):
+        one.beat(n, 60.0 if n == 100 else 0.05, n * 0.5)
+    assert one.patience == 3.0
+
+
+def test_who_never_steps_is_left_alone() -> None:
+    """Nothing beats, nobody waits for anybody: sleeping is no crime."""
+    watch = Watcher(2, 30.0, frozenset([""]), 0.0)
+    asleep = {"state": "S", "syscall": "clock_nanosleep", "samples": [[{"main": True, "frames": at(12)}]]}
+    assert drive(watch, 0.0, 600, asleep, asleep) == []
+    busy = Watcher(2, 30.0, frozenset([""]), 0.0)
+    for n in range(300):
+        for one in (0, 1):
+            busy.vitals(one, "R", n * 2.0, 0, n * 2.0)
+        assert busy.look(n * 2.0) == []
+
+
+def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
+    watch = Watcher(2, 10.0, frozenset([""]), 0.0)
+    joining = {"state": "S", "syscall": "poll", "samples": [[{"main": True, "frames": [["init_process_group", f"{TORCH}/distributed/distributed_c10d.py", 1700], ["main", SCRIPT, 3]]}]]}
+    actions = drive(watch, 0.0, 120, joining, {**SLEEPING, "groups": []})
+    assert [(type(action), action.stall.rank) for _, action in actions[:1]] == [(Suspect, 1)]
+    assert isinstance(actions[-1][1], Stop) and actions[-1][0] >= 59, "start-up has a floor of its own"
+
+
+def test_unreadable_answers_are_less_evidence_and_no_crash() -> None:
+    watch, now = watched()
+    for n in range(40):
+        for action in watch.look(now + n):
+            if isinstance(action, Inspect):
+                watch.answered("", action.order["ask"], b"{not json", now + n)
+    assert watch.stall is None
+
+
+# ---- numbers ----
+
+
+def test_three_bad_losses_are_firm_one_is_not() -> None:
+    losses = Losses()
+    one = losses.heard(0, 5, float("nan"))
+    assert one is not None and not one.firm
+    assert losses.heard(0, 6, 2.0) is None
+    assert losses.heard(0, 7, float("nan")) is None
+    losses.heard(0, 8, float("inf"))
+    firm = losses.heard(0, 9, float("nan"))
+    assert firm is not None and firm.firm and firm.step == 7
+
+
+@pytest.mark.parametrize(
+    ("line", "bad"),
+    [
+        (b"step 21 loss nan\n", True), (b"GPU0:INFO | Step [3/100] | Loss: nan | LR: 1e-5\n", True), (b"{'loss': nan, 'grad_norm': nan}\n", True),
+        (b"epoch 1 train_loss=inf\n", True), (b"step 4: loss = -inf\n", True), (b"val_loss: nan\n", False), (b"eval loss: nan\n", False),
+        (b"no loss nan\n", False), (b"loss: nanometers\n", False), (b"step 3 loss 2.5\n", False), (b"lossless compression: nan\n", False),
+        (b"glossary: inf\n", False), (b"the loss is a number\n", False), (b"loss: 1.5 | nan checks: 0\n", False),
+    ],
+)  # fmt: skip
+def test_step_lines(line: bytes, bad: bool) -> None:
+    losses = Losses()
+    assert bool(losses.read(0, line)) == bad
+
+
+def test_lines_that_come_in_pieces_and_floods() -> None:
+    losses = Losses()
+    assert losses.read(0, b"step 1 loss: n") == []
+    assert losses.read(0, b"an\n")
+    assert Losses().read(0, b"loss: nan\n" * 10000) == []
+
+
+def test_exploding() -> None:
+    losses = Losses()
+    for n in range(20):
+        assert losses.heard(0, n, 2.0 + n % 3) is None
+    assert losses.heard(0, 20, 500.0) is None, "a spike"
+    assert losses.heard(0, 21, 3.0) is None
+    told = [losses.heard(0, 22 + n, 900.0 * (n + 1)) for n in range(6)]
+    assert [one.kind for one in told if one] == ["exploding"] and told[4] is not None
+
+
+# ---- stragglers ----
+
+
+def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float = 0.0) -> dict[int, list[list[Any]]]:
+    step = 0.05 + max(late.values(), default=0.0)
+    return {r: [["0", n, int((n * step + late.get(r, 0.0) + ((n * 7 + r * 3) % 5) * jitter) * 1e9)] for n in range(steps)] for r in range(world)}
+
+
+def test_the_late_one_is_named() -> None:
+    late = who_is_late(times({1: 0.9}), 3)
+    assert late is not None and late[0] == 1 and late[1] == pytest.approx(0.9, abs=0.01) and late[2] == pytest.approx(0.95, abs=0.01)
+
+
+def test_nobody_is_late() -> None:
+    assert who_is_late(times({}), 3) is None
+    assert who_is_late(times({}, jitter=0.003), 3) is None
+    assert who_is_late(times({1: 0.9, 2: 0.9}), 3) is None, "two equally slow ones"
+    assert who_is_late(times({1: 0.9}, steps=3), 3) is None, "too short to say"
+    assert who_is_late({0: [], 1: []}, 3) is None
+
+
+def test_ranks_in_words() -> None:
+    assert [ranks_text(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == ["rank 2", "ranks 0, 1", "ranks 0, 2-4", "ranks 0-2, 7"]

@@ -1,0 +1,183 @@
+"""Watching real ranks, with less to see: no py-spy, no rights, no flight recorder, handlers and streams replaced, beats overwritten."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Stoker, wait_for
+
+TRAIN = """
+import os, sys, time
+{before}
+import torch, torch.distributed as dist
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def step(n):
+    time.sleep(0.03)
+    model(torch.randn(4, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+def stuck():
+    {stuck}
+for n in range(1, {steps}):
+    step(n)
+    {each}
+    if n == 20 and rank == 1:
+        stuck()
+time.sleep(0.3)
+dist.destroy_process_group()
+"""
+
+
+def script(stoker: Stoker, stuck: str = "time.sleep(1000)", before: str = "", each: str = "pass", steps: int = 2000) -> str:
+    return stoker.script("train.py", TRAIN.format(stuck=stuck, before=before, each=each, steps=steps))
+
+
+def hang(stoker: Stoker, name: str, **more: Any) -> Any:
+    done = stoker.torch("run", "--nproc-per-node", "2", "--hang-timeout", "8s", name, **more)
+    return done, next(event for event in done.events if event["event"] == "suspicion")
+
+
+def test_a_sleeping_rank_is_named_with_its_line(stoker: Stoker) -> None:
+    done, seen = hang(stoker, script(stoker))
+    assert (done.verdict["cause"], done.verdict["rank"], done.code) == ("hang.sleep", 1, 70)
+    assert (seen["cause"], seen["rank"], seen["waiting"]) == ("hang.sleep", 1, [0])
+    assert seen["silent_s"] < 10
+    assert "train.py:16, in stuck" in done.verdict["summary"] and "gloo:all_reduce" in done.verdict["summary"]
+    assert "--hang-timeout of 8 s is over" in " ".join(done.verdict["evidence"])
+    stacks = (done.run_dir / "attempt-0" / "stacks.txt").read_text()
+    assert "in stuck" in stacks and "_engine_run_backward" in stacks and "not done" in stacks
+    assert "hang.sleep" in stoker("why").out
+
+
+def test_without_py_spy(stoker: Stoker) -> None:
+    done, seen = hang(stoker, script(stoker), env={"STOKER_PY_SPY": ""})
+    assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1) and "in stuck" in seen["where"]
+    assert any("faulthandler (py-spy is not installed)" in line for line in seen["evidence"])
+    assert done.verdict["rank"] == 1
+
+
+def test_py_spy_without_rights(stoker: Stoker, tmp_path: Path) -> None:
+    refused = tmp_path / "py-spy"
+    refused.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
+    refused.chmod(refused.stat().st_mode | stat.S_IXUSR)
+    _, seen = hang(stoker, script(stoker), env={"STOKER_PY_SPY": str(refused)})
+    assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1) and "in stuck" in seen["where"]
+    assert any("may not read the ranks" in line for line in seen["evidence"])
+
+
+def test_without_a_flight_recorder(stoker: Stoker) -> None:
+    """Its socket can't be made; the ranks say so, and the stacks alone tell who is missing."""
+    taken = 'shim = sys.modules["stoker.control.rank.shim"]; open(shim._files["server"], "w").close()'
+    done, seen = hang(stoker, script(stoker, before=taken))
+    assert "worker server does not start" in done.out + done.err
+    assert (seen["cause"], seen["rank"], seen["waiting"]) == ("hang.sleep", 1, [0])
+    assert any("no flight recorder" in line for line in seen["evidence"])
+
+
+def test_replaced_handlers_hook_and_streams(stoker: Stoker) -> None:
+    before = """
+import io, signal, sys
+for number in set(range(1, 65)) - {9, 17, 19, 32, 33}:
+    signal.signal(number, lambda *_: None)
+sys.excepthook = lambda *_: None
+sys.stdout = sys.stderr = io.StringIO()
+"""
+    done, seen = hang(stoker, script(stoker, before=before), env={"STOKER_PY_SPY": ""})
+    assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1)
+    assert (done.verdict["rank"], done.code) == (1, 70)
+
+
+def test_overwritten_beats(stoker: Stoker) -> None:
+    """The page is the script's memory too. Without it a rank is not accused of standing still, and nothing crashes."""
+    each = 'if n == 5: memory = sys.modules["stoker.control.rank.shim"]._writer._memory; memory[:] = os.urandom(len(memory))'
+    done = stoker.torch("run", "--nproc-per-node", "2", script(stoker, stuck="pass", each=each, steps=60))
+    assert (done.verdict["status"], done.code) == ("completed", 0)
+    assert "its beats are unreadable" in done.out + done.err
+
+
+def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> None:
+    """A suspicion is not a verdict: continued in time, the run completes and nobody is blamed."""
+    name = script(stoker, stuck="open('pid', 'w').write(str(os.getpid()))", steps=150)
+    launcher = stoker.start("run", "--nproc-per-node", "2", name)
+    assert wait_for(lambda: (stoker.cwd / "pid").exists() and (stoker.cwd / "pid").read_text() or None, 60)
+    pid = int((stoker.cwd / "pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    seen = wait_for(lambda: next((event for event in stoker.result().events if event["event"] == "suspicion"), None), 20)
+    assert (seen["cause"], seen["rank"], seen["proof"]) == ("hang.stopped", 1, True)
+    os.kill(pid, signal.SIGCONT)
+    out, _ = launcher.communicate(timeout=60)
+    assert b"goes on, after" in out
+    assert launcher.returncode == 0 and stoker.result().verdict["status"] == "completed"
+
+
+def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
+    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, stuck="pass", steps=200), start_new_session=True)
+    assert wait_for(lambda: (stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text() or None, 60)
+    os.kill(launcher.pid, signal.SIGTSTP)
+    time.sleep(6)  # longer than the patience with a step, which is what is tested
+    os.kill(launcher.pid, signal.SIGCONT)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 0, out.decode()
+    assert not [event for event in stoker.result().events if event["event"] in ("suspicion", "relief")]
+
+
+def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> None:
+    """The script's own timeout is shorter than anybody's patience: its exception is an echo."""
+    name = stoker.script("train.py", TRAIN.replace('init_process_group("gloo")', 'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))').format(stuck="time.sleep(1000)", before="", each="pass", steps=2000))
+    done = stoker.torch("run", "--nproc-per-node", "2", name)
+    assert (done.verdict["cause"], done.verdict["rank"]) == ("hang.sleep", 1), done.verdict
+    assert "in stuck" in done.verdict["summary"]
+
+
+@pytest.mark.parametrize("kind", ["warn", "stop"])
+def test_on_nan(stoker: Stoker, kind: str) -> None:
+    each = 'stoker = __import__("stoker"); stoker.beat(step=n, loss=float("nan") if n > 20 else 1.0 / n)'
+    done = stoker.torch("run", "--nproc-per-node", "2", "--on-nan", kind, script(stoker, stuck="pass", each=each, steps=60))
+    assert [event["cause"] for event in done.events if event["event"] == "numbers"][0] == "nan.loss"
+    if kind == "stop":
+        assert (done.verdict["cause"], done.code) == ("nan.loss", 70) and "step 21" in done.verdict["summary"]
+    else:
+        assert (done.verdict["status"], done.code) == ("completed", 0)
+        assert any("stayed so" in line for line in done.verdict["evidence"])
+
+
+def test_the_same_crash_twice_is_deterministic(stoker: Stoker) -> None:
+    done = stoker.torch("run", "--nproc-per-node", "2", "--max-restarts", "3", script(stoker, stuck="raise ValueError('no')"))
+    assert sum(event["event"] == "attempt" for event in done.events) == 2
+    assert "deterministic" in done.verdict["summary"] and not done.verdict["retryable"]
+
+
+def test_a_complete_run_is_not_run_again(stoker: Stoker) -> None:
+    name = stoker.script("job.py", "print('worked')")
+    assert stoker("run", "--nproc-per-node", "1", "--name", "job", name).code == 0
+    again = stoker("run", "--nproc-per-node", "1", "--name", "job", name)
+    assert again.code == 0 and "is complete" in again.err and "worked" not in again.out
+    assert "worked" in stoker("run", "--nproc-per-node", "1", "--name", "job", "--again", name).out
+    other = stoker("run", "--nproc-per-node", "1", "--name", "job", name, "--lr", "2")
+    assert "worked" in other.out, "other settings are another run"
+
+
+def test_back_off_and_a_stop_while_it_waits(stoker: Stoker) -> None:
+    """Different failures each time, none getting anywhere: at once, then after 1 s, 2 s, 4 s."""
+    name = stoker.script("job.py", "import os, sys; sys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    launcher = stoker.start("run", "--nproc-per-node", "1", "--max-restarts", "9", name)
+    assert wait_for(lambda: b"x" if len([e for e in _events(stoker) if e["event"] == "restart"]) >= 4 else None, 30)
+    launcher.send_signal(signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=20)
+    waits = [event["wait_s"] for event in stoker.result().events if event["event"] == "restart"]
+    assert waits[:4] == [0.0, 1.0, 2.0, 4.0], waits
+    assert launcher.returncode == 143 and "between two attempts" in stoker.result().verdict["summary"], out.decode()
+
+
+def _events(stoker: Stoker) -> list[dict[str, Any]]:
+    return stoker.result().events if (stoker.cwd / "runs/latest/events.jsonl").exists() else []
