@@ -65,6 +65,9 @@ class Trial(Job):
         self._torn = ""
         self._steps: list[Step] = []
 
+    def __enter__(self) -> Trial:
+        return self
+
     def ended(self) -> int | None:
         """The launcher's exit code, once it has one."""
         return self._processes[0].poll()

@@ -11,7 +11,6 @@ well below 30 s run again, with another seed, with --hang-timeout 30s. Prints Ma
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import signal
@@ -57,8 +56,8 @@ def plan(shapes: tuple[Shape, ...], total: int) -> list[Run]:
     """Every shape once as it is by default; then, until there are enough, with a short --hang-timeout and other seeds."""
     found = [Run(shape, seed, None, 1.0) for seed, shape in enumerate(shapes)]
     short = [shape for shape in shapes if shape.silence_s <= WELL_BELOW_S]
-    more = (Run(shape, len(shapes) + number, SHORT_S, 1.0) for number, shape in enumerate(itertools.cycle(short)))
-    return found + list(itertools.islice(more, max(0, total - len(found)) if short else 0))
+    more = max(0, total - len(found)) if short else 0
+    return found + [Run(short[number * len(short) // more], len(shapes) + number, SHORT_S, 1.0) for number in range(more)]
 
 
 def quick_plan(shapes: tuple[Shape, ...]) -> list[Run]:

@@ -37,7 +37,7 @@ def verdict(*ends: RankEnd) -> Verdict:
 
 def cuda(words: str) -> RankError:
     tail = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
-    return err("AcceleratorError", f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n", module="torch")
+    return err("AcceleratorError", f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n", module="torch")
 
 
 def nccl(kind: str, name: str, last: str) -> RankError:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from conftest import Stoker, wait_for
 
 TRAIN = """
@@ -109,7 +110,7 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
     """A suspicion is not a verdict: continued in time, the run completes and nobody is blamed."""
     name = script(stoker, stuck="open('pid', 'w').write(str(os.getpid()))", steps=150)
     launcher = stoker.start("run", "--nproc-per-node", "2", name)
-    assert wait_for(lambda: (stoker.cwd / "pid").exists() and (stoker.cwd / "pid").read_text() or None, 60)
+    assert wait_for(lambda: ((stoker.cwd / "pid").exists() and (stoker.cwd / "pid").read_text()) or None, 60)
     pid = int((stoker.cwd / "pid").read_text())
     os.kill(pid, signal.SIGSTOP)
     seen = wait_for(lambda: next((event for event in stoker.result().events if event["event"] == "suspicion"), None), 20)
@@ -122,7 +123,7 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
 
 def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
     launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, stuck="pass", steps=200), start_new_session=True)
-    assert wait_for(lambda: (stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text() or None, 60)
+    assert wait_for(lambda: ((stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text()) or None, 60)
     os.kill(launcher.pid, signal.SIGTSTP)
     time.sleep(6)  # longer than the patience with a step, which is what is tested
     os.kill(launcher.pid, signal.SIGCONT)
@@ -143,7 +144,7 @@ def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> No
 def test_on_nan(stoker: Stoker, kind: str) -> None:
     each = 'stoker = __import__("stoker"); stoker.beat(step=n, loss=float("nan") if n > 20 else 1.0 / n)'
     done = stoker.torch("run", "--nproc-per-node", "2", "--on-nan", kind, script(stoker, stuck="pass", each=each, steps=60))
-    assert [event["cause"] for event in done.events if event["event"] == "numbers"][0] == "nan.loss"
+    assert next(event["cause"] for event in done.events if event["event"] == "numbers") == "nan.loss"
     if kind == "stop":
         assert (done.verdict["cause"], done.code) == ("nan.loss", 70) and "step 21" in done.verdict["summary"]
     else:

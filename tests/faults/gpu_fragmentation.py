@@ -1,4 +1,4 @@
-"""The card has room and torch holds it in pieces: half of every 2 GiB segment is in use, so none can be given back or joined, and 3 GiB fit nowhere."""
+"""The card has room and torch holds it in pieces: half of every 2 GiB segment is in use, so none can be given back or joined, and 5 GiB fit nowhere."""
 
 import os
 
@@ -25,4 +25,4 @@ for step in steps_on_gpu():
         kept = where[::2]
         del halves, where
         fault()
-        block(3)
+        block(5)

@@ -7,8 +7,8 @@ from training import steps
 
 
 def tokenize(seconds: float) -> int:
-    end, count = time.thread_time() + seconds, 0
-    while time.thread_time() < end:
+    end, count = time.monotonic() + seconds, 0
+    while time.monotonic() < end:
         count += sum(range(1000))
     return count
 

@@ -13,7 +13,7 @@ class Outcome:
     status: str
     summary: str
     stopped: bool  # Stoker ended a rank, or began the run again
-    suspicions: tuple[str, ...]
+    suspicions: tuple[str, ...]  # doubts about numbers too
     stragglers: tuple[str, ...]
 
     def wrong(self, straggler_is_right: bool) -> list[str]:
@@ -36,7 +36,7 @@ def outcome(run_dir: Path) -> Outcome:
         verdict["status"],
         verdict["summary"],
         any(event["event"] == "restart" or (event["event"] == "rank-exit" and event["ours"]) for event in events),
-        tuple(_text(event) for event in events if event["event"] == "suspicion"),
+        tuple(_text(event) for event in events if event["event"] in ("suspicion", "numbers")),
         tuple(_text(event) for event in events if event["event"] == "straggler"),
     )
 

@@ -9,6 +9,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
+DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
 RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
 _SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")  # operations whose sizes must agree between ranks
 
@@ -18,21 +20,32 @@ def digest(trace: Any) -> list[dict[str, Any]]:
     groups: dict[str, dict[str, Any]] = {}
     for entry in trace.get("entries") or ():
         name, about = (entry.get("process_group") or ["?", ""])[:2]
-        group = groups.setdefault(name, {"group": name, "about": "" if about == "undefined" else about, "ops": []})
+        backend = str(entry.get("profiling_name", "")).partition(":")[0]
+        # One group may have a backend for each kind of device, each counting for itself.
+        group = groups.setdefault(f"{name}|{backend}", {"group": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []})
         group["ops"].append({
             "seq": entry.get("collective_seq_id", 0), "p2p": entry.get("p2p_seq_id", 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
             "sizes": entry.get("input_sizes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-            "order": entry.get("record_id", 0),
+            "order": entry.get("time_created_ns", 0),
         })  # fmt: skip
-    for name, group in groups.items():
+    for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
         group["ops"] = group["ops"][first : first + RECENT]
-        told = (trace.get("pg_config") or {}).get(name, {}).get("ranks", "")
+        told = (trace.get("pg_config") or {}).get(group["group"], {}).get("ranks", "")
         ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if word.isdigit()]
         if ranks:
             group["ranks"] = ranks
     return list(groups.values())
+
+
+def joined(traces: list[Any]) -> dict[str, Any]:
+    """What the recorders of all backends know, as one trace."""
+    found: dict[str, Any] = {"entries": [], "pg_config": {}}
+    for trace in traces:
+        found["entries"] += trace.get("entries") or []
+        found["pg_config"].update(trace.get("pg_config") or {})
+    return found
 
 
 def kind_of(op: str) -> str:

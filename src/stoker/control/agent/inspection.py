@@ -326,17 +326,23 @@ def _timings(rank: Rank) -> list[list[Any]]:
 
 
 def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
+    if not os.path.exists(path):
+        return None, "no worker server in this rank"
+    answers = [_ask_handler(path, name) for name in collectives.HANDLERS]
+    traces = [trace for trace, _ in answers if trace is not None]
+    return (collectives.joined(traces), "") if traces else (None, answers[0][1])
+
+
+def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     import json
     import socket
 
-    if not os.path.exists(path):
-        return None, "no worker server in this rank"
     parts: list[bytes] = []
     connection = socket.socket(socket.AF_UNIX)
     try:
         connection.settimeout(ASK_S)
         connection.connect(path)
-        connection.sendall(b"POST /handler/fr_trace_json HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:
@@ -353,17 +359,30 @@ def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
     return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is no trace")
 
 
+_ASK_NVML = """
+import json, sys
+sys.path[:0] = json.loads(sys.argv[1])
+from stoker.control.machine.nvml import Nvml
+nvml = Nvml()
+nvml.gpus()
+print(json.dumps({uuid: nvml.work(uuid) for uuid in sys.argv[2:]}))
+"""
+
+
 def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
-    """NVML anew: a library that was started before a fork does not serve the child."""
+    """In a fresh process: NVML does not survive a fork, and a driver that hangs must not keep the rest of the answer."""
     if not uuids:
         return {}
-    from stoker.control.machine.observe import Observer
+    import json
+    import subprocess
+    import sys
 
-    nvml = Observer().nvml
-    if nvml is None:
+    try:
+        done = subprocess.run([sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)], capture_output=True, timeout=SPY_S, check=True)
+        found: dict[str, dict[str, Any]] = json.loads(done.stdout)
+    except (subprocess.SubprocessError, ValueError):
         return {}
-    nvml.gpus()
-    return {uuid: nvml.work(uuid) for uuid in set(uuids)}
+    return found
 
 
 def _size(path: str) -> int:

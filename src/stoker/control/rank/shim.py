@@ -211,7 +211,8 @@ def _collectives(value: BaseException) -> list[Any]:
 
         from stoker.contract import collectives
 
-        return collectives.digest(json.loads(sys.modules["torch._C._distributed_c10d"]._dump_fr_trace_json()))
+        c10d = sys.modules["torch._C._distributed_c10d"]
+        return collectives.digest(collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)]))
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
         return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 

@@ -159,7 +159,7 @@ def summary(stall: Stall, label: str) -> str:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (f" in {stall.operation}" if stall.operation else "")
     step = f" after step {stall.step}" if stall.step else " before its first step"
-    return f"{who} stands still{step}: {stall.detail}{at}{others}"
+    return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
 
 
 def trouble(stall: Stall, label: str, why: str) -> dict[str, Any]:

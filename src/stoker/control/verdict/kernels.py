@@ -65,7 +65,7 @@ def duplicate(case: Case) -> Found | None:
 )
 def device_assert(case: Case) -> Found | None:
     """A kernel's own check failed on the GPU: nearly always an index out of range."""
-    found = find(case, r"device-side assert")
+    found = find(case, r"device-side assert(?!ion)")  # "… to enable device-side assertions" is the footer of every CUDA error
     if not found:
         return None
     asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.words)

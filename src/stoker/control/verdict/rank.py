@@ -36,6 +36,7 @@ def exception(case: Case) -> Found | None:
     seen="a rank ended with 0 while the others were still working, and they lost it or still wait for it",
     contradicts="every rank ends with 0 at about its own time: then nobody was left waiting",
     fix=("look for sys.exit(), os._exit(0) or a loop that is shorter on this rank (unequal number of batches)", _LOGS),
+    retryable=True,
 )
 def left_early(case: Case) -> Found | None:
     """A rank left, with exit code 0, before the others were done."""

@@ -10,7 +10,6 @@ _SLEEPS = ("nanosleep", "clock_nanosleep")
 _CHILD = ("wait4", "waitid")
 _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
        "flock")  # fmt: skip
-_GPU_CALLS = ("synchronize", "item", "cpu", "tolist", "numpy", "_cuda_synchronize")
 
 
 def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
@@ -27,15 +26,13 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "worker", inner or frame, f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
     same_line, active, gil = _steady(one)
     computes = one.main_cpu > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
-    if computes and one.gpu_use is not None and one.gpu_use >= 90 and _in_gpu_wait(one):
+    if one.gpu_use is not None and one.gpu_use >= 90:  # it makes no step, and its card is busy all the same
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
-        held = " and holds the GIL" if gil else ""
-        return "spin", frame, f"it computes without end: {one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}"
+        held = ", holding the GIL" if gil else ""
+        return "spin", frame, f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no collective"
     if gil and not active:
         return "gil", frame, f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
-    if one.gpu_use is not None and one.gpu_use >= 90 and _in_gpu_wait(one):
-        return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if one.syscall in _SLEEPS or "nanosleep" in one.wchan:
         return "sleep", frame, "it sleeps"
     if one.syscall in _CHILD or one.wchan == "do_wait":
@@ -45,7 +42,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "io", frame, f"it waits in {one.syscall or one.wchan}"
     if one.syscall == "futex" or "futex" in one.wchan:
         return "lock", frame, "it waits for a lock or another thread"
-    return "place", frame, f"it is in {one.syscall or one.wchan or 'an unknown place'}"
+    inside = one.syscall if one.syscall.isidentifier() and one.syscall != "running" else one.wchan
+    return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
 
 
 def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
@@ -53,10 +51,6 @@ def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
     mains = [main for main in (main_thread(threads) for threads in one.samples) if main is not None]
     lines = {main.frames[:1] for main in mains}
     return len(lines) == 1 and len(mains) > 1, any(main.active for main in mains), bool(mains) and all(main.gil for main in mains)
-
-
-def _in_gpu_wait(one: Snapshot) -> bool:
-    return any(frame.name in _GPU_CALLS for frame in one.main[:3]) or bool(one.main)
 
 
 def _stuck_worker(one: Snapshot) -> Worker | None:

@@ -42,6 +42,7 @@ class Op:
 @shape
 class Group:
     name: str
+    backend: str
     about: str
     ranks: tuple[int, ...]  # empty where torch does not say
     ops: tuple[Op, ...]
@@ -114,7 +115,7 @@ def read(rank: int, data: dict[str, Any]) -> Snapshot:
 def groups(told: Any) -> tuple[Group, ...]:
     return tuple(
         Group(
-            str(one.get("group", "?")), str(one.get("about", "")), tuple(one.get("ranks") or ()),
+            str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(one.get("ranks") or ()),
             tuple(Op(op["seq"], op["p2p"], str(op["op"]), tuple(op["sizes"]), bool(op["done"]), op["order"]) for op in one.get("ops") or ()),
         )
         for one in told or ()

@@ -53,13 +53,13 @@ class Waits:
 
 def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Waits:
     """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will enter nothing."""
-    table: dict[str, dict[int, Group]] = {}
+    table: dict[tuple[str, str], dict[int, Group]] = {}
     for rank, one in snapshots.items():
         for group in one.groups:
-            table.setdefault(group.name, {})[rank] = group
+            table.setdefault((group.name, group.backend), {})[rank] = group
     edges: list[Wait] = []
     pending: dict[int, tuple[str, Op]] = {}
-    for name, seen in table.items():
+    for (name, _), seen in table.items():
         everybody = _members(name, seen, members, world)
         for rank, group in seen.items():
             op = group.pending

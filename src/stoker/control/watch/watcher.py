@@ -18,7 +18,7 @@ from stoker.control.watch.straggler import Stragglers
 
 STOPPED_S = 0.5  # a stopped process is worth a look after this
 AGAIN_S = 3.0  # a proof is looked at a second time, this much later
-STOPPED_STOP_S = 20.0  # what was stopped may be continued: it gets this long
+STOPPED_STOP_S = 10.0  # what was stopped may be continued: it gets this long
 ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
@@ -203,15 +203,14 @@ class Watcher:
             self._wait = min(self._wait * 2, MAX_WAIT_S)
             return []
         self._silent_from = now - stall.silent_s
-        key = (stall.kind, stall.rank, stall.where)
-        same = self.stall is not None and (self.stall.kind, self.stall.rank) == (stall.kind, stall.rank)
+        same = self.stall is not None and (self.stall.proof, self.stall.rank) == (stall.proof, stall.rank)
         if not same:
             self._first_seen, self._looks = now, 0
         self._looks += 1
         self.stall = stall
         actions: list[Action] = []
-        if key[:2] != self._said[:2]:
-            self._said = key
+        if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:  # said once, and again when it turns out worse
+            self._said = stall.rank, stall.proof
             actions.append(Suspect(stall))
         why = self._stop_reason(stall, now)
         if why:
@@ -220,7 +219,9 @@ class Watcher:
         return actions
 
     def _is_evidence(self, stall: Stall) -> bool:
-        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word."""
+        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter that starts or ends never is."""
+        if not stall.where and not stall.waiting and not stall.proof and stall.kind != "disk":
+            return False
         if stall.rank is not None and not self._ranks[stall.rank].steps and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
         return True
