@@ -112,13 +112,13 @@ def start(bench: Trials, run: Run, again: bool) -> Going:
     return Going(run, Trial(bench, STOKER, "--nproc-per-node", run.shape.ranks, *timeout, *run.shape.command(run.seed, run.scale)), again, neighbours)
 
 
-def results(bench: Trials, runs: list[Run]) -> Iterator[Result]:
-    """Two at a time, in the order in which they end. A run in whose end gloo aborted is made once more."""
+def results(bench: Trials, runs: list[Run], at_once: int) -> Iterator[Result]:
+    """A few at a time, in the order in which they end. A run in whose end gloo aborted is made once more."""
     waiting = [(run, False) for run in runs]
     going: list[Going] = []
     try:
         while waiting or going:
-            while waiting and len(going) < AT_ONCE:
+            while waiting and len(going) < at_once:
                 going.append(start(bench, *waiting.pop(0)))
             for one in [one for one in going if one.done()]:
                 going.remove(one)
@@ -162,6 +162,7 @@ def _voiced(one: Result) -> tuple[str, ...]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"how many; every shape once at least (default {RUNS})")
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help=f"runs side by side; two to four ranks each (default {AT_ONCE})")
     parser.add_argument("--quick", action="store_true", help="every shape once, with short pauses")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only shapes whose names contain one of these")
     parser.add_argument("--default-options", action="store_true", help="never give --hang-timeout")
@@ -179,9 +180,9 @@ def main() -> int:
     found: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="healthy-") as folder:
         bench = trials(folder, ranks=0)  # each shape has its own
-        where = replace(setting(bench), notes=(f"{len(runs)} runs, {AT_ONCE} at a time.",))
+        where = replace(setting(bench), notes=(f"{len(runs)} runs, {told.at_once} at a time.",))
         try:
-            for one in results(bench, runs):
+            for one in results(bench, runs, told.at_once):
                 found.append(one)
                 verdict = "; ".join(one.wrong) or "left alone" + (f", {len(_voiced(one))} remark(s)" if _voiced(one) else "")
                 print(f"{len(found)}/{len(runs)} {one.run.name}: {verdict}, {one.seconds:.0f} s", file=sys.stderr, flush=True)

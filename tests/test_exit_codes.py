@@ -45,7 +45,7 @@ print("done", rank)
     [
         ("raise", 1, "rank.exception", True),
         ("exit3", 3, "rank.exit", True),
-        ("exit0", 70, "rank.early-exit", False),
+        ("exit0", 70, "rank.early-exit", True),
         ("kill", 137, "rank.killed", True),
         ("segv", 139, "rank.crash", True),
         ("term", 143, "rank.signal", True),

@@ -59,10 +59,10 @@ _EXCEPTIONS = [
 ]
 
 _EXITS = [
-    _crash("crash_exit_code.py", "exit", "rank.exit", 3, ci=True),
-    _crash("crash_os_exit_zero.py", "early exit", "rank.early-exit", OURS, ci=True),
-    _crash("crash_sys_exit_zero.py", "early exit", "rank.early-exit", OURS),
-    _crash("crash_short_rank.py", "early exit", "rank.early-exit", OURS),
+    _crash("crash_exit_code.py", "exit", "rank.exit", 3),
+    _crash("crash_os_exit_zero.py", "exit", "rank.early-exit", OURS, ci=True),
+    _crash("crash_sys_exit_zero.py", "exit", "rank.early-exit", OURS),
+    _crash("crash_short_rank.py", "exit", "rank.early-exit", OURS),
 ]
 
 _SIGNALS = [
