@@ -95,7 +95,7 @@ def attempt(case: Case, way: str, keep: Path | None) -> Result:
         result = Result(case.name, case.ranks, case.kind, way, code=code, right_code=code in case.exit_code, leftovers=len(left) if code is not None else 0)
         if known is None:
             return dataclasses.replace(result, wrong="the fault did not happen:\n" + _tail(folder))
-        result = dataclasses.replace(result, clean_s=clean - known if code is not None and not left else None, gpu_gb=_not_back(used) if used else 0.0)
+        result = dataclasses.replace(result, clean_s=clean - known if code is not None and not left else None, gpu_gb=_not_back(used) if case.needs == "gpu" else 0.0)
         return (_heard_from_stoker if way == STOKER else _heard_from_torchrun)(case, result, folder, known, ended)
     finally:
         _kill(tag)
@@ -208,7 +208,7 @@ def _not_back(before: float) -> float:
 # ---- what the launchers said ----
 
 
-def _heard_from_stoker(case: Case, result: Result, folder: Path, fault: float, ended: float) -> Result:
+def _heard_from_stoker(case: Case, result: Result, folder: Path, fault: float, _ended: float) -> Result:
     latest = folder / "runs" / "latest"
     events = [json.loads(line) for line in _lines(latest / "events.jsonl") if line.endswith("}")]
     verdict = _verdict(latest, folder)
@@ -221,8 +221,8 @@ def _heard_from_stoker(case: Case, result: Result, folder: Path, fault: float, e
         when = right[0]["time"] if right else None
         wrong += [] if verdict.get("status") == "completed" else [f"the job ended as {verdict.get('cause')}"]
     else:
-        told = [event["time"] for event in events if event["event"] == "verdict"]
-        when = told[-1] if told else ended if verdict else None
+        told = [event["time"] for event in events if event["event"] in ("restart", "verdict") and event["time"] >= fault]
+        when = told[0] if told else time.time() if verdict else None  # the latter: `stoker why` has just said it
         if case.kind == "hang":
             suspected = [event["time"] for event in events if event["event"] == "suspicion" and event.get("rank") in case.rank and event["time"] >= fault]
             when = suspected[0] if suspected else when if rank in case.rank else None
@@ -251,9 +251,10 @@ def _heard_from_torchrun(case: Case, result: Result, folder: Path, fault: float,
     text = (folder / "output").read_text(errors="replace")
     report = re.search(r"Root Cause \(first observed failure\):.*?rank\s*: (\d+) \(local_rank.*?exitcode\s*: (-?\d+)", text, re.S)
     if result.code is None:
-        return dataclasses.replace(result, found="not noticed")
+        return dataclasses.replace(result, found=f"nothing for {PATIENCE_S[TORCHRUN]:.0f} s")
     if report is None:
-        return dataclasses.replace(result, right_rank=None in case.rank and result.right_code, found=f"no report, exit code {result.code}")
+        healed = None in case.rank and result.code == 0
+        return dataclasses.replace(result, right_rank=healed, found=f"no report, exit code {result.code}")
     rank = int(report[1])
     return dataclasses.replace(result, explained_s=ended - fault, right_rank=rank in case.rank, found=f"rank {rank}, exitcode {report[2]}")
 

@@ -330,7 +330,8 @@ def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float
 
 def test_the_late_one_is_named() -> None:
     late = who_is_late(times({1: 0.9}), 3)
-    assert late is not None and late[0] == 1 and late[1] == pytest.approx(0.9, abs=0.01) and late[2] == pytest.approx(0.95, abs=0.01)
+    assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.9, abs=0.01) and late.step_s == pytest.approx(0.95, abs=0.01)
+    assert who_is_late(times({1: 0.9}), 3, after=late.when) is None, "no news since"
 
 
 def test_nobody_is_late() -> None:
@@ -339,6 +340,13 @@ def test_nobody_is_late() -> None:
     assert who_is_late(times({1: 0.9, 2: 0.9}), 3) is None, "two equally slow ones"
     assert who_is_late(times({1: 0.9}, steps=3), 3) is None, "too short to say"
     assert who_is_late({0: [], 1: []}, 3) is None
+
+
+def test_uneven_steps_are_no_straggler() -> None:
+    """Now this rank comes last, now that one, by a lot: nobody is persistently late."""
+    turns = [0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]
+    uneven = {r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)}
+    assert who_is_late(uneven, 2) is None
 
 
 def test_ranks_in_words() -> None:

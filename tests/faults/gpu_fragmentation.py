@@ -17,6 +17,7 @@ def block(gib: int) -> torch.Tensor:
 
 for step in steps_on_gpu():
     if guilty(step, rank=0):
+        # 2 to 4 GiB of the card stay free: less than what is asked for in the end.
         segments = [block(2) for _ in range((torch.cuda.mem_get_info()[0] - 2 * GIB) // (2 * GIB))]
         count = len(segments)
         del segments  # the segments stay reserved; what is asked for next is cut out of them

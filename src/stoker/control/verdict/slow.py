@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.control.verdict.catalogue import entry
 
-_SEEN = "the flight recorder's times of entry: one rank comes last and causes 70 % of all waiting, a fifth of a step or more; "
+_SEEN = "the flight recorder's times of entry: one rank comes last in nine waits of ten, twice in a row, by a fifth of a step or more; "
 
 entry(
     "slow.throttle",

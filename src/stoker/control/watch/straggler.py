@@ -19,7 +19,9 @@ RISE = 1.4  # times the usual step: somebody may have become slow
 RISE_STEPS = 5
 NOT_SOONER_S = 5.0
 AGAIN_S = 60.0
-SHARE = 0.7  # of all waiting that one rank causes, for it to be the one
+NEWEST = 10  # waits that count
+FEWEST = 5
+SHARE = 0.9  # of them that one rank causes, twice in a row, for it to be the one
 WORTH = 0.2  # of a step
 WORTH_S = 0.02
 SAMPLES = 10
@@ -36,6 +38,14 @@ class Straggler:
     step: int
 
 
+@shape
+class Late:
+    rank: int
+    wait_s: float  # what it makes the others wait
+    step_s: float
+    when: float  # the newest time it was late
+
+
 class Stragglers:
     def __init__(self, world: int) -> None:
         self._world = world
@@ -48,7 +58,8 @@ class Stragglers:
         self._beaten: dict[int, float] = {}
         self._slow_since: dict[int, int] = {}
         self._next_step = FIRST_ASK
-        self._suspect: tuple[int, float, float] | None = None
+        self._first: Late | None = None  # late once: asked again a few steps later
+        self._suspect: Late | None = None
         self._named: dict[int, str] = {}
         self.found: list[Straggler] = []  # news, taken by the coordinator
 
@@ -73,14 +84,14 @@ class Stragglers:
         if self._world < 2 or len(steps) < self._world or not steps:
             return None
         if self._suspect is not None and not self._mode:
-            rank, _, step_s = self._suspect
+            late = self._suspect
             self._mode = "why"
-            peer = next(one for one in sorted(steps) if one != rank)
-            return {"ranks": [rank, peer], "samples": SAMPLES, "gap": min(max(step_s * 1.5 / SAMPLES, 0.03), 0.3)}
+            peer = next(one for one in sorted(steps) if one != late.rank)
+            return {"ranks": [late.rank, peer], "samples": SAMPLES, "gap": min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3)}
         slowest = min(steps.values())
         risen = [since for since in self._slow_since.values() if slowest - since >= RISE_STEPS]
         due = slowest >= self._next_step if self._next_step else now - self._asked_at > AGAIN_S
-        if not (due or risen) or now - self._asked_at < NOT_SOONER_S:
+        if not (due or risen) or (now - self._asked_at < NOT_SOONER_S and self._first is None):
             return None
         self._next_step = 0
         self._asked_at = now
@@ -98,48 +109,50 @@ class Stragglers:
     def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
-            late = who_is_late(self._timings, self._world)
-            if late is not None and late[0] not in self._named:
+            before, self._first = self._first, None
+            late = who_is_late(self._timings, self._world, before.when if before else 0.0)
+            if late is None or late.rank in self._named:
+                return
+            if before is not None and before.rank == late.rank:
                 self._suspect = late
+            else:
+                self._first = late
+                self._next_step = min(self._steps.values(), default=0) + FEWEST
         elif mode == "why" and self._suspect is not None:
-            rank, wait_s, step_s = self._suspect
-            self._suspect = None
+            late, self._suspect = self._suspect, None
+            rank = late.rank
             if rank in answers:
                 cause, because, where = why(answers[rank], next((one for other, one in answers.items() if other != rank), None))
                 self._named[rank] = cause
-                self.found.append(Straggler(cause, rank, round(wait_s, 3), round(step_s, 3), because, where, self._steps.get(rank, 0)))
+                self.found.append(Straggler(cause, rank, round(late.wait_s, 3), round(late.step_s, 3), because, where, self._steps.get(rank, 0)))
 
 
-def who_is_late(timings: Mapping[int, list[list[Any]]], world: int) -> tuple[int, float, float] | None:
-    """(rank, seconds the others wait for it per step, seconds per step) if one rank is behind most of the waiting.
+def who_is_late(timings: Mapping[int, list[list[Any]]], world: int, after: float = 0.0) -> Late | None:
+    """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those after `after`).
 
-    A step's first collective absorbs the delay; the others of the same step follow closely. So the waiting of all is added up and
-    shared out by who came last.
+    A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late once a step.
+    Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now this rank is last, now that.
     """
     if len(timings) < world:
         return None
     tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
-    common = sorted(set.intersection(*(set(table) for table in tables.values())), key=lambda key: min(table[key] for table in tables.values()))
-    common = common[-200:]
-    if len(common) < 8:
-        return None
-    caused = dict.fromkeys(tables, 0.0)
-    events: dict[int, list[float]] = {rank: [] for rank in tables}
+    common = set.intersection(*(set(table) for table in tables.values()))
+    events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
     for key in common:
-        times = sorted((table[key], rank) for rank, table in tables.items())
-        last, before = times[-1], times[-2]
-        wait = last[0] - before[0]  # only what this rank alone costs: two equally slow ones are no straggler
-        caused[last[1]] += wait
-        if wait > WORTH_S:
-            events[last[1]].append(last[0])
-    total = sum(caused.values())
-    rank = max(caused, key=lambda one: caused[one])
-    came = events[rank]
-    if len(came) < 4 or total <= 0 or caused[rank] < SHARE * total:
+        (_, before), (rank, last) = sorted(((rank, table[key]) for rank, table in tables.items()), key=lambda item: item[1])[-2:]
+        if last - before > WORTH_S and last > after:
+            events.append((last, rank, last - before))
+    recent = sorted(events)[-NEWEST:]
+    if len(recent) < FEWEST:
         return None
-    step_s = _median([after - before for before, after in itertools.pairwise(came)])  # it is late once a step
-    wait_s = caused[rank] / len(came)
-    return (rank, wait_s, step_s) if wait_s >= max(WORTH * step_s, WORTH_S) else None
+    ranks = [rank for _, rank, _ in recent]
+    rank = max(set(ranks), key=ranks.count)
+    mine = [(when, wait) for when, who, wait in recent if who == rank]
+    if len(mine) < SHARE * len(recent):
+        return None
+    step_s = _median([later - sooner for (sooner, _), (later, _) in itertools.pairwise(mine)])
+    wait_s = _median([wait for _, wait in mine])
+    return Late(rank, wait_s, step_s, mine[-1][0]) if wait_s >= WORTH * step_s else None
 
 
 def _median(values: list[float]) -> float:
