@@ -95,7 +95,8 @@ def attempt(case: Case, way: str, keep: Path | None) -> Result:
         result = Result(case.name, case.ranks, case.kind, way, code=code, right_code=code in case.exit_code, leftovers=len(left) if code is not None else 0)
         if known is None:
             return dataclasses.replace(result, wrong="the fault did not happen:\n" + _tail(folder))
-        result = dataclasses.replace(result, clean_s=clean - known if code is not None and not left else None, gpu_gb=_not_back(used) if case.needs == "gpu" else 0.0)
+        card = _not_back(used) if case.needs == "gpu" else 0.0
+        result = dataclasses.replace(result, clean_s=clean - known if code is not None and not left else None, gpu_gb=card)
         return (_heard_from_stoker if way == STOKER else _heard_from_torchrun)(case, result, folder, known, ended)
     finally:
         _kill(tag)

@@ -149,7 +149,7 @@ _LAUNCH = [
 ]
 
 
-def _gpu(script: str, cause: str | tuple[str, ...], code: int, **more: object) -> Case:
+def _gpu(script: str, cause: str, code: int, **more: object) -> Case:
     return _crash(script, "gpu", cause, code, ranks=1, needs="gpu", **{"rank": (0,), **more})  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ _GPU = [
     _gpu("gpu_too_big.py", "oom.gpu", 1, kind="memory"),
     _gpu("gpu_fragmentation.py", "oom.gpu-fragmentation", 1, kind="memory"),
     _gpu("gpu_assert.py", "gpu.assert", 1, exit_code=(1, ABORTED), ci=True),
-    _gpu("gpu_illegal_access.py", ("gpu.illegal-access", "gpu.illegal-address"), 1, exit_code=(1, ABORTED)),
+    _gpu("gpu_illegal_access.py", "gpu.illegal-access", 1, exit_code=(1, ABORTED)),
     _gpu("gpu_endless_kernel.py", "hang.gpu-kernel", OURS, kind="hang", args=HANG_TIMEOUT),
     _gpu("gpu_killed_holding.py", "rank.killed", KILLED),
     Case("gpu_duplicate", "gpu_duplicate.py", 2, ("gpu.duplicate",), (0, 1, None), (1, ABORTED), "crash", "gpu", args=("--share-gpus",), needs="gpu"),

@@ -9,6 +9,7 @@ from training import train_with_workers
 def broken() -> None:
     cache = SharedMemory(create=True, size=64_000_000)
     fault()
+    assert cache.buf is not None
     cache.buf[:] = bytes(64_000_000)
 
 

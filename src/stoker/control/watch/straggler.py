@@ -1,7 +1,7 @@
 """A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why. Pure.
 
 In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times of entry do:
-the last one in makes the others wait. It is asked after ten steps, when steps have become slower, and now and then.
+the last one in makes the others wait. It is asked in the first steps, when steps have become slower, and once a minute.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from stoker.contract.shape import shape
 from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot
 
-FIRST_ASK = 10  # steps
+FIRST_ASK = 8  # steps
+EVERY = 4  # steps, while it is watched closely
+CLOSELY = 16  # steps: at the start, and after a rise
 RISE = 1.4  # times the usual step: somebody may have become slow
-RISE_STEPS = 5
-NOT_SOONER_S = 5.0
+NOT_SOONER_S = 0.5
 AGAIN_S = 60.0
 NEWEST = 10  # waits that count
 FEWEST = 5
@@ -58,6 +59,7 @@ class Stragglers:
         self._beaten: dict[int, float] = {}
         self._slow_since: dict[int, int] = {}
         self._next_step = FIRST_ASK
+        self._closely_until = CLOSELY + FIRST_ASK  # in steps
         self._first: Late | None = None  # late once: asked again a few steps later
         self._suspect: Late | None = None
         self._named: dict[int, str] = {}
@@ -89,16 +91,16 @@ class Stragglers:
             peer = next(one for one in sorted(steps) if one != late.rank)
             return {"ranks": [late.rank, peer], "samples": SAMPLES, "gap": min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3)}
         slowest = min(steps.values())
-        risen = [since for since in self._slow_since.values() if slowest - since >= RISE_STEPS]
-        due = slowest >= self._next_step if self._next_step else now - self._asked_at > AGAIN_S
-        if not (due or risen) or (now - self._asked_at < NOT_SOONER_S and self._first is None):
+        if any(slowest - since >= 2 for since in self._slow_since.values()):
+            self._slow_since = {}
+            self._closely_until = max(self._closely_until, slowest + CLOSELY)
+        due = slowest >= self._next_step if slowest < self._closely_until else now - self._asked_at > AGAIN_S
+        if not due or now - self._asked_at < NOT_SOONER_S:
             return None
-        self._next_step = 0
+        self._next_step = slowest + EVERY
         self._asked_at = now
         self._mode = "timings"
         self._timings = {}
-        for rank in self._slow_since:
-            self._slow_since[rank] = slowest  # asked about: not again at the next look
         return {"timings": True}
 
     def answered(self, _host: str, told: Mapping[str, Any]) -> None:
@@ -109,15 +111,16 @@ class Stragglers:
     def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
-            before, self._first = self._first, None
+            before = self._first
             late = who_is_late(self._timings, self._world, before.when if before else 0.0)
             if late is None or late.rank in self._named:
-                return
+                return  # no news, or too few: the next look will tell
+            self._first = None
             if before is not None and before.rank == late.rank:
                 self._suspect = late
             else:
                 self._first = late
-                self._next_step = min(self._steps.values(), default=0) + FEWEST
+                self._closely_until = max(self._closely_until, min(self._steps.values(), default=0) + CLOSELY)
         elif mode == "why" and self._suspect is not None:
             late, self._suspect = self._suspect, None
             rank = late.rank
