@@ -390,7 +390,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     finally:
-        if results:
+        if results or skipped:
             report = "\n\n".join([setting(skipped), table(results), totals(results)])
             print(report)
             if asked.markdown:
