@@ -352,6 +352,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--kind", nargs="+", choices=kinds, metavar="KIND", help=", ".join(kinds))
     parser.add_argument("--gpu", action="store_true", help="the cases that need a GPU, and only those")
     parser.add_argument("--no-torchrun", action="store_true")
+    parser.add_argument("--torchrun-once", action="store_true", help="each script once under torchrun: a hang on 4 ranks is not waited for like that on 2")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="the report, as printed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every result, and what was said")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep each job's output and run directory there")
@@ -374,13 +375,16 @@ def main() -> int:
     chosen = list(_chosen(asked))
     skipped = {case.name: reasons[case.needs] for case in chosen if reasons[case.needs]}
     results: list[Result] = []
+    under_torchrun: set[str] = set()
     try:
         for number, case in enumerate(chosen):
             if case.name in skipped:
                 continue
             for way in (STOKER, TORCHRUN):
-                if way == TORCHRUN and (asked.no_torchrun or not case.torchrun):
+                if way == TORCHRUN and (asked.no_torchrun or not case.torchrun or (asked.torchrun_once and case.script in under_torchrun)):
                     continue
+                if way == TORCHRUN:
+                    under_torchrun.add(case.script)
                 one = attempt(case, way, asked.keep)
                 results.append(one)
                 sign = "✓" if one.right and (one.right_code or way == TORCHRUN) and not one.leftovers else "✗"

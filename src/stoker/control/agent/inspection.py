@@ -131,8 +131,16 @@ class _Look:
             "waiting_for_core": share["delay"], "faults": share["faults"], "moved": share["moved"], "swap": last["swap"],
             "wchan": _wchan(self.rank.pid), "syscall": _syscall(self.rank.pid), "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
             "samples": self._samples, "stacks_by": self._spy.how, "groups": self._collectives, "no_groups": self._no_collectives,
-            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
+            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)], **self._message(),
         }  # fmt: skip
+
+    def _message(self) -> dict[str, Any]:
+        """Where it is in a send or a receive, and with whom: gloo's recorder does not know these."""
+        frames: list[Any] = next((thread["frames"] for thread in (self._samples[-1] if self._samples else ()) if thread["main"]), [])
+        for name, file, *_ in frames:
+            if name in ("recv", "send") and file.endswith("distributed_c10d.py"):
+                return {"message": name, "peer": self._spy.argument(self.rank.pid, name, ("src", "dst"))}
+        return {}
 
     def _worker(self, pid: int, took: float) -> dict[str, Any]:
         one = processes.process(pid)
@@ -179,6 +187,26 @@ class _Spy:
             if found:
                 return found
         return _by_faulthandler(pid, asked)
+
+    def argument(self, pid: int, function: str, names_: tuple[str, ...]) -> int | None:
+        """A whole number that was passed to a function on the main thread's stack."""
+        if not self._program:
+            return None
+        import json
+        import subprocess
+
+        try:
+            command = [self._program, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+            done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
+            threads = json.loads(done.stdout)
+        except (subprocess.SubprocessError, ValueError):
+            return None
+        for thread in threads:
+            for frame in thread.get("frames") or () if thread.get("os_thread_id") == pid else ():
+                for local in frame.get("locals") or () if frame.get("name") == function else ():
+                    if local.get("name") in names_ and str(local.get("repr")).isdigit():
+                        return int(local["repr"])
+        return None
 
     def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
         import json

@@ -8,7 +8,7 @@ from typing import Any
 from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
 from stoker.control.launch.plan import RunPlan
-from stoker.control.verdict.consequence import failed, is_consequence
+from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Attempt:
             return False
         if not self.first_failure:
             self.first_failure = now
-        only_echoes = bool(bad) and not self.trouble and all(is_consequence(end) for end in bad)
+        only_echoes = bool(bad) and not self.trouble and all(is_consequence(end) or is_mismatch(end) for end in bad)
         left_early = any(end.code == 0 for end in self.ends.values())
         if not only_echoes or left_early:
             return True
@@ -87,7 +87,7 @@ class Attempt:
             self.stop_now,
             self.stopped_at,
             self.steps_reached,
-            self.watch.last_word(time.monotonic()),
+            self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
             tuple(self.trouble),
         )
 

@@ -289,13 +289,12 @@ class Coordinator:
 
     def _follow(self, attempt: Attempt) -> None:
         """Until every rank has ended. Passes signals on, stops the rest when one fails."""
-        assert self._record is not None
+        assert self._record is not None and self._output is not None
         from stoker.control.launch.watching import Watching  # what the launch does not wait for is loaded when the ranks are on their way
 
-        watching = Watching(attempt, self._record, self.options, self._muster.members, self._say)
+        watching = Watching(attempt, self._record, self._output, self.options, self._muster.members, self._say)
         while not attempt.all_ended:
             self._muster.members.pump(0.25)
-            assert self._output is not None
             self._output.settle(self._record)
             now = time.time()
             self._pass_signals(attempt)

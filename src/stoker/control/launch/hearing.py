@@ -141,14 +141,14 @@ class Hearing:
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
+        told: list[tuple[int, int, float]] = []
         for word, (steps, _, count, longest, losses) in message["ranks"].items():
             rank = int(word)
             attempt.steps[rank] = steps
             attempt.watch.beats(rank, steps, count, longest, now)
-            for step, loss in losses:
-                bad = attempt.losses.heard(rank, step, float(loss))
-                if bad is not None:
-                    self._bad_number(bad)
+            told += [(step, rank, float(loss)) for step, loss in losses]
+        for bad in attempt.losses.heard_all(told):
+            self._bad_number(bad)
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:
         now = time.monotonic()

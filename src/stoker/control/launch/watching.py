@@ -11,6 +11,7 @@ from stoker.contract.shapes import Stall
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Members
 from stoker.control.launch.options import RunOptions
+from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 from stoker.control.verdict import hang
 from stoker.control.watch.watcher import Inspect, Relieve, Suspect
@@ -19,9 +20,12 @@ EARLY_S = 10.0
 
 
 class Watching:
-    def __init__(self, attempt: Attempt, record: RunRecord, options: RunOptions, members: Members, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, attempt: Attempt, record: RunRecord, output: Output, options: RunOptions, members: Members, say: Callable[[str], None]
+    ) -> None:
         self._attempt = attempt
         self._record = record
+        self._output = output
         self._options = options
         self._members = members
         self._say = say
@@ -41,7 +45,9 @@ class Watching:
                 self._say(f"stoker: {who} goes on, after {span(action.silent_s)}")
                 self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
             else:
-                attempt.trouble.append(hang.trouble(action.stall, self._label(action.stall.rank), action.why))
+                rank = action.stall.rank
+                printed = self._output.tail(rank) if rank is not None else ""
+                attempt.trouble.append(hang.trouble(action.stall, self._label(rank), action.why, printed))
         self._tell_stragglers()
         self._tell_early()
 

@@ -144,8 +144,7 @@ def _tell_groups() -> None:
     everybody = int(os.environ.get("WORLD_SIZE", "0") or 0)
     told = []
     for group, ranks in list(_world.pg_group_ranks.items()):
-        if len(ranks) < everybody:  # the world itself needs no telling
-            told.append(f"{_world.pg_names.get(group, '?')}={','.join(str(rank) for rank in ranks)}")
+        told.append(f"{_world.pg_names.get(group, '?')}={'*' if len(ranks) == everybody else ','.join(str(rank) for rank in ranks)}")
     for first in range(0, len(told), 50):
         tell("groups", ";".join(told[first : first + 50]))
 

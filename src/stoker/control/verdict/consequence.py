@@ -19,6 +19,7 @@ _OWN = (
     r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP error|out of memory|ncclInvalidUsage|"
     r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface) for|op\.preamble\.length <= op\.nbytes"
 )
+_SIZES = r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
 _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
@@ -30,6 +31,12 @@ def is_consequence(end: RankEnd) -> bool:
         return bool(re.search(_LOST_PEER, text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
     # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
+
+
+def is_mismatch(end: RankEnd) -> bool:
+    """gloo found other sizes than its own: it ends the rank that received them, and another rank sent them."""
+    text = end.error.message if end.error is not None else end.tail if end.code == -6 else ""
+    return bool(re.search(_SIZES, text))
 
 
 def failed(end: RankEnd, stopped_at: float = 0.0) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shapes import Stall
+from stoker.control.verdict import data  # noqa: F401  registers data.shm
 from stoker.control.verdict.catalogue import CATALOGUE, entry
 
 _SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
@@ -162,9 +163,16 @@ def summary(stall: Stall, label: str) -> str:
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
 
 
-def trouble(stall: Stall, label: str, why: str) -> dict[str, Any]:
-    """Stoker stops the job for it."""
+def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
+    """Stoker stops the job for it. `printed`: the guilty rank's last lines, which may say what its workers died of in silence."""
     known = CATALOGUE[cause_of(stall)]
+    shm = next((line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line), "") if stall.kind == "worker" else ""
+    if shm:
+        return {
+            "cause": "data.shm", "rank": stall.rank, "exit_code": EX_SOFTWARE, "retryable": False, "at_once": True, "where": stall.where, "step": stall.step,
+            "summary": f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full",
+            "evidence": [shm.strip()[:300], f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence], "fix": list(CATALOGUE["data.shm"].fix),
+        }  # fmt: skip
     return {
         "cause": known.id, "rank": stall.rank, "exit_code": EX_SOFTWARE, "summary": summary(stall, label), "retryable": known.retryable, "at_once": True,
         "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence],

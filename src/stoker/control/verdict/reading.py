@@ -10,6 +10,8 @@ from stoker.control.verdict.wording import place
 
 _DIRECT = "\nThe above exception was the direct cause of the following exception:\n"
 _DURING = "\nDuring handling of the above exception, another exception occurred:\n"
+_LONG = 2000  # of one line, and
+_ALL = 40_000  # of all: an exception that quotes ten megabytes of data is not searched for its cause in them
 _LAST = 40  # printed lines that count as last words: older ones may be of an error that was caught and survived
 
 
@@ -20,11 +22,12 @@ def said(case: Case) -> str:
     """
     end = case.end
     if end.error is not None:
-        return "\n".join((_unquoted(end.error.message), *_causes(end.error.traceback)))
+        lines = "\n".join((_unquoted(end.error.message), *_causes(end.error.traceback))).splitlines()
+        return "\n".join(line[:_LONG] for line in lines)[:_ALL]
     if end.code is None or (end.code <= 0 and end.code != -signal.SIGABRT):
         return ""
     lines = [line for line in end.tail.splitlines() if line.strip() and not line.startswith("frame #")]
-    return "\n".join(lines[-_LAST:])
+    return "\n".join(line[:_LONG] for line in lines[-_LAST:])
 
 
 def _causes(traceback: str) -> list[str]:

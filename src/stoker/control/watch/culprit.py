@@ -44,13 +44,18 @@ def _culprit(
     stopped = [rank for rank, one in snapshots.items() if one.state in "Tt"]
     if stopped:
         return _alone(stopped, snapshots, graph, proof=True)
-    gone = [rank for rank in graph.roots if rank in ended]
+    odds = _mismatched(snapshots, graph)
+    if odds is not None:
+        return odds
+    gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
         return _left(gone[0], ended, graph)
     roots = [rank for rank in graph.roots if rank in snapshots]
     if roots:
         best = len(graph.behind(roots[0]))
         return _alone([rank for rank in roots if len(graph.behind(rank)) == best], snapshots, graph)
+    if graph.roots:
+        return None  # they wait for one that has failed: its own end says more
     if graph.edges:
         return _at_odds(snapshots, graph)
     if graph.pending and len(graph.pending) == len(snapshots):
@@ -73,6 +78,12 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, p
         detail = "it waits for the others to join the process group"
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
+    one = snapshots[rank]
+    if one.message and not proof:  # gloo's recorder knows no send and receive: the stack does
+        whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}" if one.peer is not None else "that nobody answers"
+        kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
+        if one.peer in waiting:
+            detail += f", which waits in {operation}"
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
@@ -91,12 +102,17 @@ def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     )  # fmt: skip
 
 
-def _at_odds(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
-    """Everybody waits for somebody: another operation, another shape, or groups entered in another order."""
+def _mismatched(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall | None:
+    """Another operation, or another shape, under the same number: proof, whoever else waits for whom."""
     for why, kind in (("other-op", "op-mismatch"), ("other-shape", "shape-mismatch")):
         edges = [edge for edge in graph.edges if edge.why == why]
         if edges:
-            return _mismatch(kind, edges, snapshots, graph)
+            return _mismatch(kind, edges, snapshots)
+    return None
+
+
+def _at_odds(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+    """Everybody waits for somebody: groups entered in another order, or messages that don't pair."""
     groups = {group for group, _ in graph.pending.values()}
     peers = [edge for edge in graph.edges if edge.why == "peer"]
     rank = _odd_one(graph)
@@ -120,7 +136,7 @@ def _odd_one(graph: Waits) -> int:
     return max(graph.pending, key=lambda rank: (counts[rank], -len(parties[graph.pending[rank][0]]), rank))
 
 
-def _mismatch(kind: str, edges: list[Wait], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+def _mismatch(kind: str, edges: list[Wait], snapshots: Mapping[int, Snapshot]) -> Stall:
     entered: dict[tuple[str, str], set[int]] = {}
 
     def key(name: str, sizes: tuple[object, ...]) -> tuple[str, str]:

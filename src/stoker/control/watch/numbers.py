@@ -49,6 +49,10 @@ class Losses:
         self._beaten.add(rank)
         return self._take(rank, step, loss, "beat", "")
 
+    def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
+        """(step, rank, loss) of several ranks, in the order of their steps: averaging spreads a NaN, and the first to have it is the one."""
+        return [bad for bad in (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2])) if bad is not None]
+
     def read(self, rank: int, data: bytes) -> list[BadNumber]:
         """A chunk of what a rank printed. Only whole lines count; most chunks hold no loss and cost one search."""
         if rank in self._beaten or len(data) > LONGEST:

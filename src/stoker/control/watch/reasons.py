@@ -24,6 +24,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         inner = stacks.users_frame(worker.frames)
         how = "is stopped" if worker.state in "Tt" else "is in uninterruptible sleep" if worker.state == "D" else "spins" if worker.cpu > BUSY else "is stuck"
         return "worker", inner or frame, f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
+    if stacks.in_loader(one.main):
+        return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
     computes = one.main_cpu > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
     if one.gpu_use is not None and one.gpu_use >= 90:  # it makes no step, and its card is busy all the same
@@ -64,5 +66,5 @@ def _stuck_worker(one: Snapshot) -> Worker | None:
 
 def _idle_worker(worker: Worker) -> bool:
     """In the loop that waits for the next index, or no data worker at all (multiprocessing's tracker)."""
-    inside = [frame.name for frame in worker.frames]
+    inside = [frame.function for frame in worker.frames]
     return "fetch" not in inside and ("_worker_loop" in inside or "resource_tracker" in worker.command or not inside)

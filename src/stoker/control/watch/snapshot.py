@@ -17,6 +17,11 @@ class Frame:
     def __str__(self) -> str:
         return f"{self.file}:{self.line}, in {self.name}"
 
+    @property
+    def function(self) -> str:
+        """Without its class: py-spy says Loader._next_data from Python 3.11 on, faulthandler _next_data."""
+        return self.name.rpartition(".")[2]
+
 
 @shape
 class Thread:
@@ -83,6 +88,8 @@ class Snapshot:
     groups: tuple[Group, ...] = ()
     no_groups: str = ""
     workers: tuple[Worker, ...] = ()
+    message: str = ""  # recv or send, where its main thread is in one
+    peer: int | None = None  # with whom
     gpu_use: int | None = None
     throttle: tuple[str, ...] = ()
 
@@ -108,7 +115,7 @@ def read(rank: int, data: dict[str, Any]) -> Snapshot:
         wchan=str(data.get("wchan", "")), syscall=str(data.get("syscall", "")),
         samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()), stacks_by=str(data.get("stacks_by", "")),
         groups=groups(data.get("groups")), no_groups=str(data.get("no_groups", "")), workers=tuple(_worker(one) for one in data.get("workers") or ()),
-        gpu_use=gpu.get("use"), throttle=tuple(gpu.get("throttle") or ()),
+        message=str(data.get("message") or ""), peer=data.get("peer"), gpu_use=gpu.get("use"), throttle=tuple(gpu.get("throttle") or ()),
     )  # fmt: skip
 
 

@@ -22,19 +22,19 @@ def users_frame(frames: Iterable[Frame]) -> Frame | None:
 
 def in_collective(frames: Iterable[Frame]) -> bool:
     """In a call of torch.distributed, or in the backward pass, where DDP and FSDP wait in C++."""
-    return any("torch/distributed/" in frame.file or (frame.name in ("_engine_run_backward", "backward") and "torch/" in frame.file) for frame in frames)
+    return any("torch/distributed/" in frame.file or (frame.function in ("_engine_run_backward", "backward") and "torch/" in frame.file) for frame in frames)
 
 
 def in_rendezvous(frames: Iterable[Frame]) -> bool:
-    return any(frame.name in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store") for frame in frames)
+    return any(frame.function in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store") for frame in frames)
 
 
 def in_loader(frames: Iterable[Frame]) -> bool:
-    return any(frame.name in _LOADER and frame.file.endswith("torch/utils/data/dataloader.py") for frame in frames)
+    return any(frame.function in _LOADER and frame.file.endswith("torch/utils/data/dataloader.py") for frame in frames)
 
 
 def in_backward(frames: Iterable[Frame]) -> bool:
-    return any(frame.name == "_engine_run_backward" for frame in frames)
+    return any(frame.function == "_engine_run_backward" for frame in frames)
 
 
 def likeness(frames: Iterable[Frame]) -> tuple[tuple[str, str, int], ...]:

@@ -99,7 +99,8 @@ class Watcher:
         for item in text.split(";"):
             name, _, ranks = item.partition("=")
             if ranks:
-                self._members[name] = tuple(int(word) for word in ranks.split(",") if word.isdigit())
+                everybody = tuple(range(self._world))
+                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if word.isdigit())
 
     def ended(self, rank: int, code: int) -> None:
         self._ended[rank] = code
@@ -112,7 +113,11 @@ class Watcher:
         self._forget()
 
     def failed(self, rank: int, collectives: Sequence[Any]) -> None:
-        """Its last operations, told with its exception."""
+        """Its last operations, told with its exception. The newest one is what failed, though torch calls it done."""
+        newest = max((op.get("order", 0) for group in collectives for op in group.get("ops") or ()), default=0)
+        for group in collectives:
+            for op in group.get("ops") or ():
+                op["done"] = op.get("done") and op.get("order") != newest
         self._failed[rank] = Snapshot(rank, state="Z", groups=snapshot.groups(collectives))
 
     def failing(self, now: float) -> None:
@@ -267,13 +272,17 @@ class Watcher:
         """An inspection is under way."""
         return bool(self._asked_at)
 
-    def last_word(self, now: float) -> Stall | None:
-        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they were."""
-        if self.stall is not None or len(self._failed) < 2:
-            return self.stall
-        steps = {rank: one.steps for rank, one in self._ranks.items()}
-        found = explain(self._failed, self._world, self._members, {}, dict.fromkeys(self._failed, 0.0), steps)
-        return found if found is not None and found.kind in ("op-mismatch", "shape-mismatch", "unequal", "diverged") else None
+    def last_word(self, sizes_differ: bool) -> Stall | None:
+        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they were.
+
+        `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd one.
+        """
+        if len(self._failed) > 1:
+            steps = {rank: one.steps for rank, one in self._ranks.items()}
+            found = explain({**self.snapshots, **self._failed}, self._world, self._members, {}, dict.fromkeys(self._failed, 0.0), steps)
+            if found is not None and found.kind in ("op-mismatch", "shape-mismatch", "unequal"):
+                return found
+        return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:
         return {rank: stacks.full(one) for rank, one in self.snapshots.items()}
