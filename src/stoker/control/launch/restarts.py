@@ -13,7 +13,8 @@ from stoker.control.launch.options import RunOptions
 
 BUSY_WAIT_S = 10.0  # "busy" may be a neighbour's last seconds
 LONGEST_WAIT_S = 30.0
-LIVED_S = 60.0  # an attempt that lived this long was no crash loop
+LIVED_S = 60.0  # an attempt that lived this long, or
+SOME_STEPS = 10  # made so many, was no crash loop
 HALVINGS = 6
 CAN_HALVE = "CAN-HALVE-MICRO-BATCH"  # a recipe's mark: it keeps the global batch when told to halve the micro-batch
 _ASYNCHRONOUS = ("gpu.assert", "gpu.illegal-access", "gpu.launch-failure")
@@ -36,8 +37,7 @@ class Restarts:
         self._busy = 0
         self._debugged = False
         self._halvings = 0
-        self._quick = 0  # failures in a row without progress
-        self._steps = 0
+        self._quick = 0  # failures in a row of attempts that got nowhere
 
     def decide(self, verdict: Verdict, attempt: Attempt, lived_s: float) -> tuple[Verdict, Again | None]:
         """The verdict, perhaps with what this attempt taught, and how to go on; None: it is final."""
@@ -45,9 +45,8 @@ class Restarts:
             return verdict, None
         same, self._before = self._before, signature(verdict, attempt)
         deterministic = same == self._before
-        steps = max(attempt.steps.values(), default=0)
-        self._quick = 0 if steps > self._steps or lived_s > LIVED_S else self._quick + 1
-        self._steps = max(self._steps, steps)
+        worked = max(attempt.steps.values(), default=0) >= SOME_STEPS or lived_s > LIVED_S
+        self._quick = 0 if worked else self._quick + 1
         special = self._halve(verdict, attempt) or self._debug(verdict)
         if special is not None:
             return verdict, special
@@ -72,7 +71,7 @@ class Restarts:
         return verdict, Again(line, wait, self._env(), verdict.cause in _PROBED)
 
     def _back_off(self) -> float:
-        """At once after a run that got further than the one before; then 1, 2, 4 ... seconds."""
+        """At once after an attempt that got somewhere, and after the first that did not; then 1, 2, 4 ... seconds."""
         return 0.0 if self._quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (self._quick - 2))
 
     def _env(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
