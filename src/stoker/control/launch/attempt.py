@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stoker.control.watch.watcher import Watcher
 
 LOOK_S = 5.0
+ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
 
 
 class Attempt:
@@ -45,7 +46,8 @@ class Attempt:
         from stoker.control.watch.numbers import Losses
         from stoker.control.watch.watcher import Watcher
 
-        self.watch = Watcher(self.plan.world_size, hang_timeout, frozenset(place.host for place in self.plan.places), time.monotonic())
+        hosts = frozenset(place.host for place in self.plan.places)
+        self.watch = Watcher(self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS)
         self.losses = Losses()
 
     @property

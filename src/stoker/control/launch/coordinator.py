@@ -242,11 +242,12 @@ class Coordinator:
     def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
         assert self._record is not None and self._output is not None
         plan, number = attempt.plan, attempt.number
-        self._muster.listener = Hearing(attempt, self._record, self._output, self.options, self._say, lambda: self._all_up(place)).hear
         self._record.attempt(number)
         self._output.begin(number)
         address, port = self._endpoint if self._endpoint else self._muster.reserve()
         self._endpoint = None  # a fresh port for every attempt
+        # Not sooner: what an agent still says of the attempt before belongs to that one.
+        self._muster.listener = Hearing(attempt, self._record, self._output, self.options, self._say, lambda: self._all_up(place)).hear
         self._record.event("attempt", attempt=number, world_size=plan.world_size, master_addr=address, master_port=port)
         self._start(plan, place, number, address, port, dict(env))
         attempt.begin_watch(self.options.hang_timeout)

@@ -55,13 +55,13 @@ Action = Inspect | Suspect | Relieve | Stop
 
 
 class Watcher:
-    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float) -> None:
+    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float, first_ask: int = 0) -> None:
         self._world = world
         self._timeout = hang_timeout
         self._ranks = {rank: Progress(now) for rank in range(world)}
         self._ended: dict[int, int] = {}
         self._members: dict[str, tuple[int, ...]] = {}
-        self._asked = 0  # number of the newest inspection
+        self._asked = first_ask  # number of the newest inspection
         self._asked_at = 0.0  # 0: none is under way
         self._answers: dict[int, Snapshot] = {}
         self._waiting_hosts: set[str] = set()
