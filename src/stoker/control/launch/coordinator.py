@@ -160,7 +160,7 @@ class Coordinator:
             verdict = self._one_attempt(attempt, place, env)
             verdict, again = restarts.decide(verdict, attempt, time.monotonic() - began)
             if again is None or any(member.gone for member in self._muster.members.all):
-                return verdict
+                return self._diagnosed(verdict, plan) if verdict.cause == "gpu.busy" else verdict
             number += 1
             assert self._record is not None
             self._record.event("restart", attempt=number, cause=verdict.cause, rank=verdict.rank, wait_s=again.wait_s, env=[name for name, _ in again.env])
@@ -177,6 +177,15 @@ class Coordinator:
                 if bad is not None:
                     return bad
             env = again.env
+
+    def _diagnosed(self, verdict: Verdict, plan: RunPlan) -> Verdict:
+        card = plan.places[verdict.rank].gpu if verdict.rank is not None else None
+        if card is None or "" not in self._muster.machines:
+            return verdict
+        from stoker.control.launch import preflight
+
+        self._muster.look()
+        return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self._muster.machines[""], card)))
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
         """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too few."""

@@ -130,8 +130,7 @@ class Muster:
                     said = busy.line
                     self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
                 self.pause(1.0)
-            self.members.say({"do": "look"})
-            self._await("host", MEET_S)
+            self.look()
 
     def _lent(self, member: Member) -> list[str]:
         """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
@@ -157,9 +156,12 @@ class Muster:
 
     def plan_again(self, argv: list[str]) -> RunPlan:
         """With a fresh look: a card was left out, or its holder may be gone."""
+        self.look()
+        return self.plan(argv)
+
+    def look(self) -> None:
         self.members.say({"do": "look"})
         self._await("host", MEET_S)
-        return self.plan(argv)
 
     def _lock(self, plan: RunPlan) -> dict[str, str]:
         if not any(place.gpu for place in plan.places):

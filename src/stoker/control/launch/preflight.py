@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import gb
 from stoker.contract.shape import replace
 from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
@@ -47,6 +48,23 @@ def proof(machine: Machine, card: Gpu) -> str:
 
     found = (_recorded() or probe_cards([gpu for gpu in machine.gpus if gpu.uuid == card.uuid])).get(card.uuid)
     return f"{found.outcome}: {found.detail}" if found is not None and found.outcome in _BAD else ""
+
+
+def diagnosis(machine: Machine, card: Gpu) -> list[str]:
+    """Why a card may be "busy or unavailable": its mode, who is on it, what is left, and its proof."""
+    now = next((gpu for gpu in machine.gpus if gpu.uuid == card.uuid), None)
+    if now is None or now.error:
+        return [f"{card.label}: NVML does not answer for it any more{': ' + now.error if now and now.error else ''}"]
+    lines = []
+    if now.compute_mode not in (None, "default"):
+        lines.append(f"{card.label} is in {now.compute_mode} mode: a second process is refused; nvidia-smi -i {now.index} -c DEFAULT")
+    for one in now.holders or ():
+        lines.append(f"{card.label} is held by pid {one.pid} ({one.command or 'outside this container'}{', ' + one.user if one.user else ''})")
+    if now.memory_free is not None and now.memory_total is not None:
+        lines.append(f"{card.label} has {gb(now.memory_free)} of {gb(now.memory_total)} free")
+    broken = proof(machine, card)
+    lines.append(f"{card.label} fails its proof: {broken}" if broken else f"{card.label} passes its proof now: it was busy for a while")
+    return lines
 
 
 def without_bad(machine: Machine) -> Machine:

@@ -30,11 +30,22 @@ class Watching:
         self._members = members
         self._say = say
         self._early: set[int] = set()
+        self._off = False
 
     def look(self) -> None:
-        attempt = self._attempt
-        if attempt.stopping:
+        if self._attempt.stopping or self._off:
             return
+        try:
+            self._look()
+        except Exception as problem:  # a watcher that fails must not end what it watches
+            import traceback
+
+            self._off = True
+            self._record.event("watch-failed", traceback=traceback.format_exc())
+            self._say(f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has the traceback")
+
+    def _look(self) -> None:
+        attempt = self._attempt
         for action in attempt.watch.look(time.monotonic()):
             if isinstance(action, Inspect):
                 self._members.say(dict(action.order))

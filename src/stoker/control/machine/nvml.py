@@ -146,6 +146,7 @@ class Nvml:
         return {
             "use": int(use.gpu) if use else None, "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
             "temperature": self._ask(self._nvml.nvmlDeviceGetTemperature, handle, 0),
+            "lanes": [self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)],
         }  # fmt: skip
 
     def pids(self, uuid: str) -> set[int]:

@@ -15,6 +15,13 @@ entry(
     retryable=False,
 )
 entry(
+    "slow.link",
+    "A rank is slow because its GPU's link to the host is narrow.",
+    seen=_SEEN + "NVML: fewer PCIe lanes than the card has, which its peers have",
+    contradicts="the peers' links are as narrow",
+    fix=("a riser, a slot or a bent pin: reseat the card; `stoker burnin` measures the links; leave it out (--gpus) meanwhile",),
+)
+entry(
     "slow.swap",
     "A rank is slow because it swaps.",
     seen=_SEEN + "major page faults, and memory of it is swapped out",

@@ -92,6 +92,7 @@ class Snapshot:
     peer: int | None = None  # with whom
     gpu_use: int | None = None
     throttle: tuple[str, ...] = ()
+    lanes: tuple[int | None, ...] = ()  # of its card's PCIe link: now, and at most
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -116,6 +117,7 @@ def read(rank: int, data: dict[str, Any]) -> Snapshot:
         samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()), stacks_by=str(data.get("stacks_by", "")),
         groups=groups(data.get("groups")), no_groups=str(data.get("no_groups", "")), workers=tuple(_worker(one) for one in data.get("workers") or ()),
         message=str(data.get("message") or ""), peer=data.get("peer"), gpu_use=gpu.get("use"), throttle=tuple(gpu.get("throttle") or ()),
+        lanes=tuple(gpu.get("lanes") or ()),
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ SAMPLES = 10
 
 @shape
 class Straggler:
-    cause: str  # slow.data, slow.cpu, slow.swap, slow.throttle, slow.code
+    cause: str  # slow.data, slow.cpu, slow.swap, slow.throttle, slow.link, slow.code
     rank: int
     wait_s: float  # what each of the others waits a step
     step_s: float
@@ -162,6 +162,10 @@ def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def _narrow(one: Snapshot) -> bool:
+    return len(one.lanes) == 2 and one.lanes[0] is not None and one.lanes[1] is not None and one.lanes[0] < one.lanes[1]
+
+
 def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     """(cause, reason in words, the line it spends its time on)."""
     own: dict[str, int] = {}
@@ -178,6 +182,8 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     only_here = [word for word in one.throttle if peer is None or word not in peer.throttle]
     if only_here:
         return "slow.throttle", f"its GPU's clock is held down: {', '.join(only_here)}", where
+    if _narrow(one) and not (peer is not None and _narrow(peer)):
+        return "slow.link", f"its GPU's PCIe link has {one.lanes[0]} of {one.lanes[1]} lanes", where
     if one.swap and one.faults > 20:
         return "slow.swap", f"it swaps: {one.faults:.0f} page faults a second from the disk, {one.swap / 1e9:.1f} GB swapped out", where
     if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
