@@ -115,6 +115,8 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
     os.kill(pid, signal.SIGSTOP)
     seen = wait_for(lambda: next((event for event in stoker.result().events if event["event"] == "suspicion"), None), 20)
     assert (seen["cause"], seen["rank"], seen["proof"]) == ("hang.stopped", 1, True)
+    told = stoker("why").out
+    assert "no verdict yet" in told and "its process is stopped" in told, told
     os.kill(pid, signal.SIGCONT)
     out, _ = launcher.communicate(timeout=60)
     assert b"goes on, after" in out

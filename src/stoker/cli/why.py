@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
+from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.quantities import span
@@ -29,12 +31,16 @@ def main(argv: list[str]) -> int:
     if verdict is None and status == "lost":
         verdict = lost(run.id)
     if told.json:
-        data = verdict.to_json() if verdict else {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
+        data = verdict.to_json() if verdict else {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)}
         json.dump(data, sys.stdout, indent=1)
         print()
         return 0
     if verdict is None:
         print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+        for event in _suspicions(run.dir):
+            print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+            for line in event.get("evidence") or ():
+                print(f"    {line}")
         return 0
     print(f"run {run.id}: {verdict.status}, exit code {verdict.exit_code}")
     print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
@@ -51,3 +57,15 @@ def main(argv: list[str]) -> int:
         print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
     print(f"record: {run.dir}")
     return 0
+
+
+def _suspicions(run_dir: str) -> list[dict[str, Any]]:
+    """What is suspected of a run that goes on: the newest of each kind, less a stall that is over."""
+    found: dict[str, dict[str, Any]] = {}
+    for event in reader.events(run_dir):
+        kind = event.get("event")
+        if kind in ("attempt", "relief"):
+            found.pop("suspicion", None)
+        elif kind in ("suspicion", "straggler", "numbers") and event.get("summary"):
+            found[str(kind)] = event
+    return list(found.values())
