@@ -90,6 +90,33 @@ def test_another_operation_and_another_shape_are_proof() -> None:
     assert (stall.kind, stall.rank, stall.proof) == ("shape-mismatch", 1, True)
 
 
+def test_the_same_numbers_in_another_shape_are_fine() -> None:
+    flat = rank(0, group(op(26, sizes=[[4]], done=False)), frames=ALL_REDUCE)
+    square = rank(1, group(op(26, sizes=[[1, 4]], done=False)), frames=ALL_REDUCE)
+    assert found(flat, square).kind == "together"
+
+
+def test_a_group_made_again_is_counted_anew() -> None:
+    entries = [{"process_group": ["0", "default_pg"], "collective_seq_id": seq, "profiling_name": name, "retired": True, "time_created_ns": n} for n, (seq, name) in enumerate([(1, "gloo:barrier"), (2, "gloo:broadcast"), (1, "gloo:all_reduce")])]
+    assert [one["op"] for one in digest({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
+
+
+def test_asynchronous_operations_in_another_order_are_no_proof() -> None:
+    """Rank 0 has one under way and evaluates; it waits in neither."""
+    def pair(number: int, first: str, second: str, frames: Any) -> Snapshot:
+        return rank(number, group(op(1), name=second, about=""), group(op(1), op(2, done=False, order=50), name=first, about=""), frames=frames)
+
+    stall = found(pair(0, "1", "2", at(12)), pair(1, "2", "1", ALL_REDUCE), members={"1": (0, 1), "2": (0, 1)})
+    assert not stall.proof
+
+
+def test_a_debugger_is_no_proof_and_a_decorator_no_collective() -> None:
+    assert not found(waiting(0), rank(1, DONE, frames=at(12), state="t")).proof
+    record = [["wrapper", f"{TORCH}/distributed/elastic/multiprocessing/errors/__init__.py", 355]]
+    stall = found(rank(0, frames=[*at(12), *record], syscall="clock_nanosleep"))
+    assert (stall.kind, stall.rank) == ("sleep", 0)
+
+
 def test_sizes_may_differ_where_they_may() -> None:
     a = rank(0, group(op(26, "gloo:all_to_all", [[3]], done=False)), frames=ALL_REDUCE)
     b = rank(1, group(op(26, "gloo:all_to_all", [[5]], done=False)), frames=ALL_REDUCE)
@@ -207,6 +234,38 @@ def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:
     assert sum(isinstance(action, Suspect) for _, action in actions) == 1, "said once"
 
 
+def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:
+    """An evaluation that prints is no hang at the timeout; a livelock that prints is one in the end."""
+    watch, now = watched(timeout=60.0)
+    stops = []
+    for n in range(1600):
+        at_ = now + n * 0.25
+        watch.printed(1, at_)
+        for action in watch.look(at_):
+            if isinstance(action, Inspect):
+                answer(watch, action, at_, WAITING, SLEEPING)
+            elif isinstance(action, Stop):
+                stops.append(at_ - now)
+    assert stops and 355 <= stops[0] <= 365
+
+
+def test_nothing_seen_is_stopped_all_the_same() -> None:
+    watch, now = watched(timeout=60.0)
+    stops = [action for _, action in drive(watch, now, 120) if isinstance(action, Stop)]
+    assert stops and stops[0].stall.kind == "place"
+
+
+def test_a_standing_suspicion_is_not_inspected_for_ever() -> None:
+    watch, now = watched(timeout=3600.0)
+    asked = 0
+    for n in range(2400):
+        for action in watch.look(now + n * 0.25):
+            if isinstance(action, Inspect):
+                asked += 1
+                answer(watch, action, now + n * 0.25, WAITING, SLEEPING)
+    assert asked < 20, "ten minutes"
+
+
 def test_proof_stops_without_the_timeout() -> None:
     watch, now = watched(timeout=300.0)
     other = {**WAITING, "groups": [group(op(25), op(26, "gloo:broadcast", [[3]], done=False))]}
@@ -317,6 +376,8 @@ def test_exploding() -> None:
     assert losses.heard(0, 20, 500.0) is None, "a spike"
     assert losses.heard(0, 21, 3.0) is None
     told = [losses.heard(0, 22 + n, 900.0 * (n + 1)) for n in range(6)]
+    quiet = Losses()
+    assert not any(quiet.heard(0, n, 0.0 if n < 10 else 0.9) for n in range(30)), "RL begins with 0"
     assert [one.kind for one in told if one] == ["exploding"] and told[4] is not None
 
 
@@ -329,24 +390,29 @@ def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float
 
 
 def test_the_late_one_is_named() -> None:
-    late = who_is_late(times({1: 0.9}), 3)
+    late = who_is_late(times({1: 0.9}))
     assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.9, abs=0.01) and late.step_s == pytest.approx(0.95, abs=0.01)
-    assert who_is_late(times({1: 0.9}), 3, after=late.when) is None, "no news since"
+    assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
 
 
 def test_nobody_is_late() -> None:
-    assert who_is_late(times({}), 3) is None
-    assert who_is_late(times({}, jitter=0.003), 3) is None
-    assert who_is_late(times({1: 0.9, 2: 0.9}), 3) is None, "two equally slow ones"
-    assert who_is_late(times({1: 0.9}, steps=3), 3) is None, "too short to say"
-    assert who_is_late({0: [], 1: []}, 3) is None
+    assert who_is_late(times({})) is None
+    assert who_is_late(times({}, jitter=0.003)) is None
+    assert who_is_late(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
+    assert who_is_late(times({1: 0.9}, steps=3)) is None, "too short to say"
+    assert who_is_late({0: [], 1: []}) is None
 
 
 def test_uneven_steps_are_no_straggler() -> None:
     """Now this rank comes last, now that one, by a lot: nobody is persistently late."""
     turns = [0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]
     uneven = {r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)}
-    assert who_is_late(uneven, 2) is None
+    assert who_is_late(uneven) is None
+
+
+def test_a_wrong_clock_is_no_straggler() -> None:
+    """Two seconds behind at steps of 50 ms: nobody can make the others wait longer than a step."""
+    assert who_is_late({r: [["0", n, int((n * 0.05 + 2.0 * r) * 1e9)] for n in range(20)] for r in range(2)}) is None
 
 
 def test_ranks_in_words() -> None:

@@ -23,10 +23,13 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
         # One group may have a backend for each kind of device, each counting for itself.
         group = groups.setdefault(f"{name}|{backend}", {"group": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []})
+        seq = entry.get("collective_seq_id") or 0
+        if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
+            group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
         group["ops"].append({
-            "seq": entry.get("collective_seq_id", 0), "p2p": entry.get("p2p_seq_id", 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
+            "seq": seq, "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
             "sizes": entry.get("input_sizes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-            "order": entry.get("time_created_ns", 0),
+            "order": entry.get("time_created_ns") or 0,
         })  # fmt: skip
     for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
@@ -51,6 +54,17 @@ def joined(traces: list[Any]) -> dict[str, Any]:
 def kind_of(op: str) -> str:
     """gloo:all_reduce, nccl:all_reduce_sparse … → all_reduce."""
     return op.partition(":")[2].partition(" ")[0] or op
+
+
+def numbers_in(sizes: Any) -> list[int]:
+    """How many numbers each tensor has: that must agree, their shapes need not."""
+    counts = []
+    for shape in sizes:
+        count = 1
+        for length in shape if isinstance(shape, (list, tuple)) else ():
+            count *= length
+        counts.append(count)
+    return counts
 
 
 def sizes_must_agree(op: str) -> bool:

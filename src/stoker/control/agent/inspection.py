@@ -6,6 +6,7 @@ stopping its target; where it is missing or not allowed, faulthandler is asked b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from typing import Any
@@ -33,8 +34,13 @@ class Inspection:
         self._parts: list[bytes] = []
         self.handle, write = os.pipe()
         os.set_blocking(self.handle, False)
-        pid = os.fork()
-        if pid == 0:
+        try:
+            self._pid = os.fork()
+        except OSError:
+            os.close(self.handle)
+            os.close(write)
+            raise
+        if self._pid == 0:
             _in_child(order, ranks, write)
         os.close(write)
 
@@ -48,6 +54,8 @@ class Inspection:
             self._parts.append(data)
             return False
         os.close(self.handle)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)  # its pipe is closed by its end
         return True
 
     def answer(self) -> bytes:
@@ -84,12 +92,13 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
     found = {rank.rank: _Look(rank, spy, loops) for rank in ranks}
     for look in found.values():
         look.begin()
-    deadline = time.monotonic() + DEADLINE_S
+    deadline = spy.deadline = time.monotonic() + DEADLINE_S
     for n in range(samples):
         if n and time.monotonic() < deadline:
             time.sleep(gap)  # not waiting for anything: the distance between two samples
         for look in found.values():
-            look.sample()
+            if n == 0 or time.monotonic() < deadline:
+                look.sample()
     cards = _cards([rank.gpu for rank in ranks if rank.gpu])
     return {str(number): {**look.end(), "gpu": cards.get(look.rank.gpu or "")} for number, look in found.items()}
 
@@ -107,6 +116,8 @@ class _Look:
     def begin(self) -> None:
         self._since = time.monotonic()
         self._first = self._meter(self.rank.pid)
+        before = processes.process(self.rank.pid)
+        self._state = before.state if before else "Z"
         self._below = children(self.rank.pid)[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
         self._asked_from = _size(self.rank.files["asked"])
@@ -127,7 +138,8 @@ class _Look:
         last = self._meter(self.rank.pid)
         share = {key: round((last[key] - value) / took, 3) for key, value in self._first.items() if key != "swap"}
         return {
-            "pid": self.rank.pid, "state": one.state if one else "Z", "took": round(took, 2), "cpu": share["cpu"], "main_cpu": share["main_cpu"],
+            "pid": self.rank.pid, "state": _steady(self._state, one.state if one else "Z"), "took": round(took, 2),
+            "cpu": share["cpu"], "main_cpu": share["main_cpu"],
             "waiting_for_core": share["delay"], "faults": share["faults"], "moved": share["moved"], "swap": last["swap"],
             "wchan": _wchan(self.rank.pid), "syscall": _syscall(self.rank.pid), "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
             "samples": self._samples, "stacks_by": self._spy.how, "groups": self._collectives, "no_groups": self._no_collectives,
@@ -180,8 +192,12 @@ class _Spy:
         found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
         self._program = os.environ.get(names.PY_SPY, found)
         self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
+        self.deadline = time.monotonic() + DEADLINE_S
 
     def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
+        """Nothing once the inspection's time is over: what was seen by then is the answer."""
+        if time.monotonic() > self.deadline:
+            return []
         if self._program:
             found = self._by_py_spy(pid)
             if found:
@@ -215,8 +231,9 @@ class _Spy:
         assert self._program is not None
         try:
             done = subprocess.run([self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False)
-        except subprocess.TimeoutExpired:
-            self.how = "faulthandler (py-spy does not answer)"
+        except (subprocess.TimeoutExpired, OSError) as problem:
+            self._program = None
+            self.how = f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
             return []
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace")
@@ -267,7 +284,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
 def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
     """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
     one = processes.process(pid)
-    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL):
+    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []
     before = _size(path)
     if not kernel.send(one, names.STACK_SIGNAL):
@@ -314,6 +331,20 @@ def _catches(pid: int, signum: int) -> bool:
     return False
 
 
+def _has_open(pid: int, path: str) -> bool:
+    """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{fd}") == path for fd in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _steady(before: str, after: str) -> str:
+    """D for a moment is a disk at work: it counts only if it was so twice."""
+    return "S" if after == "D" and before != "D" else after
+
+
 def _is_python(pid: int) -> bool:
     try:
         return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))
@@ -348,9 +379,15 @@ def _flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
 def _timings(rank: Rank) -> list[list[Any]]:
     """[group, number, when it was entered] of its newest collectives: who comes late, and how late."""
     trace, _ = _ask_server(rank.files["server"])
-    entries = (trace or {}).get("entries") or []
-    return [[(entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id", 0), entry.get("time_created_ns", 0)]
-            for entry in entries if not entry.get("is_p2p")][-400:]  # fmt: skip
+    found: dict[str, list[list[Any]]] = {}
+    for entry in (trace or {}).get("entries") or []:
+        group, seq = (entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id") or 0
+        mine = found.setdefault(group, [])
+        if mine and seq < mine[-1][1]:
+            mine.clear()  # made anew under its old name
+        if not entry.get("is_p2p"):
+            mine.append([group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]])
+    return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
 
 
 def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:

@@ -63,6 +63,7 @@ class Vitals:
             news = rank.reader.new()
             if rank.reader.torn:
                 rank.reader = None
+                self._say({"is": "beatless", "rank": rank.rank})
                 self._say({"is": "note", "rank": rank.rank, "text": "its beats are unreadable (something wrote over them): it is watched without them"})
             if not news:
                 continue

@@ -39,6 +39,7 @@ class Attempt:
         self.steps_reached = 0
         self.finished: set[str] = set()  # hosts whose agents have swept
         self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
+        self.unwatched = False  # the watch room failed
         self.notes: list[str] = []  # what was noticed on the way and ended nothing
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
@@ -72,7 +73,8 @@ class Attempt:
         if not only_echoes or left_early:
             return True
         # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at for that.
-        self.watch.failing(time.monotonic())
+        if not self.unwatched:
+            self.watch.failing(time.monotonic())
         return now - self.first_failure >= (LOOK_S if self.watch.looking else settle_s)
 
     def left_early(self, now: float, seconds: float) -> list[int]:

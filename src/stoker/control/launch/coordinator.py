@@ -168,14 +168,13 @@ class Coordinator:
             about.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
             try:
                 self._muster.pause(again.wait_s)
+                plan, bad = self._without_failed_card(plan, place, verdict) if again.probe else (plan, None)
             except Interrupted as stop:
                 name = signal.Signals(stop.signum).name
                 said = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
                 return Verdict("stopped", "launch.stopped", said, 128 + stop.signum, evidence=verdict.evidence, run=place.id, attempt=verdict.attempt)
-            if again.probe:
-                plan, bad = self._without_failed_card(plan, place, verdict)
-                if bad is not None:
-                    return bad
+            if bad is not None:
+                return bad
             env = again.env
 
     def _diagnosed(self, verdict: Verdict, plan: RunPlan) -> Verdict:
@@ -184,7 +183,10 @@ class Coordinator:
             return verdict
         from stoker.control.launch import preflight
 
-        self._muster.look()
+        try:
+            self._muster.look()
+        except (Refusal, Interrupted) as problem:
+            return replace(verdict, evidence=(*verdict.evidence, f"it could not be looked at again: {problem}"))
         return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self._muster.machines[""], card)))
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:

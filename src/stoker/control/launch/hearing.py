@@ -33,16 +33,30 @@ class Hearing:
         if message["is"] == "out":
             rank = message["rank"]
             self._output.take(self._record, rank, message["fd"], payload)
-            self._attempt.watch.printed(rank, time.monotonic())
-            for bad in self._attempt.losses.read(rank, payload):
-                self._bad_number(bad)
+            self._feed(lambda: self._read_output(rank, payload))
             return
         if message["is"] == "inspection":
-            self._attempt.watch.answered(host, message["ask"], payload, time.monotonic())
+            self._feed(lambda: self._attempt.watch.answered(host, message["ask"], payload, time.monotonic()))
             return
         handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
             handler(host, message)
+
+    def _feed(self, tell: Callable[[], None]) -> None:
+        """To the watch room. What it can't read must not end the job it watches."""
+        if self._attempt.unwatched:
+            return
+        try:
+            tell()
+        except Exception as problem:
+            from stoker.control.launch.watching import give_up
+
+            give_up(self._attempt, self._record, self._say, problem)
+
+    def _read_output(self, rank: int, payload: bytes) -> None:
+        self._attempt.watch.printed(rank, time.monotonic())
+        for bad in self._attempt.losses.read(rank, payload):
+            self._bad_number(bad)
 
     def _label(self, rank: int) -> str:
         return self._attempt.plan.places[rank].label
@@ -65,7 +79,8 @@ class Hearing:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            self._attempt.watch.failed(message["rank"], error.collectives)
+            told = error.collectives
+            self._feed(lambda: self._attempt.watch.failed(message["rank"], told))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
@@ -80,9 +95,10 @@ class Hearing:
             int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]), read_around(message.get("around")),
         )  # fmt: skip
         attempt.ends[rank] = end
-        attempt.watch.ended(rank, int(message["code"]))
+        self._feed(lambda: attempt.watch.ended(rank, int(message["code"])))
         if error is not None:
-            attempt.watch.failed(rank, error.collectives)
+            told = error.collectives
+            self._feed(lambda: attempt.watch.failed(rank, told))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message.get("elastic"):
             record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})
@@ -140,23 +156,32 @@ class Hearing:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
+        self._attempt.steps.update({int(rank): told[0] for rank, told in message["ranks"].items()})
+        self._feed(lambda: self._take_beats(message))
+
+    def _take_beats(self, message: protocol.Message) -> None:
         attempt, now = self._attempt, time.monotonic()
         told: list[tuple[int, int, float]] = []
         for word, (steps, _, count, longest, losses) in message["ranks"].items():
             rank = int(word)
-            attempt.steps[rank] = steps
             attempt.watch.beats(rank, steps, count, longest, now)
             told += [(step, rank, float(loss)) for step, loss in losses]
         for bad in attempt.losses.heard_all(told):
             self._bad_number(bad)
 
     def _on_vitals(self, _host: str, message: protocol.Message) -> None:
+        self._feed(lambda: self._take_vitals(message))
+
+    def _take_vitals(self, message: protocol.Message) -> None:
         now = time.monotonic()
         for rank, (state, cpu, moved) in message["ranks"].items():
             self._attempt.watch.vitals(int(rank), state, cpu, moved, now)
 
+    def _on_beatless(self, _host: str, message: protocol.Message) -> None:
+        self._feed(lambda: self._attempt.watch.beatless(message["rank"], time.monotonic()))
+
     def _on_groups(self, _host: str, message: protocol.Message) -> None:
-        self._attempt.watch.groups(message["groups"])
+        self._feed(lambda: self._attempt.watch.groups(message["groups"]))
 
     def _bad_number(self, bad: BadNumber) -> None:
         from stoker.control.verdict import numbers

@@ -36,6 +36,7 @@ class Restarts:
         self._before: tuple[Any, ...] = ()
         self._busy = 0
         self._debugged = False
+        self._blocking = False  # the attempt under way has blocking launches
         self._halvings = 0
         self._quick = 0  # failures in a row of attempts that got nowhere
 
@@ -47,10 +48,11 @@ class Restarts:
         deterministic = same == self._before
         worked = max(attempt.steps.values(), default=0) >= SOME_STEPS or lived_s > LIVED_S
         self._quick = 0 if worked else self._quick + 1
+        blocking, self._blocking = self._blocking, False
         special = self._halve(verdict, attempt) or self._debug(verdict)
         if special is not None:
             return verdict, special
-        if self._debugged and verdict.cause in _ASYNCHRONOUS:
+        if blocking and verdict.cause in _ASYNCHRONOUS:
             said = "with blocking launches (CUDA_LAUNCH_BLOCKING=1): this line is the true one"
             return replace(verdict, retryable=False, evidence=(*verdict.evidence, said)), None
         if deterministic:
@@ -89,7 +91,7 @@ class Restarts:
     def _debug(self, verdict: Verdict) -> Again | None:
         if not self._options.debug_retry or self._debugged or verdict.cause not in _ASYNCHRONOUS:
             return None
-        self._debugged = True
+        self._debugged = self._blocking = True
         self._before = ()
         line = f"{verdict.summary}; once more with blocking launches, for the true line (--debug-retry)"
         return Again(line, env=self._env(("CUDA_LAUNCH_BLOCKING", "1")))

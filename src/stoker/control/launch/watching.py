@@ -30,19 +30,14 @@ class Watching:
         self._members = members
         self._say = say
         self._early: set[int] = set()
-        self._off = False
 
     def look(self) -> None:
-        if self._attempt.stopping or self._off:
+        if self._attempt.stopping or self._attempt.unwatched:
             return
         try:
             self._look()
-        except Exception as problem:  # a watcher that fails must not end what it watches
-            import traceback
-
-            self._off = True
-            self._record.event("watch-failed", traceback=traceback.format_exc())
-            self._say(f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has the traceback")
+        except Exception as problem:
+            give_up(self._attempt, self._record, self._say, problem)
 
     def _look(self) -> None:
         attempt = self._attempt
@@ -94,3 +89,12 @@ class Watching:
 
     def _label(self, rank: int | None) -> str:
         return self._attempt.plan.places[rank].label if rank is not None else ""
+
+
+def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], problem: Exception) -> None:
+    """The watch room failed. A watcher must not end what it watches: it is said, recorded, and the job goes on without."""
+    import traceback
+
+    attempt.unwatched = True
+    record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
+    say(f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has the traceback")

@@ -126,10 +126,10 @@ def script_phase(name: str) -> None:
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    if os.getpid() != _pid:  # a forked worker that trains something of its own
+        return
     known = _optimizers.get(id(optimizer))
     if known is None:
-        if os.getpid() != _pid:  # a forked worker that trains something of its own
-            return
         known = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
     known[1] += 1
     _writer.beat(time.time_ns(), known[1], known[0])
@@ -300,8 +300,13 @@ def _without_its_greeting(start: Callable[[], Any]) -> Any:
         os.dup2(real, 2, inheritable=True)
         os.close(real)
         os.close(write)
-        with open(read, "rb") as caught:
-            others = [line for line in caught.read().splitlines(keepends=True) if b"Server listening to UNIX" not in line]
+        os.set_blocking(read, False)  # a child forked meanwhile may hold the other end open for as long as it lives
+        try:
+            caught = os.read(read, 1 << 16)
+        except BlockingIOError:
+            caught = b""
+        os.close(read)
+        others = [line for line in caught.splitlines(keepends=True) if b"Server listening to UNIX" not in line]
         if others:
             os.write(2, b"".join(others))
     return made

@@ -28,7 +28,9 @@ def is_consequence(end: RankEnd) -> bool:
         text = end.error.message
         if re.search(_OWN, text):
             return False
-        return bool(re.search(_LOST_PEER, text)) or (end.error.type in _TORCH_TYPES and end.error.module.startswith("torch"))
+        torchs = end.error.type in _TORCH_TYPES and end.error.module.startswith("torch")
+        # gloo raises RuntimeError. A ConnectionError or BrokenPipeError is the script's own: a tracker's server, a download.
+        return torchs or (end.error.type == "RuntimeError" and bool(re.search(_LOST_PEER, text)))
     # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 

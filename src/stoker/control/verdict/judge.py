@@ -20,7 +20,10 @@ _FAMILIES = (memory, gpu_memory, gpu, kernels, network, nccl, data, environment,
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
-        return launch.trouble(evidence)
+        known = launch.trouble(evidence)
+        if not evidence.stop_signal:
+            return known
+        return replace(known, retryable=False, evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     guilty = _guilty(evidence)
     stall = evidence.stall
     if stall is not None and stall.rank is not None and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):

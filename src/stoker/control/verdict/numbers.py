@@ -20,7 +20,8 @@ entry(
     contradicts="the next loss is a number: one bad batch; validation losses are not read", fix=_FIX,
 )  # fmt: skip
 entry(
-    "nan.exploding", "The loss has exploded.", seen="five losses in a row over 20 × the largest of the first ten", contradicts="it comes back: a spike",
+    "nan.exploding", "The loss has exploded.", seen="five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more",
+    contradicts="it comes back: a spike",
     fix=("a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings", *_FIX[:2]),
 )  # fmt: skip
 

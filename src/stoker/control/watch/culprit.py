@@ -41,7 +41,7 @@ def _culprit(
     snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state in "Tt"]
+    stopped = [rank for rank, one in snapshots.items() if one.state == "T"]
     if stopped:
         return _alone(stopped, snapshots, graph, proof=True)
     odds = _mismatched(snapshots, graph)
@@ -50,7 +50,7 @@ def _culprit(
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
     if gone:
         return _left(gone[0], ended, graph)
-    roots = [rank for rank in graph.roots if rank in snapshots]
+    roots = [rank for rank in graph.roots if rank in snapshots and snapshots[rank].state != "Z"]
     if roots:
         best = len(graph.behind(roots[0]))
         return _alone([rank for rank in roots if len(graph.behind(rank)) == best], snapshots, graph)
@@ -123,7 +123,9 @@ def _at_odds(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
     detail = f"it waits in {op} of group {group} while the others wait in another group" if len(groups) > 1 else f"it waits in {op}"
     if peers and len(groups) == 1:
         detail = "the ranks wait for each other's messages: sends and receives in an order that can't work"
-    return Stall("diverged", rank, (rank,), waiting, str(frame or ""), detail, str(op), op.name.partition(":")[0], True, evidence=lines)
+    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands in a collective.
+    proof = all(stacks.in_collective(snapshots[one].main) for one in graph.pending)
+    return Stall("diverged", rank, (rank,), waiting, str(frame or ""), detail, str(op), op.name.partition(":")[0], proof, evidence=lines)
 
 
 def _odd_one(graph: Waits) -> int:

@@ -11,14 +11,15 @@ import re
 from stoker.contract.shape import shape
 
 IN_A_ROW = 3
-EXPLODING = 20.0  # times the largest of the first losses
+EXPLODING = 100.0  # times the largest of the first losses; a change of stage or of loss may be 25
+SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a loss of 0
 EXPLODING_IN_A_ROW = 5
 FIRST = 10
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
 # "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found", not eval or validation losses, which may be empty.
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)['\"]?\s*[:=]?\s*(?P<value>nan|[-+]?inf(?:inity)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])")
-_NOT_TRAINING = (b"val", b"eval", b"test", b"valid", b"validation", b"dev", b"no")
+_NOT_TRAINING = (b"val", b"eval", b"test", b"valid", b"validation", b"dev", b"no", b"best", b"min", b"lowest", b"last", b"final")
 _STEP = re.compile(rb"(?i)\bstep\W{0,3}(\d+)")
 
 
@@ -85,7 +86,7 @@ class Losses:
             if len(first) < FIRST:
                 first.append(abs(loss))
                 return None
-            high = abs(loss) > EXPLODING * max(*first, 0.001)
+            high = max(first) >= SUBSTANTIAL and abs(loss) > EXPLODING * max(first)
             self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
             return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW) if high else None
         self._bad[rank] = self._bad.get(rank, 0) + 1

@@ -22,7 +22,7 @@ class Progress:
     def __init__(self, now: float) -> None:
         self.steps = 0
         self.heard = now  # of anything that is progress
-        self.beaten = 0.0
+        self.shown = now  # a line it printed, a collective it went on to: life, if not a step
         self.active = now  # CPU or I/O
         self.phase = ""
         self.state = "?"
@@ -32,25 +32,30 @@ class Progress:
 
     def beat(self, steps: int, longest: float, now: float) -> None:
         self.steps = steps
-        self.heard = self.beaten = self.active = now
+        self.heard = self.shown = self.active = now
         if steps > 3:
             self._gaps.append(longest)
         self.stopped_since = 0.0
 
     def printed(self, now: float) -> None:
-        self.active = now
+        self.active = self.shown = now
         if not self.steps:
             self.heard = now
 
     def said(self, now: float) -> None:
         """A mark or a phase: the script itself says that it goes on."""
-        self.heard = self.active = now
+        self.heard = self.shown = self.active = now
+
+    def beatless(self, now: float) -> None:
+        """Its beats can't be read any more: from here on it is one that never steps."""
+        self.steps = 0
+        self._gaps.clear()
+        self.said(now)
 
     def vitals(self, state: str, cpu: float, moved: int, now: float) -> None:
-        if state in "Tt":
-            self.stopped_since = self.stopped_since or now
-        else:
-            self.stopped_since = 0.0
+        self.stopped_since = (self.stopped_since or now) if state == "T" else 0.0
+        if state == "t":  # a debugger holds it: somebody is looking already
+            self.said(now)
         self.state = state
         if self._work is not None:
             took = max(now - self._work[2], 0.5)

@@ -15,9 +15,9 @@ _IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accep
 def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     """(kind, the guilty frame, detail)."""
     frame = stacks.users_frame(one.main)
-    if one.state in "Tt":
+    if one.state == "T":
         return "stopped", frame, "its process is stopped (SIGSTOP, a debugger, or a suspended shell)"
-    if one.state == "D" or (one.wchan and one.syscall == "" and one.state == "D"):
+    if one.state == "D":
         return "disk", frame, f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or driver does not answer"
     worker = _stuck_worker(one)
     if worker is not None:
@@ -28,7 +28,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
     computes = one.main_cpu > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
-    if one.gpu_use is not None and one.gpu_use >= 90:  # it makes no step, and its card is busy all the same
+    waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
+    if one.gpu_use is not None and one.gpu_use >= 90 and not waits:  # it makes no step, and its card is busy all the same
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
         held = ", holding the GIL" if gil else ""

@@ -95,6 +95,11 @@ class Snapshot:
     lanes: tuple[int | None, ...] = ()  # of its card's PCIe link: now, and at most
 
     @property
+    def newest(self) -> int:
+        """When it entered its newest collective, in its own host's time."""
+        return max((op.order for group in self.groups for op in group.ops), default=0)
+
+    @property
     def main(self) -> tuple[Frame, ...]:
         """The main thread's frames in the last sample that has any, innermost first."""
         for threads in reversed(self.samples):

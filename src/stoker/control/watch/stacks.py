@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from stoker.control.watch.snapshot import Frame, Snapshot
 
 _LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+# Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
+_COLLECTIVES = tuple(f"torch/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/"))
 _LOADER = ("_next_data", "_try_get_data", "_get_data")
 
 
@@ -21,8 +23,13 @@ def users_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def in_collective(frames: Iterable[Frame]) -> bool:
-    """In a call of torch.distributed, or in the backward pass, where DDP and FSDP wait in C++."""
-    return any("torch/distributed/" in frame.file or (frame.function in ("_engine_run_backward", "backward") and "torch/" in frame.file) for frame in frames)
+    """Its innermost frames, up to the script's own, are a call of torch.distributed, or the backward pass, where DDP and FSDP wait in C++."""
+    for frame in frames:
+        if any(part in frame.file for part in _COLLECTIVES) or (frame.function == "_engine_run_backward" and "torch/" in frame.file):
+            return True
+        if is_users(frame):
+            return False
+    return False
 
 
 def in_rendezvous(frames: Iterable[Frame]) -> bool:

@@ -26,6 +26,7 @@ SHARE = 0.9  # of them that one rank causes, twice in a row, for it to be the on
 WORTH = 0.2  # of a step
 WORTH_S = 0.02
 SAMPLES = 10
+_GPU_WAITS = ("synchronize", "item", "tolist", "cpu")
 
 
 @shape
@@ -45,6 +46,7 @@ class Late:
     wait_s: float  # what it makes the others wait
     step_s: float
     when: float  # the newest time it was late
+    asynchronous: bool = False  # NCCL's times are those of the launch: only a peer that really waits makes it true
 
 
 class Stragglers:
@@ -53,7 +55,7 @@ class Stragglers:
         self.asked = 0  # number of the inspection that is ours
         self._asked_at = 0.0
         self._mode = ""
-        self._timings: dict[int, list[list[Any]]] = {}
+        self._timings: dict[str, dict[int, list[list[Any]]]] = {}  # by host: clocks of different hosts are not compared
         self._pace: dict[int, list[float]] = {}  # rank -> seconds a step, per look
         self._steps: dict[int, int] = {}
         self._beaten: dict[int, float] = {}
@@ -103,17 +105,18 @@ class Stragglers:
         self._timings = {}
         return {"timings": True}
 
-    def answered(self, _host: str, told: Mapping[str, Any]) -> None:
+    def answered(self, host: str, told: Mapping[str, Any]) -> None:
         for rank, data in told.items():
             if rank.isdigit() and isinstance(data, dict) and "timings" in data:
-                self._timings[int(rank)] = data["timings"]
+                self._timings.setdefault(host, {})[int(rank)] = data["timings"]
 
     def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             before = self._first
-            late = who_is_late(self._timings, self._world, before.when if before else 0.0)
-            if late is None or late.rank in self._named:
+            found = (who_is_late(ranks, before.when if before else 0.0) for ranks in self._timings.values())
+            late = max((one for one in found if one is not None and one.rank not in self._named), key=lambda one: one.wait_s, default=None)
+            if late is None:
                 return  # no news, or too few: the next look will tell
             self._first = None
             if before is not None and before.rank == late.rank:
@@ -124,19 +127,20 @@ class Stragglers:
         elif mode == "why" and self._suspect is not None:
             late, self._suspect = self._suspect, None
             rank = late.rank
-            if rank in answers:
-                cause, because, where = why(answers[rank], next((one for other, one in answers.items() if other != rank), None))
+            peer = next((one for other, one in answers.items() if other != rank), None)
+            if rank in answers and not (late.asynchronous and (peer is None or not waits_for_others(peer))):
+                cause, because, where = why(answers[rank], peer)
                 self._named[rank] = cause
                 self.found.append(Straggler(cause, rank, round(late.wait_s, 3), round(late.step_s, 3), because, where, self._steps.get(rank, 0)))
 
 
-def who_is_late(timings: Mapping[int, list[list[Any]]], world: int, after: float = 0.0) -> Late | None:
+def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0) -> Late | None:
     """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those after `after`).
 
     A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late once a step.
     Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now this rank is last, now that.
     """
-    if len(timings) < world:
+    if len(timings) < 2:
         return None
     tables = {rank: {(entry[0], entry[1]): entry[2] / 1e9 for entry in entries} for rank, entries in timings.items()}
     common = set.intersection(*(set(table) for table in tables.values()))
@@ -155,11 +159,22 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], world: int, after: float
         return None
     step_s = _median([later - sooner for (sooner, _), (later, _) in itertools.pairwise(mine)])
     wait_s = _median([wait for _, wait in mine])
-    return Late(rank, wait_s, step_s, mine[-1][0]) if wait_s >= WORTH * step_s else None
+    asynchronous = any(entry[3:] == ["nccl"] for entries in timings.values() for entry in entries)
+    return Late(rank, wait_s, step_s, mine[-1][0], asynchronous) if WORTH * step_s <= wait_s < step_s else None
 
 
 def _median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2]
+
+
+def waits_for_others(one: Snapshot) -> bool:
+    """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited for."""
+    inside = 0
+    for threads in one.samples:
+        main = next((thread for thread in threads if thread.main), threads[0] if threads else None)
+        if main is not None and (stacks.in_collective(main.frames) or any(frame.function in _GPU_WAITS for frame in main.frames[:2]) or not main.active):
+            inside += 1
+    return 2 * inside > len(one.samples)
 
 
 def _narrow(one: Snapshot) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from stoker.contract.collectives import kind_of, sizes_must_agree
+from stoker.contract.collectives import kind_of, numbers_in, sizes_must_agree
 from stoker.contract.shape import shape
 from stoker.control.watch.snapshot import Group, Op, Snapshot
 
@@ -30,6 +30,7 @@ class Wait:
 class Waits:
     edges: tuple[Wait, ...]
     pending: Mapping[int, tuple[str, Op]]  # rank -> (group, the operation it waits in)
+    sources: Mapping[int, set[int]]  # rank -> those that wait for it
 
     @property
     def roots(self) -> tuple[int, ...]:
@@ -43,11 +44,10 @@ class Waits:
         found: set[int] = set()
         queue = [rank]
         while queue:
-            target = queue.pop()
-            for edge in self.edges:
-                if edge.target == target and edge.rank not in found and edge.rank != rank:
-                    found.add(edge.rank)
-                    queue.append(edge.rank)
+            for source in self.sources.get(queue.pop(), ()):
+                if source not in found and source != rank:
+                    found.add(source)
+                    queue.append(source)
         return found
 
 
@@ -75,7 +75,10 @@ def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ..
                     edge = _edge(rank, other, name, op, seen.get(other))
                     if edge is not None:
                         edges.append(edge)
-    return Waits(tuple(edges), pending)
+    sources: dict[int, set[int]] = {}
+    for one_edge in edges:
+        sources.setdefault(one_edge.target, set()).add(one_edge.rank)
+    return Waits(tuple(edges), pending, sources)
 
 
 def _members(name: str, seen: Mapping[int, Group], told: Mapping[str, tuple[int, ...]], world: int) -> tuple[int, ...]:
@@ -91,14 +94,14 @@ def _members(name: str, seen: Mapping[int, Group], told: Mapping[str, tuple[int,
 
 def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wait | None:
     ops = [one for one in theirs.ops if not one.p2p] if theirs else []
-    same = next((one for one in ops if one.seq == op.seq), None)
+    same = next((one for one in reversed(ops) if one.seq == op.seq), None)
     if same is None:
         if ops and ops[0].seq > op.seq:
             return None  # they have been past it: its entry has rolled out of their recorder
         return Wait(rank, other, "absent", name, op, ops[-1] if ops else None)
     if kind_of(same.name) != kind_of(op.name):
         return Wait(rank, other, "other-op", name, op, same)
-    if sizes_must_agree(op.name) and same.sizes != op.sizes:
+    if sizes_must_agree(op.name) and numbers_in(same.sizes) != numbers_in(op.sizes):
         return Wait(rank, other, "other-shape", name, op, same)
     return None
 

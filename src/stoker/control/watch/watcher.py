@@ -92,6 +92,9 @@ class Watcher:
         if phase is not None:
             self._ranks[rank].phase = phase
 
+    def beatless(self, rank: int, now: float) -> None:
+        self._ranks[rank].beatless(now)
+
     def vitals(self, rank: int, state: str, cpu: float, moved: int, now: float) -> None:
         self._ranks[rank].vitals(state, cpu, moved, now)
 
@@ -169,7 +172,8 @@ class Watcher:
         """Rank -> seconds of silence, of those that have been silent for longer than is usual for them."""
         alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
         found = {rank: now - one.heard for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S}
-        found |= {rank: now - one.heard for rank, one in alive.items() if one.steps and now - one.heard > one.patience}
+        quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
+        found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
         if starting and self._world > 1:  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
             idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
@@ -200,18 +204,23 @@ class Watcher:
             overdue |= {rank: now - self._ranks[rank].heard for rank in answers}
         if not overdue and not self._failing:
             return self._relieved(now)
+        for rank, one in answers.items():
+            if rank in self.snapshots and one.newest > self.snapshots[rank].newest:
+                self._ranks[rank].shown = now  # it went on to another collective
         self.snapshots.update(answers)
         steps = {rank: one.steps for rank, one in self._ranks.items()}
         alive = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
         stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps)
         if stall is None or not self._is_evidence(stall):
             self._wait = min(self._wait * 2, MAX_WAIT_S)
-            return []
+            return self._unseen(overdue, now)
         self._silent_from = now - stall.silent_s
-        same = self.stall is not None and (self.stall.proof, self.stall.rank) == (stall.proof, stall.rank)
+        same = self.stall is not None and _identity(self.stall) == _identity(stall)
         if not same:
             self._first_seen, self._looks = now, 0
         self._looks += 1
+        if self._looks > 2 and not stall.proof:
+            self._wait = min(self._wait * 2, MAX_WAIT_S)  # nothing new in it: looking costs stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
         if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:  # said once, and again when it turns out worse
@@ -222,6 +231,17 @@ class Watcher:
             actions.append(Stop(stall, why))
         self._next_look = min(now + self._wait, self._deadline(stall, now))
         return actions
+
+    def _unseen(self, overdue: Mapping[int, float], now: float) -> list[Action]:
+        """Nothing could be seen, and the time is over all the same."""
+        silent = {rank: seconds for rank, seconds in overdue.items() if self._ranks[rank].steps}
+        if not silent or self._failing:
+            return []
+        rank = max(silent, key=lambda one: silent[one])
+        stall = Stall("place", rank, (rank,), detail="what it does could not be seen", silent_s=round(silent[rank], 1), step=self._ranks[rank].steps)
+        self._next_look = min(self._next_look, self._deadline(stall, now))
+        why = self._stop_reason(stall, now)
+        return [Suspect(stall), Stop(stall, why)] if why else []
 
     def _is_evidence(self, stall: Stall) -> bool:
         """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter that starts or ends never is."""
@@ -240,19 +260,24 @@ class Watcher:
             return max(START_STOP_S, self._timeout)
         if one is not None and not one.training:
             return PHASE_TIMES * self._timeout
-        return self._timeout
+        return max(self._timeout, progress.K * one.usual) if one is not None else self._timeout
 
     def _deadline(self, stall: Stall, now: float) -> float:
         if not self._timeout:
             return now + self._wait
-        return max(now + 0.25, self._silent_since(stall, now) + self._limit(stall) - 0.5)
+        over = self._silent_since(stall, now) + self._limit(stall)
+        if stall.rank is not None and self._ranks[stall.rank].steps:
+            over = min(over, max(self._ranks[stall.rank].heard + PHASE_TIMES * self._timeout, now))
+        return max(now + 0.25, over - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """When the guilty rank last gave a sign: a step, and after that a line it printed."""
+        """When the guilty rank last gave a sign: a step, a line it printed, a collective it went on to. Signs without a step count for a while only."""
         if stall.rank is None or stall.rank in self._ended:
             return now - stall.silent_s
         one = self._ranks[stall.rank]
-        return max(one.heard, one.active) if not one.steps else one.heard
+        if not one.steps:
+            return max(one.heard, one.active)
+        return max(one.heard, one.shown) if now - one.heard < PHASE_TIMES * self._timeout else one.heard
 
     def _stop_reason(self, stall: Stall, now: float) -> str:
         if not self._timeout:
@@ -286,5 +311,10 @@ class Watcher:
 
     def text_of_stacks(self) -> dict[int, str]:
         return {rank: stacks.full(one) for rank, one in self.snapshots.items()}
+
+
+def _identity(stall: Stall) -> tuple[Any, ...]:
+    """What makes two looks see the same: a proof must also be about the same operation, a suspicion may find its rank at another line."""
+    return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)
 
 
