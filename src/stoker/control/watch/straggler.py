@@ -15,13 +15,14 @@ from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot
 
 FIRST_ASK = 8  # steps
-EVERY = 4  # steps, while it is watched closely
+EVERY = 2  # steps, while it is watched closely
 CLOSELY = 16  # steps: at the start, and after a rise
 RISE = 1.4  # times the usual step: somebody may have become slow
 NOT_SOONER_S = 0.5
 AGAIN_S = 60.0
 NEWEST = 10  # waits that count
-FEWEST = 5
+FEWEST = 5  # of them, and
+AGAIN = 4  # new ones in the second look
 SHARE = 0.9  # of them that one rank causes, twice in a row, for it to be the one
 WORTH = 0.2  # of a step
 WORTH_S = 0.02
@@ -114,7 +115,8 @@ class Stragglers:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             before = self._first
-            found = (who_is_late(ranks, before.when if before else 0.0) for ranks in self._timings.values())
+            since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
+            found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
             late = max((one for one in found if one is not None and one.rank not in self._named), key=lambda one: one.wait_s, default=None)
             if late is None:
                 return  # no news, or too few: the next look will tell
@@ -134,7 +136,7 @@ class Stragglers:
                 self.found.append(Straggler(cause, rank, round(late.wait_s, 3), round(late.step_s, 3), because, where, self._steps.get(rank, 0)))
 
 
-def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0) -> Late | None:
+def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
     """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those after `after`).
 
     A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late once a step.
@@ -150,7 +152,7 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0) -> L
         if last - before > WORTH_S and last > after:
             events.append((last, rank, last - before))
     recent = sorted(events)[-NEWEST:]
-    if len(recent) < FEWEST:
+    if len(recent) < fewest:
         return None
     ranks = [rank for _, rank, _ in recent]
     rank = max(set(ranks), key=ranks.count)
