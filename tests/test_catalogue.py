@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Verdict
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
 from stoker.control.verdict.allocator import read
 from stoker.control.verdict.catalogue import CATALOGUE
@@ -406,3 +406,12 @@ def test_provoked_with_torch(stoker: Stoker, how: str, ranks: int, cause: str) -
     pytest.importorskip("torch")
     done = stoker.torch("run", "--nproc-per-node", str(ranks), stoker.script("bad.py", TORCH), how)
     assert done.verdict["cause"] == cause, done.verdict["summary"]
+
+
+def test_a_lost_server_of_the_scripts_own_is_no_echo_of_a_stall() -> None:
+    """A tracker's connection breaks on rank 0 while rank 1 sleeps: rank 0 failed by itself, whoever else stands still."""
+    lost = end(err("ConnectionError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", module="requests.exceptions"))
+    stall = Stall("sleep", 1, (1,), (0,), "train.py:3, in f", "it sleeps")
+    assert judge(Evidence(2, (lost,), stall=stall)).cause == "rank.exception"
+    echo = end(err("RuntimeError", "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))
+    assert judge(Evidence(2, (echo,), stall=stall)).cause == "hang.sleep"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.contract.shapes import RankEnd
+from stoker.contract.shapes import RankEnd, RankError
 
 _LOST_PEER = (
     r"(?i)Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
@@ -28,11 +28,18 @@ def is_consequence(end: RankEnd) -> bool:
         text = end.error.message
         if re.search(_OWN, text):
             return False
-        torchs = end.error.type in _TORCH_TYPES and end.error.module.startswith("torch")
-        # gloo raises RuntimeError. A ConnectionError or BrokenPipeError is the script's own: a tracker's server, a download.
-        return torchs or (end.error.type == "RuntimeError" and bool(re.search(_LOST_PEER, text)))
+        return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
     # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
+
+
+def _is_torchs(error: RankError) -> bool:
+    return error.type in _TORCH_TYPES and error.module.startswith("torch")
+
+
+def is_collectives(end: RankEnd) -> bool:
+    """An echo that came out of a collective: gloo raises RuntimeError, torch its own types. A ConnectionError may as well be a tracker's server's."""
+    return is_consequence(end) and (end.error is None or end.error.type == "RuntimeError" or _is_torchs(end.error))
 
 
 def is_mismatch(end: RankEnd) -> bool:

@@ -12,7 +12,7 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
-from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, when
+from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
@@ -48,7 +48,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 def _only_echoes(evidence: Evidence) -> bool:
     bad = [end for end in evidence.ends if failed(end, evidence.stopped_at)]
-    return bool(bad) and all(is_consequence(end) or is_mismatch(end) for end in bad)
+    return bool(bad) and all(is_collectives(end) or is_mismatch(end) for end in bad)
 
 
 def _guilty(evidence: Evidence) -> RankEnd | None:
