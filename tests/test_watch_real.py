@@ -106,6 +106,24 @@ def test_overwritten_beats(stoker: Stoker) -> None:
     assert "its beats are unreadable" in done.out + done.err
 
 
+def test_a_forked_childs_steps_are_not_its_ranks(stoker: Stoker) -> None:
+    """It inherits the optimizer, the hook and the page of beats."""
+    name = stoker.script("job.py", """
+import os, torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(1, 2)).sum().backward()
+for n in range(3): optimizer.step()
+if os.fork() == 0:
+    for n in range(50): optimizer.step()
+    os._exit(0)
+os.wait()
+for n in range(4): optimizer.step()
+""")
+    done = stoker("run", "--nproc-per-node", "1", name)
+    assert [event["steps"] for event in done.events if event["event"] == "rank-exit"] == [7]
+
+
 def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> None:
     """A suspicion is not a verdict: continued in time, the run completes and nobody is blamed."""
     name = script(stoker, stuck="open('pid', 'w').write(str(os.getpid()))", steps=150)

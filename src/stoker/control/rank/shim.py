@@ -24,7 +24,8 @@ _kept_open: list[Any] = []  # files faulthandler writes to: open for the life of
 _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
 _reported = False
-_world: Any = None  # torch's table of process groups, once its module is loaded
+_world: Any = None  # torch's tables of process groups, once its module is loaded
+_group_ranks: Any = ()  # one of them, held directly: it is looked at in every step
 _groups_told = 0
 _previous_hook: Callable[..., Any] = sys.__excepthook__
 
@@ -52,7 +53,20 @@ def install() -> None:
         if stream is not None and hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
     sys.meta_path.insert(0, _AfterImport(gated))
+    os.register_at_fork(after_in_child=_in_a_fork)
     tell("shim")
+
+
+class _Silent:
+    """The beats of a forked worker that trains something of its own: it shares the page with its rank, and must not write there."""
+
+    def beat(self, *_: Any) -> None:
+        return
+
+
+def _in_a_fork() -> None:
+    global _writer, _group_ranks, _groups_told
+    _writer, _group_ranks, _groups_told = _Silent(), (), 0
 
 
 def _open_beats(descriptor: int) -> None:
@@ -126,24 +140,22 @@ def script_phase(name: str) -> None:
 
 
 def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
-    if os.getpid() != _pid:  # a forked worker that trains something of its own
-        return
     known = _optimizers.get(id(optimizer))
     if known is None:
         known = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
     known[1] += 1
     _writer.beat(time.time_ns(), known[1], known[0])
-    if _world is not None and len(_world.pg_group_ranks) != _groups_told:
+    if len(_group_ranks) != _groups_told:
         _tell_groups()
 
 
 def _tell_groups() -> None:
     """Which ranks belong to which process group: the flight recorder does not know it for gloo."""
     global _groups_told
-    _groups_told = len(_world.pg_group_ranks)
+    _groups_told = len(_group_ranks)
     everybody = int(os.environ.get("WORLD_SIZE", "0") or 0)
     told = []
-    for group, ranks in list(_world.pg_group_ranks.items()):
+    for group, ranks in list(_group_ranks.items()):
         told.append(f"{_world.pg_names.get(group, '?')}={'*' if len(ranks) == everybody else ','.join(str(rank) for rank in ranks)}")
     for first in range(0, len(told), 50):
         tell("groups", ";".join(told[first : first + 50]))
@@ -271,10 +283,11 @@ def _optimizers_loaded(module: Any) -> None:
 
 def _distributed_loaded(module: Any) -> None:
     """torch's worker server answers what the flight recorder knows, in a thread of its own and without the GIL."""
-    global _world
+    global _world, _group_ranks
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         return
     _world = getattr(module, "_world", None)
+    _group_ranks = getattr(_world, "pg_group_ranks", ())
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")
