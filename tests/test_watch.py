@@ -298,6 +298,17 @@ def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     assert slow.patience >= 40
 
 
+def test_who_steps_again_is_training_again() -> None:
+    """phase("eval") and no phase("train") after it."""
+    watch, now = watched()
+    for one in (0, 1):
+        watch.said(one, now, "eval")
+        for n in range(1, 5):
+            watch.beats(one, 400 + n, 1, 0.05, now + n)
+    actions = drive(watch, now + 4, 10, WAITING, SLEEPING)
+    assert actions and isinstance(actions[0][1], Suspect)
+
+
 def test_a_long_pause_now_and_then_does_not_make_it_blind() -> None:
     one = Progress(0.0)
     for n in range(1, 200):

@@ -25,6 +25,7 @@ class Progress:
         self.shown = now  # a line it printed, a collective it went on to: life, if not a step
         self.active = now  # CPU or I/O
         self.phase = ""
+        self._phase_steps = 0  # it had made when the phase was said
         self.state = "?"
         self.stopped_since = 0.0
         self._gaps: deque[float] = deque(maxlen=200)
@@ -35,6 +36,8 @@ class Progress:
         self.heard = self.shown = self.active = now
         if steps > 3:
             self._gaps.append(longest)
+        if not self.training and steps >= self._phase_steps + 3:
+            self.phase = ""  # it trains again, whether it said so or not
         self.stopped_since = 0.0
 
     def printed(self, now: float) -> None:
@@ -45,6 +48,9 @@ class Progress:
     def said(self, now: float) -> None:
         """A mark or a phase: the script itself says that it goes on."""
         self.heard = self.shown = self.active = now
+
+    def enter(self, phase: str) -> None:
+        self.phase, self._phase_steps = phase, self.steps
 
     def beatless(self, now: float) -> None:
         """Its beats can't be read any more: from here on it is one that never steps."""

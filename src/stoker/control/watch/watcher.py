@@ -90,7 +90,7 @@ class Watcher:
     def said(self, rank: int, now: float, phase: str | None = None) -> None:
         self._ranks[rank].said(now)
         if phase is not None:
-            self._ranks[rank].phase = phase
+            self._ranks[rank].enter(phase)
 
     def beatless(self, rank: int, now: float) -> None:
         self._ranks[rank].beatless(now)
