@@ -13,7 +13,7 @@ from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot, read
 from stoker.control.watch.stacks import ranks_text
-from stoker.control.watch.straggler import who_is_late
+from stoker.control.watch.straggler import who_is_late, why
 from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
@@ -412,6 +412,26 @@ def test_nobody_is_late() -> None:
     assert who_is_late(times({1: 0.9, 2: 0.9})) is None, "two equally slow ones"
     assert who_is_late(times({1: 0.9}, steps=3)) is None, "too short to say"
     assert who_is_late({0: [], 1: []}) is None
+
+
+@pytest.mark.parametrize(
+    ("late", "peer", "cause", "words"),
+    [
+        ({"gpu": {"throttle": ["hardware thermal slowdown"]}}, {"gpu": {"throttle": []}}, "slow.throttle", "hardware thermal slowdown"),
+        ({"gpu": {"throttle": ["power cap"]}}, {"gpu": {"throttle": ["power cap"]}}, "slow.code", "train.py:12"),
+        ({"gpu": {"lanes": [4, 16]}}, {"gpu": {"lanes": [16, 16]}}, "slow.link", "4 of 16 lanes"),
+        ({"gpu": {"lanes": [8, 16]}}, {"gpu": {"lanes": [8, 16]}}, "slow.code", "train.py:12"),
+        ({"swap": 2 * 10**9, "faults": 300.0}, {}, "slow.swap", "300 page faults"),
+        ({"waiting_for_core": 0.6, "cpus": 1}, {"waiting_for_core": 0.1}, "slow.cpu", "60% of the time; it may run on 1 CPU"),
+        ({"waiting_for_core": 0.6}, {"waiting_for_core": 0.6}, "slow.code", "train.py:12"),
+        ({"frames": LOADER}, {}, "slow.data", "data loader"),
+        ({"frames": ()}, {}, "slow.unknown", "no reason"),
+        ({"frames": BACKWARD}, {}, "slow.unknown", "no reason"),
+    ],
+)  # fmt: skip
+def test_why_it_is_slow(late: dict[str, Any], peer: dict[str, Any], cause: str, words: str) -> None:
+    told, because, _ = why(rank(1, **{"frames": at(12), **late}), rank(0, **{"frames": BACKWARD, **peer}))
+    assert told == cause and words in because, because
 
 
 def test_uneven_steps_are_no_straggler() -> None:
