@@ -1,7 +1,6 @@
 """A close look at ranks that may be stuck or slow: their states, stacks, workers, collectives and cards. In a forked child.
 
-The child may block (a sick kernel, a dead socket) and may be killed; the agent goes on. It only looks: py-spy reads memory without
-stopping its target; where it is missing or not allowed, faulthandler is asked by a signal, and only a process that catches it.
+The child may block (a sick kernel, a dead socket) and may be killed; the agent goes on. It only looks.
 """
 
 from __future__ import annotations
@@ -11,18 +10,13 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import collectives, names
-from stoker.control.agent import kernel
 from stoker.control.agent.memory import children
+from stoker.control.agent.recorder import flight_recorder, timings
 from stoker.control.agent.spawn import Rank
+from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy
 from stoker.control.machine import processes, syscalls
 
-DEADLINE_S = 6.0
-SPY_S = 2.0
-ASK_S = 1.0
 GAP_S = 0.4
-FRAMES = 60  # per thread
-THREADS = 24
 WORKERS = 16
 
 
@@ -75,7 +69,7 @@ def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
         os.closerange(4, 4096)  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.alarm(int(DEADLINE_S * 3))
+        signal.alarm(int(LOOK_S * 3))
         text = json.dumps(inspect(order, ranks)).encode()
         while text:
             text = text[os.write(3, text) :]
@@ -86,13 +80,13 @@ def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
 
 def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
     if order.get("timings"):
-        return {str(rank.rank): {"timings": _timings(rank)} for rank in ranks}
+        return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", 2)), float(order.get("gap", GAP_S))
-    spy, loops = _Spy(), _Loops()
+    spy, loops = Spy(), Loops()
     found = {rank.rank: _Look(rank, spy, loops) for rank in ranks}
     for look in found.values():
         look.begin()
-    deadline = spy.deadline = time.monotonic() + DEADLINE_S
+    deadline = spy.deadline = time.monotonic() + LOOK_S
     for n in range(samples):
         if n and time.monotonic() < deadline:
             time.sleep(gap)  # not waiting for anything: the distance between two samples
@@ -106,12 +100,11 @@ def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
 class _Look:
     """One rank, over the time of an inspection."""
 
-    def __init__(self, rank: Rank, spy: _Spy, loops: _Loops) -> None:
+    def __init__(self, rank: Rank, spy: Spy, loops: Loops) -> None:
         self.rank = rank
         self._spy = spy
         self._loops = loops
         self._samples: list[list[dict[str, Any]]] = []
-        self._workers: dict[int, dict[str, Any]] = {}
 
     def begin(self) -> None:
         self._since = time.monotonic()
@@ -120,10 +113,9 @@ class _Look:
         self._state = before.state if before else "Z"
         self._below = children(self.rank.pid)[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
-        self._asked_from = _size(self.rank.files["asked"])
         one = processes.process(self.rank.pid)
         stopped = one is not None and one.state in "Tt"
-        self._collectives, self._no_collectives = ([], "its process is stopped") if stopped else _flight_recorder(self.rank.files["server"])
+        self._collectives, self._no_collectives = ([], "its process is stopped") if stopped else flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
@@ -181,165 +173,6 @@ class _Look:
         }  # fmt: skip
 
 
-class _Spy:
-    """Stacks by py-spy where it is installed and allowed, else by faulthandler."""
-
-    def __init__(self) -> None:
-        import shutil
-        import sys
-
-        beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
-        found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
-        self._program = os.environ.get(names.PY_SPY, found)
-        self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
-        self.deadline = time.monotonic() + DEADLINE_S
-
-    def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
-        """Nothing once the inspection's time is over: what was seen by then is the answer."""
-        if time.monotonic() > self.deadline:
-            return []
-        if self._program:
-            found = self._by_py_spy(pid)
-            if found:
-                return found
-        return _by_faulthandler(pid, asked)
-
-    def argument(self, pid: int, function: str, names_: tuple[str, ...]) -> int | None:
-        """A whole number that was passed to a function on the main thread's stack."""
-        if not self._program:
-            return None
-        import json
-        import subprocess
-
-        try:
-            command = [self._program, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
-            done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
-            threads = json.loads(done.stdout)
-        except (subprocess.SubprocessError, ValueError):
-            return None
-        for thread in threads:
-            for frame in thread.get("frames") or () if thread.get("os_thread_id") == pid else ():
-                for local in frame.get("locals") or () if frame.get("name") == function else ():
-                    if local.get("name") in names_ and str(local.get("repr")).isdigit():
-                        return int(local["repr"])
-        return None
-
-    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
-        import json
-        import subprocess
-
-        assert self._program is not None
-        try:
-            done = subprocess.run([self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False)
-        except (subprocess.TimeoutExpired, OSError) as problem:
-            self._program = None
-            self.how = f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
-            return []
-        if done.returncode != 0:
-            said = done.stderr.decode("utf-8", "replace")
-            if "ermission" in said:  # PermissionDenied, or EPERM's text
-                self._program = None
-                self.how = "faulthandler (py-spy may not read the ranks: it needs CAP_SYS_PTRACE here)"
-            return []
-        try:
-            return [_thread(one) for one in json.loads(done.stdout)][:THREADS]
-        except ValueError:
-            return []
-
-
-class _Loops:
-    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in it."""
-
-    def __init__(self) -> None:
-        self._known: dict[str, list[tuple[int, int]]] = {}
-
-    def around(self, file: str, line: int) -> list[int]:
-        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't be read."""
-        if "/lib/python" in file or not file.endswith(".py"):
-            return []
-        if file not in self._known:
-            self._known[file] = self._parse(file)
-        return [first for first, last in self._known[file] if first < line <= last]
-
-    @staticmethod
-    def _parse(file: str) -> list[tuple[int, int]]:
-        import ast
-
-        try:
-            with open(file, encoding="utf-8") as source:
-                tree = ast.parse(source.read(1 << 20))
-        except (OSError, SyntaxError, ValueError):
-            return []
-        return sorted((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While, ast.AsyncFor)))
-
-
-def _thread(one: dict[str, Any]) -> dict[str, Any]:
-    frames = [[frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0] for frame in one.get("frames") or ()]
-    return {
-        "name": one.get("thread_name") or "", "main": one.get("os_thread_id") == one.get("pid"), "active": bool(one.get("active")),
-        "gil": bool(one.get("owns_gil")), "frames": frames[:FRAMES],
-    }  # fmt: skip
-
-
-def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
-    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
-    one = processes.process(pid)
-    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
-        return []
-    before = _size(path)
-    if not kernel.send(one, names.STACK_SIGNAL):
-        return []
-    deadline = time.monotonic() + ASK_S
-    size = before
-    while time.monotonic() < deadline:
-        time.sleep(0.02)
-        now = _size(path)
-        if now > before and now == size:
-            break
-        size = now
-    try:
-        with open(path, "rb") as file:
-            file.seek(before)
-            text = file.read(1 << 18).decode("utf-8", "replace")
-    except OSError:
-        return []
-    return _threads_of(text)
-
-
-def _threads_of(text: str) -> list[dict[str, Any]]:
-    threads: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        if line.startswith(("Thread 0x", "Current thread 0x")):
-            threads.append({"name": "", "main": False, "active": False, "gil": False, "frames": []})
-        elif line.startswith('  File "') and threads:
-            file, _, rest = line[len('  File "') :].rpartition('", line ')
-            number, _, name = rest.partition(" in ")
-            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
-    if threads:
-        threads[-1]["main"] = True  # faulthandler writes the newest thread first
-    return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
-
-
-def _catches(pid: int, signum: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    except OSError:
-        return False
-    return False
-
-
-def _has_open(pid: int, path: str) -> bool:
-    """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
-    folder = f"/proc/{pid}/fd"
-    try:
-        return any(os.readlink(f"{folder}/{fd}") == path for fd in os.listdir(folder))
-    except OSError:
-        return False
-
-
 def _steady(before: str, after: str) -> str:
     """D for a moment is a disk at work: it counts only if it was so twice."""
     return "S" if after == "D" and before != "D" else after
@@ -370,60 +203,6 @@ def _syscall(pid: int) -> str:
     return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if word.lstrip("-").isdigit() else word
 
 
-def _flight_recorder(path: str) -> tuple[list[dict[str, Any]], str]:
-    """(the digest of its collectives, why there is none)."""
-    trace, why = _ask_server(path)
-    return (collectives.digest(trace), "") if trace is not None else ([], why)
-
-
-def _timings(rank: Rank) -> list[list[Any]]:
-    """[group, number, when it was entered] of its newest collectives: who comes late, and how late."""
-    trace, _ = _ask_server(rank.files["server"])
-    found: dict[str, list[list[Any]]] = {}
-    for entry in (trace or {}).get("entries") or []:
-        group, seq = (entry.get("process_group") or ["?"])[0], entry.get("collective_seq_id") or 0
-        mine = found.setdefault(group, [])
-        if mine and seq < mine[-1][1]:
-            mine.clear()  # made anew under its old name
-        if not entry.get("is_p2p"):
-            mine.append([group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]])
-    return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
-
-
-def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
-    if not os.path.exists(path):
-        return None, "no worker server in this rank"
-    answers = [_ask_handler(path, name) for name in collectives.HANDLERS]
-    traces = [trace for trace, _ in answers if trace is not None]
-    return (collectives.joined(traces), "") if traces else (None, answers[0][1])
-
-
-def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
-    import json
-    import socket
-
-    parts: list[bytes] = []
-    connection = socket.socket(socket.AF_UNIX)
-    try:
-        connection.settimeout(ASK_S)
-        connection.connect(path)
-        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
-        while data := connection.recv(1 << 18):
-            parts.append(data)
-    except OSError as problem:
-        return None, f"the worker server does not answer: {problem}"
-    finally:
-        connection.close()
-    head, _, body = b"".join(parts).partition(b"\r\n\r\n")
-    if b" 200 " not in head.partition(b"\r\n")[0]:
-        return None, f"the worker server says {head.partition(chr(13).encode())[0].decode('ascii', 'replace')}"
-    try:
-        found = json.loads(body)
-    except ValueError as problem:
-        return None, f"the flight recorder's answer can't be read: {problem}"
-    return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is no trace")
-
-
 _ASK_NVML = """
 import json, sys
 sys.path[:0] = json.loads(sys.argv[1])
@@ -448,10 +227,3 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     except (subprocess.SubprocessError, ValueError):
         return {}
     return found
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0

@@ -1,0 +1,187 @@
+"""Python stacks of another process: by py-spy, else by faulthandler; and which loops of the source a line is in.
+
+py-spy reads memory without stopping its target, with the GIL held too. faulthandler is asked by a signal, and only a process that
+catches it and still has the file it writes to.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from stoker.contract import names
+from stoker.control.agent import kernel
+from stoker.control.machine import processes
+
+SPY_S = 2.0
+ASK_S = 1.0
+LOOK_S = 6.0  # all stacks of one look
+FRAMES = 60  # per thread
+THREADS = 24
+
+
+class Spy:
+    """Stacks by py-spy where it is installed and allowed, else by faulthandler."""
+
+    def __init__(self) -> None:
+        import shutil
+        import sys
+
+        beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
+        found = beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
+        self._program = os.environ.get(names.PY_SPY, found)
+        self.how = "py-spy" if self._program else "faulthandler (py-spy is not installed)"
+        self.deadline = time.monotonic() + LOOK_S
+
+    def stacks(self, pid: int, asked: str) -> list[dict[str, Any]]:
+        """Nothing once the inspection's time is over: what was seen by then is the answer."""
+        if time.monotonic() > self.deadline:
+            return []
+        if self._program:
+            found = self._by_py_spy(pid)
+            if found:
+                return found
+        return _by_faulthandler(pid, asked)
+
+    def argument(self, pid: int, function: str, names_: tuple[str, ...]) -> int | None:
+        """A whole number that was passed to a function on the main thread's stack."""
+        if not self._program:
+            return None
+        import json
+        import subprocess
+
+        try:
+            command = [self._program, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
+            done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
+            threads = json.loads(done.stdout)
+        except (subprocess.SubprocessError, ValueError):
+            return None
+        for thread in threads:
+            for frame in thread.get("frames") or () if thread.get("os_thread_id") == pid else ():
+                for local in frame.get("locals") or () if frame.get("name") == function else ():
+                    if local.get("name") in names_ and str(local.get("repr")).isdigit():
+                        return int(local["repr"])
+        return None
+
+    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
+        import json
+        import subprocess
+
+        assert self._program is not None
+        try:
+            done = subprocess.run([self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False)
+        except (subprocess.TimeoutExpired, OSError) as problem:
+            self._program = None
+            self.how = f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
+            return []
+        if done.returncode != 0:
+            said = done.stderr.decode("utf-8", "replace")
+            if "ermission" in said:  # PermissionDenied, or EPERM's text
+                self._program = None
+                self.how = "faulthandler (py-spy may not read the ranks: it needs CAP_SYS_PTRACE here)"
+            return []
+        try:
+            return [_thread(one) for one in json.loads(done.stdout)][:THREADS]
+        except ValueError:
+            return []
+
+
+class Loops:
+    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in it."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, list[tuple[int, int]]] = {}
+
+    def around(self, file: str, line: int) -> list[int]:
+        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't be read."""
+        if "/lib/python" in file or not file.endswith(".py"):
+            return []
+        if file not in self._known:
+            self._known[file] = self._parse(file)
+        return [first for first, last in self._known[file] if first < line <= last]
+
+    @staticmethod
+    def _parse(file: str) -> list[tuple[int, int]]:
+        import ast
+
+        try:
+            with open(file, encoding="utf-8") as source:
+                tree = ast.parse(source.read(1 << 20))
+        except (OSError, SyntaxError, ValueError):
+            return []
+        return sorted((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While, ast.AsyncFor)))
+
+
+def _thread(one: dict[str, Any]) -> dict[str, Any]:
+    frames = [[frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0] for frame in one.get("frames") or ()]
+    return {
+        "name": one.get("thread_name") or "", "main": one.get("os_thread_id") == one.get("pid"), "active": bool(one.get("active")),
+        "gil": bool(one.get("owns_gil")), "frames": frames[:FRAMES],
+    }  # fmt: skip
+
+
+def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
+    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
+    one = processes.process(pid)
+    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
+        return []
+    before = _size(path)
+    if not kernel.send(one, names.STACK_SIGNAL):
+        return []
+    deadline = time.monotonic() + ASK_S
+    size = before
+    while time.monotonic() < deadline:
+        time.sleep(0.02)
+        now = _size(path)
+        if now > before and now == size:
+            break
+        size = now
+    try:
+        with open(path, "rb") as file:
+            file.seek(before)
+            text = file.read(1 << 18).decode("utf-8", "replace")
+    except OSError:
+        return []
+    return _threads_of(text)
+
+
+def _threads_of(text: str) -> list[dict[str, Any]]:
+    threads: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", "Current thread 0x")):
+            threads.append({"name": "", "main": False, "active": False, "gil": False, "frames": []})
+        elif line.startswith('  File "') and threads:
+            file, _, rest = line[len('  File "') :].rpartition('", line ')
+            number, _, name = rest.partition(" in ")
+            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
+    if threads:
+        threads[-1]["main"] = True  # faulthandler writes the newest thread first
+    return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
+
+
+def _catches(pid: int, signum: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    except OSError:
+        return False
+    return False
+
+
+def _has_open(pid: int, path: str) -> bool:
+    """A script that closed it may have a file of its own under that number by now: nothing is written into that."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        return any(os.readlink(f"{folder}/{fd}") == path for fd in os.listdir(folder))
+    except OSError:
+        return False
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
