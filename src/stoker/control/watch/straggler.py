@@ -12,7 +12,7 @@ from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Snapshot
+from stoker.control.watch.snapshot import Snapshot, main_thread
 
 FIRST_ASK = 8  # steps
 EVERY = 2  # steps, while it is watched closely
@@ -173,7 +173,7 @@ def waits_for_others(one: Snapshot) -> bool:
     """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited for."""
     inside = 0
     for threads in one.samples:
-        main = next((thread for thread in threads if thread.main), threads[0] if threads else None)
+        main = main_thread(threads)
         if main is not None and (stacks.in_collective(main.frames) or any(frame.function in _GPU_WAITS for frame in main.frames[:2]) or not main.active):
             inside += 1
     return 2 * inside > len(one.samples)
@@ -188,7 +188,7 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     own: dict[str, int] = {}
     loader = busy = 0
     for threads in one.samples:
-        main = next((thread for thread in threads if thread.main), threads[0] if threads else None)
+        main = main_thread(threads)
         if main is None or not main.frames or stacks.in_collective(main.frames):
             continue
         busy += 1
