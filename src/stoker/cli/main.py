@@ -6,9 +6,12 @@ import sys
 
 COMMANDS = {
     "run": "start a script on this machine's GPUs (or CPUs): torchrun's place, torchrun's flags",
+    "train": "train a language model: checks, data, then a run of the stage's recipe",
+    "prepare": "make data ready for training: tokenizer and token shards, once",
     "runs": "list the runs",
     "why": "how a run ended, and why",
     "logs": "what a rank printed",
+    "nan": "what made the first NaN or Inf: look at a nan_step_N folder",
     "attach": "follow a run that is under way",
     "stop": "end a run",
     "clean": "free what dead runs left behind; shows first, acts with --yes",
@@ -27,6 +30,7 @@ usage: stoker COMMAND [options]
   stoker run train.py --lr 3e-4              one rank per GPU
   stoker run --nproc-per-node 2 train.py     two ranks
   stoker run --gpus any:2 --wait 10m train.py
+  stoker train pretrain --data texts/        a language model, on GPUs or on the CPU
   stoker why                                 the last run's verdict
 
 `stoker COMMAND --help` says more. Exit codes: the guilty rank's own, 128+n for a signal, 70 where that would be 0, 64-78 for a refusal.

@@ -54,7 +54,11 @@ def parse(argv: list[str]) -> Request:
 
 
 def main(argv: list[str]) -> int:
-    request = parse(argv)
+    return start(parse(argv))
+
+
+def start(request: Request) -> int:
+    """The run itself, for every command that makes a request."""
     if request.options.ladder or any(os.environ.get(name) for name in ("RUN_IMPORT_TEST", "RUN_SINGLE_GPU_TEST")):
         from stoker.cli.ladder import before_run
         from stoker.control.launch.ladder import wanted_by_environment

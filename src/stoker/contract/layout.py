@@ -8,6 +8,8 @@ SCHEMA = 1
 RUN = "run.json"
 EVENTS = "events.jsonl"
 VERDICT = "verdict.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"
 

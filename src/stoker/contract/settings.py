@@ -46,9 +46,12 @@ def _kind(settings: type[Any], name: str) -> str:
     return str(settings.__annotations__[name]).replace(" | None", "")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[Any]) -> None:
+def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tuple[str, ...] = ()) -> None:
+    """`without`: fields that are no flags here."""
     groups: dict[str, Any] = {}
     for name, spec in options_of(settings).items():
+        if name in without:
+            continue
         if spec.group not in groups:
             groups[spec.group] = parser.add_argument_group(spec.group)
         kind = _kind(settings, name)

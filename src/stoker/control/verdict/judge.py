@@ -10,12 +10,12 @@ import signal
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, rank
+from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, numbers, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
-_FAMILIES = (memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
+_FAMILIES = (numbers, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -55,7 +55,7 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
     bad = sorted((end for end in evidence.ends if failed(end, evidence.stopped_at)), key=when)
     causes = [end for end in bad if not is_consequence(end)]
     if causes and not (evidence.steps_reached and when(causes[0]) >= evidence.stopped_at):
-        return causes[0]
+        return numbers.named_by(causes) or causes[0]
     if not bad or evidence.steps_reached:
         return None
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost.

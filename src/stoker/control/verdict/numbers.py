@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.control.verdict.catalogue import CATALOGUE, entry
+from stoker.contract.shapes import RankEnd
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
+from stoker.control.verdict.wording import first_line
 
 # Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN everywhere.
 _FIX = (
@@ -24,6 +28,39 @@ entry(
     contradicts="it comes back: a spike",
     fix=("a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings", *_FIX[:2]),
 )  # fmt: skip
+
+
+@cause(
+    "nan.traced",
+    seen="stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad operation (NonFinite)",
+    contradicts="a script that tells or prints its losses and goes on: nan.loss",
+    fix=(
+        "stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the files",
+        "a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)",
+        "--preset stable: all cautious numbers at once",
+        "not reproduced in the replay? `stoker burnin` compares the cards bit for bit",
+    ),
+)
+def traced(case: Case) -> Found | None:
+    """A step's loss or gradient is NaN or infinite, and its replay says where that began."""
+    if not _is_traced(case.end):
+        return None
+    said = first_line(case.message, 500)
+    return Found(said, (f"said by rank {case.end.rank}, which all ranks agree on: {said}",))
+
+
+def _is_traced(end: RankEnd) -> bool:
+    return end.error is not None and end.error.type == "NonFinite" and end.error.module == "stoker.training.forensics.culprit"
+
+
+def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """All ranks raise the same finding at once: the guilty one is whom it names, not who was first to raise it."""
+    for end in ends:
+        if not _is_traced(end) or end.error is None:
+            continue
+        found = re.search(r"\bon ranks? (\d+)", end.error.message)
+        return next((one for one in ends if found and _is_traced(one) and one.rank == int(found[1])), None)
+    return None
 
 
 def summary(kind: str, rank: int, label: str, step: int, value: str) -> str:

@@ -1,0 +1,100 @@
+"""stoker nan [DIR] [--rank R] [--tensor NAME] [--json]"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.settings import Parser
+from stoker.contract.shape import as_json
+from stoker.control.record import reader
+from stoker.training.forensics import reading
+from stoker.training.forensics.banner import banner, headline, table
+from stoker.training.forensics.culprit import decide
+
+TEXT = 300  # characters of a sample
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker nan", description="Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples.")
+    made.add_argument("where", nargs="?", metavar="DIR", help="a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)")
+    made.add_argument("--rank", type=int, metavar="R", help="which rank (default: the guilty one)")
+    made.add_argument("--tensor", metavar="NAME", help="show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument("--json", action="store_true", help="the reports (or the tensor) as JSON")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    folder = _folder(told.where, layout.runs_root(told.runs_dir, os.environ))
+    dumps = reading.ranks(folder)
+    guilty = decide([one.report for one in dumps])
+    wanted = told.rank if told.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)
+    dump = next((one for one in dumps if one.report.rank == wanted), None)
+    if dump is None:
+        raise Refusal(f"{folder} has no rank {wanted}; there are {', '.join(str(one.report.rank) for one in dumps)}", EX_NOINPUT)
+    if told.tensor:
+        _tensor(reading.show(dump, told.tensor), told.json)
+    elif told.json:
+        shown = [one for one in dumps if told.rank is None or one is dump]
+        found = {"schema": 1, "folder": folder, "summary": guilty.summary, "ranks": list(guilty.ranks), "reports": [one.report.to_json() for one in shown]}
+        json.dump(found, sys.stdout, indent=1)
+        print()
+    else:
+        _print(dump, dumps, guilty.summary)
+    return 0
+
+
+def _folder(where: str | None, root: str) -> str:
+    if where is not None and os.path.exists(os.path.join(where, reading.REPORT)):
+        return where
+    place = where if where is not None and os.path.isdir(where) else reader.find(where, root).dir
+    found = reading.newest(place)
+    if found is None:
+        raise Refusal(f"no nan_step_N in {place}: nothing went NaN there, or nan.dump was off", EX_NOINPUT)
+    return found
+
+
+def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) -> None:
+    print(banner(dump.report))
+    for name, why in {**dump.cut, **dump.left_out}.items():
+        print(f"not whole: {name}: {why}")
+    samples = reading.texts(dump)
+    if samples:
+        print("\nSamples:")
+    for sample in samples[:8]:
+        print(f"  {sample.get('id')} (micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets): {_words(sample)}")
+    others = [one for one in dumps if one is not dump]
+    if others:
+        print("\nOther ranks:")
+    for one in others:
+        print(f"  {headline(one.report)}")
+    print(f"\n{summary}")
+    print(f"files: {dump.folder}")
+
+
+def _words(sample: dict[str, Any]) -> str:
+    text = sample.get("text")
+    if text is None:
+        return f"{len(sample.get('tokens') or ())} tokens, not decoded"
+    return json.dumps(text[:TEXT], ensure_ascii=False) + ("…" if len(text) > TEXT else "")
+
+
+def _tensor(shown: reading.Shown, as_json_: bool) -> None:
+    if as_json_:
+        json.dump({"schema": 1, **as_json(shown)}, sys.stdout, indent=1)
+        print()
+        return
+    print("\n".join(table((shown.stats,))))
+    if shown.cut:
+        print(f"  only {shown.cut}")
+    for index, value in shown.bad:
+        print(f"  [{', '.join(str(one) for one in index)}] = {value}")
+    if shown.stats.bad > len(shown.bad):
+        print(f"  … and {shown.stats.bad - len(shown.bad)} more")
+    print(f"file: {shown.file}")

@@ -1,0 +1,55 @@
+"""stoker prepare [--config F] [--preset P] [--data PATH ...] [--data.context_length N ...] [--verify] [--json]"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+from stoker.contract.shape import as_json
+
+_HELP = """usage: stoker prepare [--config FILE] [--preset NAME] [--data PATH ...] [any config key as a flag] [--verify] [--json]
+
+Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
+The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called.
+
+  --verify    compare every shard with its checksum, even where nothing changed; a damaged one is made again
+  --json      what was made, as JSON
+
+examples:
+  stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
+  stoker prepare --data 'web/*.jsonl' --data more.parquet --data.text_key content
+  stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
+"""
+
+
+def main(argv: list[str]) -> int:
+    if "-h" in argv or "--help" in argv:
+        print(_HELP, end="")
+        return 0
+    from stoker.training.config.resolve import resolve
+    from stoker.training.data.prepare import prepare
+
+    as_data, verify = "--json" in argv, "--verify" in argv
+    resolved = resolve([word for word in argv if word not in ("--json", "--verify")], os.environ, gpus_present=False)
+    began = time.monotonic()
+    made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
+    seconds = time.monotonic() - began
+    if as_data:
+        print(json.dumps({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}, indent=1, ensure_ascii=False))
+        return 0
+    documents = made.train_documents + made.validation_documents
+    tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes
+    how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if made.fresh else f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
+    print(f"{tokens:,} tokens of {documents:,} {'conversations' if made.kind == 'chat' else 'documents'}, {how}")
+    held = f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)" if made.validation_tokens else "nothing held out"
+    print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}; {size / max(tokens, 1):.2f} bytes/token")
+    if made.kind == "chat":
+        print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {made.cut:,} cut, {made.dropped:,} with nothing to learn")
+    print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(f"stoker: {line}", file=sys.stderr, flush=True)

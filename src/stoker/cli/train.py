@@ -1,0 +1,167 @@
+"""stoker train STAGE [options]: checks, data, then `stoker run` of that stage's recipe"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import re
+import sys
+from typing import Any
+
+from stoker.contract import names
+from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
+from stoker.control.launch.options import RunOptions
+from stoker.control.launch.request import Request
+from stoker.control.machine.model import Machine
+from stoker.training.config.check import check, check_data, check_needs, check_ranks
+from stoker.training.config.flags import add_key_flags
+from stoker.training.config.layers import PREFIX, Layers, gather
+from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
+
+STAGES = {"pretrain": "stoker.training.recipes.pretrain"}
+
+_NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
+_HELP = """usage: stoker train STAGE [options]
+
+stages: {stages}
+
+  stoker train pretrain --data texts/*.txt                  production where there are GPUs, small on a CPU
+  stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
+  stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
+
+`stoker train STAGE --help` lists every key and every option.
+"""
+_EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
+`stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
+preset < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags. docs/config.yaml has every key in one file.
+exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
+
+
+def parser(stage: str | None = None) -> Parser:
+    made = Parser(
+        prog=f"stoker train {stage or 'STAGE'}", usage=f"stoker train {stage or 'STAGE'} [options]", epilog=_EPILOG, allow_abbrev=False,
+        description="Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s options and every key.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    if stage is None:  # for completion
+        made.add_argument("stage", choices=list(STAGES))
+    add_key_flags(made)
+    add_flags(made, RunOptions, without=_NOT_HERE)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help"):
+        print(_HELP.format(stages=", ".join(STAGES)), end="")
+        return 0 if argv else EX_USAGE
+    stage, words = argv[0], argv[1:]
+    if stage not in STAGES:
+        what = "name the stage first: stoker train STAGE [options]" if stage.startswith("-") else f"no stage {stage!r}{suggest(stage, STAGES)}"
+        raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
+    made = parser(stage)
+    found, extra = made.parse_known_args(words)
+    if extra:
+        made.unknown(extra)
+    told = vars(found)
+    layers = gather(told.pop("keys", ()), os.environ)
+    return _train(stage, layers, told)
+
+
+def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
+    outside = _run_layers(layers.run, layers.path, told)
+    machine = _look()
+    gpus = _gpus_wanted(build(RunOptions, *outside), machine)
+    resolved = settle(layers, gpus)
+    named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
+    outside = _run_layers(named, layers.path, told)  # with the GPU that the file's device_id names, unless --gpus names others
+    options = build(RunOptions, {"module": True}, *outside)
+    _refuse_what_can_be(resolved, options, machine, gpus)
+    for line in resolved.lines:
+        _say(line)
+    if not options.dry_run:
+        _prepare(resolved, options)
+    elif not options.json:
+        from stoker.training.config.yamlform import as_yaml
+
+        print(as_yaml(resolved.config), end="", flush=True)
+    if resolved.config.parallel.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
+    for name in [name for name in os.environ if name.startswith(PREFIX)]:
+        del os.environ[name]  # what they say is in the ranks' flags by now
+    from stoker.cli.run import start
+
+    given = frozenset(key for layer in outside for key in layer) | {"module"}
+    return start(Request(options, STAGES[stage], tuple(flags(resolved.config)), given))
+
+
+def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options of `stoker run`: the config file's section, torchrun's variables, flags."""
+    where = f"config file {path}: run"
+    for name in _NOT_HERE:
+        if name in section:
+            raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
+    variables = from_environment(RunOptions, "PET_", {key: text for key, text in os.environ.items() if key[4:].lower() not in _NOT_HERE})
+    return [from_mapping(RunOptions, section, where), variables, told]
+
+
+def _look() -> Machine:
+    """As `stoker run` will see it; a driver that hangs costs three seconds, not the launch."""
+    recorded = os.environ.get(names.MACHINE)
+    if recorded:
+        from stoker.control.machine.observe import read_recorded
+
+        return read_recorded(recorded)
+    from stoker.control.machine.examine import examine
+
+    return examine("", 0, frozenset()).machine
+
+
+def _gpus_wanted(options: RunOptions, machine: Machine) -> bool:
+    """A driver that does not answer counts: `stoker run` says what is wrong with it."""
+    asked = options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or ""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    return bool(machine.gpus or machine.gpu_error) and not hidden and asked.strip().lower() != "cpu"
+
+
+def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
+    """All that can be said before the data is read."""
+    config, given = resolved.config, resolved.given
+    remote = options.hosts is not None
+    check(config, given, on_cpu(config, gpus or remote))
+    if config.parallel.device == "cuda" and not gpus and not remote:
+        raise Refusal("parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU", EX_UNAVAILABLE, cause="gpu.too-few")
+    if config.parallel.device == "cpu" and (options.gpus or options.gpu):
+        raise Refusal(f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out", EX_USAGE)
+    if not remote:
+        check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
+        if options.nproc_per_node and options.nproc_per_node.isdigit():
+            check_ranks(config, int(options.nproc_per_node), given)
+    elif config.needs.gpus or config.needs.vram:
+        _say("needs: not checked, the GPUs are those of other hosts")
+    if not config.data.path:
+        raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
+    for path in config.data.path:
+        if not os.path.exists(path) and not glob.has_magic(path) and not _may_be_hub_id(path):
+            origin = given.get("data.path")
+            raise Refusal(f"{origin.words if origin else 'data.path'} {path}: no such file or folder", EX_NOINPUT)
+
+
+def _may_be_hub_id(path: str) -> bool:
+    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not path.endswith((".txt", ".json", ".jsonl", ".parquet", ".md", ".gz", ".zst"))
+
+
+def _prepare(resolved: Resolved, options: RunOptions) -> None:
+    """Before there are ranks, never inside a process group; then what only the data can tell."""
+    from stoker.training.data.prepare import prepare
+
+    config = resolved.config
+    if options.hosts is not None:
+        _say("data is prepared on this host only: other hosts need the same cache folder, shared or copied")
+    ready = prepare(config.data, config.tokenizer, _say)
+    check_data(config, ready.train_tokens, ready.vocab_size, resolved.given)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,44 @@
+"""metrics.jsonl: one line per logged step, appended whole. Rank 0 writes it; nobody else does."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from stoker.contract import layout
+
+
+def _number(value: Any) -> Any:
+    """NaN and Infinity are not JSON: they are written as words."""
+    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+
+
+class Metrics:
+    def __init__(self, run_dir: str, resumed_at: int = 0) -> None:
+        """`resumed_at`: lines of that step and later are of an attempt that was lost; the steps are made again."""
+        self._path = os.path.join(run_dir, layout.METRICS)
+        if os.path.exists(self._path):
+            self._forget(resumed_at)
+        self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _forget(self, step: int) -> None:
+        kept = []
+        with open(self._path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    if line.endswith("\n") and json.loads(line)["step"] < step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    continue  # a line that a crash cut
+        temporary = f"{self._path}.{os.getpid()}.tmp"
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+        os.replace(temporary, self._path)
+
+    def write(self, **values: Any) -> None:
+        line = json.dumps({"schema": layout.SCHEMA, **{name: _number(value) for name, value in values.items()}}) + "\n"
+        os.write(self._handle, line.encode())
+
+    def close(self) -> None:
+        os.close(self._handle)

@@ -1,0 +1,1 @@
+"""Complete or not there: asynchronous, checksummed, for any number of ranks."""

@@ -1,0 +1,150 @@
+"""The folder of checkpoints: names, atomic steps between them, what stays and what goes, who may write."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable
+
+from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+
+_STEP = re.compile(r"step-(\d{8,})")
+_TOKEN = re.compile(r"[A-Za-z0-9_]+")
+_UNFINISHED = re.compile(r"step-\d{8,}\.([A-Za-z0-9_]+)-(\d+)\.tmp")
+_GONE, _REPLACED, LOCK = ".gone-", ".replaced-", ".writer"
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def unfinished_name(step: int, token: str, serial: int) -> str:
+    """Ends in .tmp, so that nobody takes it for a checkpoint. The serial tells a second try of a step from the first."""
+    if not _TOKEN.fullmatch(token):
+        raise ValueError(f"token {token!r}: letters, digits and _ only")
+    return f"{name_of(step)}.{token}-{serial}.tmp"
+
+
+def steps_in(folder: str) -> dict[int, str]:
+    """Step -> path of everything that has a checkpoint's name, newest first."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    found = {int(match[1]): os.path.join(folder, name) for name in names if (match := _STEP.fullmatch(name))}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def sync_folder(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: str, data: bytes) -> None:
+    """There with all its bytes on the disk, or not there."""
+    fresh = path + ".part"
+    try:
+        with open(fresh, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(fresh, path)
+    except OSError:
+        if os.path.exists(fresh):
+            os.unlink(fresh)
+        raise
+
+
+def remove(path: str) -> None:
+    """Under a hidden name first: a half-deleted checkpoint is never taken for one."""
+    parent, name = os.path.split(path)
+    gone = os.path.join(parent, f"{_GONE}{name}-{os.getpid()}")
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(gone)
+
+
+def put_in_place(fresh: str, final: str) -> None:
+    """Renames, where a checkpoint of this step may be there already: a crash between the two renames is mended by `mend`."""
+    parent, name = os.path.split(final)
+    old = os.path.join(parent, _REPLACED + name)
+    replaces = os.path.isdir(final)
+    if replaces:
+        if os.path.isdir(old):
+            remove(old)
+        os.rename(final, old)
+    os.rename(fresh, final)
+    sync_folder(parent)
+    if replaces:
+        remove(old)
+
+
+def mend(folder: str) -> None:
+    """A checkpoint that was being replaced when the writer died comes back."""
+    if not os.path.isdir(folder):
+        return
+    for name in os.listdir(folder):
+        if name.startswith(_REPLACED):
+            final = os.path.join(folder, name.removeprefix(_REPLACED))
+            if os.path.isdir(final):
+                remove(os.path.join(folder, name))
+            else:
+                os.rename(os.path.join(folder, name), final)
+
+
+def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
+    """Removes the unfinished checkpoints whose (token, serial) is dead, and what was being deleted when somebody died."""
+    for name in os.listdir(folder):
+        match = _UNFINISHED.fullmatch(name)
+        if match and dead(match[1], int(match[2])):
+            remove(os.path.join(folder, name))
+        elif name.startswith(_GONE):
+            shutil.rmtree(os.path.join(folder, name))
+
+
+def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], keep_best: bool) -> None:
+    """Removes what is older than the newest `keep` complete ones (`scores` has those), but for the best. What is later than `step` stays."""
+    complete = sorted((one for one in scores if one <= step), reverse=True)
+    staying = {step, *complete[: max(keep, 1)]}
+    scored = {one: score for one, score in scores.items() if score is not None}
+    if keep_best and scored:
+        staying.add(min(scored, key=lambda one: (scored[one], -one)))
+    for one, path in steps_in(folder).items():
+        if one < step and one not in staying:
+            remove(path)
+
+
+def hold(folder: str, say: Callable[[str], None]) -> int | None:
+    """Makes the folder and locks it for this process's life: two jobs in one folder would delete each other's files.
+
+    A POSIX lock: unlike flock it is not inherited by forked data workers, so it goes with the process that took it.
+    """
+    try:
+        os.makedirs(folder, exist_ok=True)
+        fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as problem:
+        raise Refusal(f"checkpoints can't be written in {folder}: {problem.strerror}; give another place with --checkpoint.folder", EX_CANTCREAT) from problem
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as problem:
+        holder = os.read(fd, 200).decode("utf-8", "replace").strip() or "another process"
+        os.close(fd)
+        raise Refusal(f"{holder} is writing checkpoints in {folder}; stop it or give another place with --checkpoint.folder", EX_TEMPFAIL) from problem
+    except OSError as problem:
+        say(f"{folder}: this file system can't lock ({problem.strerror}); see to it that only one job writes its checkpoints there")
+        os.close(fd)
+        return None
+    try:
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as problem:
+        say(f"{folder}: {problem.strerror}; checkpoints will fail until that is mended")
+    return fd

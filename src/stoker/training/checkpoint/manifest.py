@@ -1,0 +1,172 @@
+"""What a checkpoint's manifest.json says: which files with which checksums, and where each tensor's pieces lie. No torch here."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.contract.shape import as_json, shape
+
+SCHEMA = 1
+NAME = "manifest.json"
+_PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+
+@shape
+class Piece:
+    """One block of a tensor, as one file holds it."""
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@shape
+class Entry:
+    """A whole tensor. `rank`: it belongs to that rank alone (its random state, say), and another world size does not miss it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it
+    pieces: tuple[Piece, ...]
+    rank: int | None = None
+
+
+@shape
+class Sums:
+    """A file's size, and the CRC-32 of each `chunk` bytes of it."""
+
+    size: int
+    chunk: int
+    crc32: tuple[int, ...]
+
+
+@shape
+class Manifest:
+    step: int
+    world: int
+    token: str
+    files: dict[str, Sums]
+    tensors: dict[str, Entry]
+    meta: dict[str, Any]
+    score: float | None = None
+
+
+def encode(manifest: Manifest) -> bytes:
+    body = {"schema": SCHEMA, **as_json(manifest)}
+    return json.dumps({**body, "sha256": _digest(body)}, indent=1).encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """Trusts nothing in it: ValueError says what is wrong."""
+    body = json.loads(data)
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    if body.get("schema") != SCHEMA:
+        raise ValueError(f"its schema is {body.get('schema')!r}, this Stoker reads {SCHEMA}")
+    if body.pop("sha256", None) != _digest(body):
+        raise ValueError("its own checksum is wrong")
+    score = body.get("score")
+    if score is not None and not isinstance(score, (int, float)):
+        raise ValueError(f"score is {score!r}")
+    manifest = Manifest(
+        step=_count(body.get("step"), "step"), world=_count(body.get("world"), "world"), token=str(body.get("token")),
+        files=decode_files(body.get("files")), tensors=decode_tensors(body.get("tensors")), meta=_mapping(body.get("meta"), "meta"), score=score,
+    )  # fmt: skip
+    problem = disagreement(manifest.files, manifest.tensors)
+    if problem:
+        raise ValueError(problem)
+    return manifest
+
+
+def decode_files(found: object) -> dict[str, Sums]:
+    files: dict[str, Sums] = {}
+    for name, sums in _mapping(found, "files").items():
+        if not _PLAIN.fullmatch(name):
+            raise ValueError(f"{name!r} is not a plain file name inside the checkpoint's folder")
+        sums = _mapping(sums, name)
+        size, chunk = _count(sums.get("size"), f"{name}: size"), _count(sums.get("chunk"), f"{name}: chunk")
+        crc32 = _counts(sums.get("crc32"), f"{name}: crc32")
+        if chunk < 1 or len(crc32) != -(-size // chunk):
+            raise ValueError(f"{name}: {len(crc32)} checksums for {size} bytes in chunks of {chunk}")
+        files[name] = Sums(size, chunk, crc32)
+    return files
+
+
+def decode_tensors(found: object) -> dict[str, Entry]:
+    tensors: dict[str, Entry] = {}
+    for name, entry in _mapping(found, "tensors").items():
+        entry = _mapping(entry, name)
+        pieces = entry.get("pieces")
+        if not isinstance(pieces, list):
+            raise ValueError(f"{name}: pieces is {pieces!r}")
+        rank = entry.get("rank")
+        tensors[name] = Entry(
+            _counts(entry.get("shape"), f"{name}: shape"), str(entry.get("dtype")),
+            tuple(_piece(_mapping(piece, name), name) for piece in pieces), None if rank is None else _count(rank, f"{name}: rank"),
+        )  # fmt: skip
+    return tensors
+
+
+def _piece(found: Mapping[str, Any], name: str) -> Piece:
+    return Piece(str(found.get("file")), str(found.get("key")), _counts(found.get("offset"), f"{name}: offset"), _counts(found.get("shape"), f"{name}: shape"))
+
+
+def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str | None:
+    """A tensor whose pieces do not make exactly the whole, or lie in a file that is not listed."""
+    for name, entry in tensors.items():
+        for piece in entry.pieces:
+            if piece.file not in files:
+                return f"{name} lies in {piece.file!r}, which is not among the files"
+            if not len(piece.offset) == len(piece.shape) == len(entry.shape):
+                return f"{name}: a piece has another number of dimensions"
+            if any(start + size > whole for start, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)):
+                return f"{name}: a piece lies outside of shape {list(entry.shape)}"
+        if sum(math.prod(piece.shape) for piece in entry.pieces) != math.prod(entry.shape) or _overlap(entry.pieces):
+            return f"{name}: its pieces do not make the whole tensor of shape {list(entry.shape)}"
+    return None
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    if len(pieces) < 2 or not pieces[0].shape:
+        return len(pieces) > 1
+    ordered = sorted(pieces, key=lambda piece: piece.offset)
+    if all(one.offset[0] + one.shape[0] <= two.offset[0] for one, two in itertools.pairwise(ordered)):
+        return False  # cut along the first dimension, as nearly always
+    return any(overlap(one.offset, one.shape, two.offset, two.shape) for n, one in enumerate(ordered) for two in ordered[n + 1 :])
+
+
+def overlap(
+    offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:  # fmt: skip
+    """Where two blocks meet: (start, stop) per dimension; None where they don't."""
+    start = tuple(map(max, offset, other_offset))
+    stop = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True))
+    return (start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _mapping(found: object, what: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} is {str(found)[:80]!r}")
+    return found
+
+
+def _count(found: object, what: str) -> int:
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise ValueError(f"{what} is {str(found)[:80]!r}")
+    return found
+
+
+def _counts(found: object, what: str) -> tuple[int, ...]:
+    if not isinstance(found, list):
+        raise ValueError(f"{what} is {str(found)[:80]!r}")
+    return tuple(_count(one, what) for one in found)

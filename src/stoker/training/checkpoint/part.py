@@ -1,0 +1,117 @@
+"""One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from stoker.contract.quantities import gb
+from stoker.contract.shape import as_json, shape
+from stoker.training.checkpoint.folders import sync_folder, write_whole
+from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
+from stoker.training.checkpoint.sums import SummedFile
+
+if TYPE_CHECKING:
+    from stoker.training.checkpoint.snapshot import Buffers, Placed
+
+
+class GivenUp(Exception):
+    """This checkpoint will not be; `own` when it is this rank's own trouble, which it should say."""
+
+    def __init__(self, line: str, own: bool = True) -> None:
+        super().__init__(line)
+        self.own = own
+
+
+@shape
+class Part:
+    rank: int
+    files: dict[str, Sums]
+    tensors: dict[str, Entry]
+
+
+def file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def note_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+def failure_name(rank: int) -> str:
+    return f"rank-{rank:05d}.failed"
+
+
+def write_part(folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]) -> Part:
+    """Leaves nothing of its own behind when it fails."""
+    name, size = file_name(rank), max((one.stop for one in placed), default=0)
+    _room_for(folder, name, size)
+    entries = {one.source.name: _entry(one, name) for one in placed}
+    files: dict[str, Sums] = {}
+    try:
+        if size:
+            files[name] = _write_tensors(os.path.join(folder, name), step, placed, buffers, size, stopped)
+        part = Part(rank, files, entries)
+        write_whole(os.path.join(folder, note_name(rank)), json.dumps(as_json(part)).encode())
+        sync_folder(folder)
+    except BaseException:
+        for left in (name, note_name(rank)):
+            if os.path.exists(os.path.join(folder, left)):
+                os.unlink(os.path.join(folder, left))
+        raise
+    return part
+
+
+def read_part(folder: str, rank: int) -> Part:
+    with open(os.path.join(folder, note_name(rank)), "rb") as file:
+        found = json.load(file)
+    return Part(rank, decode_files(found["files"]), decode_tensors(found["tensors"]))
+
+
+def note_failure(folder: str, rank: int, why: str) -> None:
+    """So that rank 0 need not wait. Where not even this can be written, rank 0's own deadline ends the waiting."""
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, failure_name(rank)), "w", encoding="utf-8") as file:
+        file.write(why)
+
+
+def _room_for(folder: str, name: str, size: int) -> None:
+    """Known too little room is refused before a byte is written: a disk filled to the brim takes logs and metrics down as well."""
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
+    if disk.f_blocks and free < size:
+        raise GivenUp(f"{name} needs {gb(size)} and {gb(free)} are free in {os.path.dirname(folder)}")
+
+
+def _entry(one: Placed, file: str) -> Entry:
+    source = one.source
+    pieces = (Piece(file, source.name, source.block.offset, tuple(source.block.data.shape)),) if source.block else ()
+    return Entry(source.whole, source.dtype, pieces, source.rank)
+
+
+def _write_tensors(path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]) -> Sums:
+    """The safetensors format: eight bytes of header length, a JSON header padded to eight, then the data without gaps."""
+
+    def between(fd: int) -> None:
+        if stopped():
+            raise GivenUp("the run ended while it was being written")
+        if os.fstat(fd).st_nlink == 0:
+            raise GivenUp("rank 0 gave it up", own=False)
+
+    header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
+    for one in placed:
+        if one.source.block:
+            header[one.source.name] = {"dtype": one.source.dtype, "shape": list(one.source.block.data.shape), "data_offsets": [one.start, one.stop]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    out = SummedFile(path, between)
+    try:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for view in buffers.read(size):
+            out.write(view)
+        return out.finish()
+    finally:
+        out.close()

@@ -1,0 +1,1 @@
+"""Typed, nested settings: file < environment < flags; presets."""

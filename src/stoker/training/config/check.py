@@ -1,0 +1,165 @@
+"""What no training can be made of: numbers out of range, combinations that exclude each other. Pure: a configuration in, a refusal out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import gb
+from stoker.contract.shape import shape
+from stoker.training.config.keys import KEYS, values_of
+from stoker.training.config.layers import Origin
+from stoker.training.config.schema import Config, NeedsConfig
+
+_NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
+LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
+
+
+@shape
+class Range:
+    low: float
+    high: float = math.inf
+    above: bool = False  # low itself is out
+    below: bool = False  # high itself is out
+
+    def __contains__(self, value: float) -> bool:
+        return (self.low < value if self.above else self.low <= value) and (value < self.high if self.below else value <= self.high) and math.isfinite(value)
+
+    def __str__(self) -> str:
+        if self.high == math.inf:
+            return f"above {self.low:g}" if self.above else f"from {self.low:g} up"
+        return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
+
+
+_ANY, _ONE, _TWO, _POSITIVE, _SHARE, _LESS_THAN_ALL = Range(0), Range(1), Range(2), Range(0, above=True), Range(0, 1), Range(0, 1, below=True)
+RANGES: dict[str, Range] = {
+    **dict.fromkeys(("model.depth", "model.vocab_size", "data.max_samples", "data.num_workers", "data.seed", "train.seed", "batch.tokens", "batch.micro",
+                     "optim.warmup_steps", "optim.weight_decay", "optim.max_grad_norm", "train.max_steps", "train.epochs", "train.eval_every",
+                     "train.eval_tokens", "checkpoint.every_steps", "checkpoint.every", "needs.gpus", "needs.vram"), _ANY),
+    **dict.fromkeys(("model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ff", "tokenizer.train_megabytes", "batch.accumulation",
+                     "train.log_every", "train.profile_steps", "checkpoint.keep"), _ONE),
+    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps",
+                     "parallel.timeout"), _POSITIVE),
+    **dict.fromkeys(("optim.min_ratio", "optim.cooldown"), _SHARE),
+    **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),
+    "data.context_length": _TWO, "tokenizer.vocab_size": Range(257), "model.head_dim": _ANY,
+}  # fmt: skip
+
+
+class _Checking:
+    def __init__(self, config: Config, given: Mapping[str, Origin]) -> None:
+        self.config, self.given = config, given
+
+    def refuse(self, names: Sequence[str], line: str) -> NoReturn:
+        """`names`: the keys that make it impossible; the one that was given is to blame."""
+        origin = next((self.given[name] for name in names if name in self.given), None)
+        raise Refusal(f"{origin.words if origin else f'preset {self.config.preset}'}: {line}", origin.code if origin else EX_CONFIG)
+
+
+def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: bool | None = None) -> None:
+    """`given`: where keys were said, for the refusal's words and code. `on_cpu`: None where nobody knows yet."""
+    checking = _Checking(config, given or {})
+    for name, value in values_of(config).items():
+        allowed = RANGES.get(name)
+        if allowed is not None and value not in allowed:
+            checking.refuse([name], f"{name} {KEYS[name].text(value)} is out of range: {allowed}")
+    if not config.model.load:
+        _shape(checking)
+    _run_length_and_batch(checking)
+    _words(checking)
+    _combinations(checking, on_cpu)
+
+
+def _shape(checking: _Checking) -> None:
+    model = checking.config.model
+    if model.head_dim == 0:
+        names = ("model.heads", "model.dim", "model.depth")
+        fits = [count for count in range(1, min(model.dim, 1024) + 1) if model.dim % (2 * count) == 0]
+        if not fits:
+            checking.refuse(names, f"model.dim {model.dim} is odd: no heads of an even width make it; give an even one, or model.head_dim")
+        near = ", ".join(map(str, sorted(sorted(fits, key=lambda count: abs(count - model.heads))[:4])))
+        checking.refuse(names, f"model.heads {model.heads} does not divide model.dim {model.dim}: heads of {near} do, or give model.head_dim")
+    if model.head_dim % 2:
+        names = ("model.head_dim", "model.heads", "model.dim")
+        checking.refuse(names, f"model.head_dim {model.head_dim} is odd (dim {model.dim}, heads {model.heads}): the rotary embedding turns pairs")
+    if model.heads % model.kv_heads:
+        legal = ", ".join(str(count) for count in range(1, min(model.heads, 1024) + 1) if model.heads % count == 0)
+        checking.refuse(("model.kv_heads", "model.heads"), f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}: {legal} do")
+
+
+def _run_length_and_batch(checking: _Checking) -> None:
+    train, batch, context = checking.config.train, checking.config.batch, checking.config.data.context_length
+    if not train.max_steps and not train.epochs:
+        checking.refuse(("train.max_steps", "train.epochs"), "neither train.max_steps nor train.epochs says how long to train")
+    if batch.tokens % context:
+        low = batch.tokens // context * context
+        legal = f"{low} or {low + context}" if low else f"{context}"
+        checking.refuse(("batch.tokens", "data.context_length"), f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is")
+
+
+def _words(checking: _Checking) -> None:
+    config = checking.config
+    unknown = [word for word in config.train.log_to.replace(" ", "").split(",") if word and word not in LOGS_TO]
+    if unknown:
+        checking.refuse(["train.log_to"], f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}")
+    if config.nan.inject and not re.fullmatch(r"[^@\s]+@\d+(@\d+)?", config.nan.inject):
+        checking.refuse(["nan.inject"], f"nan.inject {config.nan.inject!r} is not WHERE@STEP or WHERE@STEP@RANK")
+    if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in _LESS_THAN_ALL:
+        checking.refuse(["data.validation"], f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path")
+
+
+def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
+    config = checking.config
+    compute, strategy = config.compute, config.parallel.strategy
+    if strategy == "fsdp" and compute.cuda_graphs == "on":
+        line = "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
+        checking.refuse(("compute.cuda_graphs", "parallel.strategy"), line)
+    if not on_cpu:
+        return
+    only_gpu = {"compute.fp8": (compute.fp8, "tensorwise"), "compute.cuda_graphs": (compute.cuda_graphs, "on"),
+                "compute.loss": (compute.loss, "liger"), "compute.attention": (compute.attention, "cudnn")}  # fmt: skip
+    for name, (value, needs_gpu) in only_gpu.items():
+        if value == needs_gpu:
+            checking.refuse([name, "parallel.device"], f"{name} {value} needs a GPU, and this would train on the CPU")
+
+
+def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:
+    samples = config.batch.tokens // config.data.context_length
+    if config.batch.tokens and samples < ranks:
+        least = ranks * config.data.context_length
+        _Checking(config, given or {}).refuse(
+            ("batch.tokens", "data.context_length"),
+            f"batch.tokens {config.batch.tokens} is {samples} samples of {config.data.context_length} tokens: too few for {ranks} ranks; {least} is enough",
+        )
+
+
+def check_data(config: Config, train_tokens: int, vocab_size: int, given: Mapping[str, Origin] | None = None) -> None:
+    """What only the prepared data can tell."""
+    context, rows = config.data.context_length, config.model.vocab_size
+    if train_tokens < context + 1:
+        line = f"data.context_length {context} is longer than the data: {train_tokens} tokens to train on; give more data or a shorter context"
+        raise Refusal(line, EX_DATAERR)
+    if rows and rows < vocab_size:
+        line = f"model.vocab_size {rows} is too small for the tokenizer's {vocab_size} tokens: leave it out, or give that many"
+        _Checking(config, given or {}).refuse(["model.vocab_size"], line)
+
+
+def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[str, Origin] | None = None) -> None:
+    """`cards`: the memory of each GPU of the machine; None where the driver does not say."""
+    origins = given or {}
+
+    def blame(name: str) -> str:
+        return f"{origins[name].words}: " if name in origins else ""
+
+    if len(cards) < needs.gpus:
+        raise Refusal(f"{blame('needs.gpus')}it needs {needs.gpus} GPUs, this machine has {len(cards) or 'none'}", EX_UNAVAILABLE, cause="gpu.too-few")
+    count = max(needs.gpus, 1)
+    large = [memory for memory in cards if memory is None or memory >= needs.vram]
+    if needs.vram and len(large) < count:
+        largest = sorted((memory for memory in cards if memory is not None), reverse=True)[:count]
+        found = f"the largest here have {', '.join(gb(memory) for memory in largest)}" if cards else "this machine has none"
+        wanted = f"{count} GPUs" if count > 1 else "a GPU"
+        raise Refusal(f"{blame('needs.vram')}it needs {wanted} with {gb(needs.vram)} of memory, {found}", EX_UNAVAILABLE, cause="gpu.too-few")

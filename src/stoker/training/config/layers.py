@@ -1,0 +1,151 @@
+"""What was asked for, layer by layer: config file < environment < flags. Each value is read here and remembers where it was said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+from stoker.training.config import aliases
+from stoker.training.config.files import load
+from stoker.training.config.flags import Flag
+from stoker.training.config.keys import KEYS
+from stoker.training.config.schema import SECTIONS
+
+PREFIX = "STOKER_TRAIN_"
+
+
+@shape
+class Origin:
+    words: str  # for people: `--learning-rate`, `config file a.yaml: optim.learning_rate`
+    code: int  # the exit code of a refusal because of it
+
+
+@shape
+class Layer:
+    """One place where keys were given. `values` may also hold aliases.PRESET and aliases.GPU."""
+
+    values: Mapping[str, Any]
+    origins: Mapping[str, Origin]
+
+
+@shape
+class Layers:
+    file: Layer
+    environment: Layer
+    flags: Layer
+    run: Mapping[str, Any]  # the file's section `run`, as it stands there
+    path: str  # of the file; empty: none
+
+    @property
+    def all(self) -> tuple[Layer, Layer, Layer]:
+        return self.file, self.environment, self.flags
+
+    def told(self, name: str) -> tuple[Any, Origin] | None:
+        """The value that wins, if it was given at all."""
+        return next(((layer.values[name], layer.origins[name]) for layer in reversed(self.all) if name in layer.values), None)
+
+
+class _Gathering:
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+
+    def take(self, name: str, value: Any, origin: Origin) -> bool:
+        """False if nobody knows the name."""
+        try:
+            found = {name: str(value)} if name == aliases.PRESET else aliases.meaning(name, value)
+        except ValueError as problem:
+            raise Refusal(f"{origin.words}: {problem}", origin.code) from problem
+        for dotted, one in (found or {}).items():
+            self.values[dotted] = one
+            self.origins[dotted] = origin
+        return found is not None
+
+    def layer(self) -> Layer:
+        return Layer(self.values, self.origins)
+
+
+def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
+    files = [flag for flag in flags if flag.name == "config"]
+    if len(files) > 1:
+        raise Refusal(f"--config {files[-1].text}: one config file, and {files[0].text} was named before", EX_USAGE)
+    path = files[0].text if files else ""
+    file, run = from_file(path) if path else (Layer({}, {}), {})
+    return Layers(file, from_environment(environment), from_flags(flags), run, path)
+
+
+def from_flags(flags: Sequence[Flag]) -> Layer:
+    found = _Gathering()
+    paths: dict[str, tuple[str, ...]] = {}
+    for flag in flags:
+        dotted = aliases.SECTION_VALUES.get(flag.name, flag.name)
+        value: Any = flag.text
+        if dotted in KEYS and KEYS[dotted].spec.many:  # given again it adds
+            paths[dotted] = value = (*paths.get(dotted, ()), flag.text)
+        if flag.name != "config":
+            known = found.take(flag.name, value, Origin(flag.spelling, EX_USAGE))
+            assert known, f"a flag is registered that no key has: {flag.spelling}"
+    return found.layer()
+
+
+def from_environment(environment: Mapping[str, str]) -> Layer:
+    """STOKER_TRAIN_OPTIM_LEARNING_RATE=1e-4, STOKER_TRAIN_PRESET=small. Several paths are separated by commas."""
+    known = {PREFIX + dotted.replace(".", "_").upper(): dotted for dotted in KEYS} | {PREFIX + "PRESET": aliases.PRESET}
+    found = _Gathering()
+    for name, text in environment.items():
+        if not name.startswith(PREFIX):
+            continue
+        if name not in known:
+            raise Refusal(f"unknown variable {name}{suggest(name, known)}", EX_CONFIG)
+        dotted = known[name]
+        many = dotted in KEYS and KEYS[dotted].spec.many
+        found.take(dotted, [part for part in text.split(",") if part] if many else text, Origin(name, EX_CONFIG))
+    return found.layer()
+
+
+def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
+    """The keys, and the section `run`."""
+    where = f"config file {path}"
+    found = _Gathering()
+    run: Mapping[str, Any] = {}
+
+    def take(shown: str, name: str, value: Any, section: str) -> None:
+        before = dict(found.values)
+        origin = Origin(f"{where}: {shown}", EX_CONFIG)
+        if not found.take(name, value, origin):
+            raise Refusal(f"{where}: unknown key {shown!r}{aliases.near(section, name)}", EX_CONFIG)
+        twice = next((dotted for dotted in before if before[dotted] != found.values[dotted]), None)
+        if twice:
+            raise Refusal(f"{where}: {shown} says {twice} is {_shown(twice, found)}, and it was {_shown(twice, before)} before", EX_CONFIG)
+
+    for key, value in load(path).items():
+        name = str(key).replace("-", "_")
+        if value is None:  # a key with nothing behind it is not given
+            continue
+        if name == "run":
+            if not isinstance(value, dict):
+                raise Refusal(f"{where}: run holds {value!r}, not options of `stoker run`", EX_CONFIG)
+            run = value
+        elif isinstance(value, dict) and (name in SECTIONS or name in aliases.NOTES_SECTIONS):
+            for inner, one in value.items():
+                if one is None:
+                    continue
+                leaf = str(inner).replace("-", "_")
+                meant = aliases.in_section(name, leaf)
+                if meant is None:
+                    raise Refusal(f"{where}: unknown key {f'{key}.{inner}'!r}{aliases.near(name, leaf)}", EX_CONFIG)
+                take(f"{key}.{inner}", meant, one, name)
+        elif isinstance(value, dict) and name not in KEYS and name not in aliases.names():
+            raise Refusal(f"{where}: unknown section {str(key)!r}{suggest(name, [*SECTIONS, *aliases.NOTES_SECTIONS, 'run'])}", EX_CONFIG)
+        else:
+            section, _, leaf = name.rpartition(".")
+            take(str(key), (section and aliases.in_section(section, leaf)) or name, value, "")
+    return found.layer(), run
+
+
+def _shown(dotted: str, values: Any) -> str:
+    found = values.values if isinstance(values, _Gathering) else values
+    return repr(found[dotted])

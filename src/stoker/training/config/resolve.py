@@ -1,0 +1,122 @@
+"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make exactly this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stoker.contract.names import Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import fields_of, shape
+from stoker.training.config import aliases, dial
+from stoker.training.config.check import check
+from stoker.training.config.flags import parse
+from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
+from stoker.training.config.layers import Layers, Origin, gather
+from stoker.training.config.presets import PRESETS
+from stoker.training.config.schema import Config
+from stoker.training.model.config import ModelConfig
+
+# The left key counts only where the right one is 0: who gives the left and not the right means the left.
+DISPLACES = {"train.epochs": "train.max_steps", "optim.warmup_ratio": "optim.warmup_steps", "batch.accumulation": "batch.tokens"}
+# Keys whose value follows from others, those that follow first.
+COUPLED = ("batch.tokens", *(f"model.{name}" for name in ("ff", "head_dim", "kv_heads", "heads", "dim", "layers", "depth")), *DISPLACES.values())
+
+
+@shape
+class Resolved:
+    config: Config
+    given: Mapping[str, Origin]  # dotted keys that no preset decided
+    lines: tuple[str, ...]  # to be said; the first is the preset's
+    run_options: Mapping[str, Any]  # what the config file says of `stoker run`
+
+
+def resolve(argv: Sequence[str], environment: Mapping[str, str], gpus_present: bool) -> Resolved:
+    """Checked, too. Refuses in one line what can't be."""
+    found = settle(gather(parse(argv), environment), gpus_present)
+    check(found.config, found.given, on_cpu(found.config, gpus_present))
+    return found
+
+
+def settle(layers: Layers, gpus_present: bool) -> Resolved:
+    device = layers.told("parallel.device")
+    cpu = not gpus_present or (device is not None and device[0] == "cpu")
+    preset, line = _preset(layers, cpu)
+    values = combine(preset, [layer.values for layer in layers.all])
+    given = {name: origin for layer in layers.all for name, origin in layer.origins.items() if name in KEYS}
+    lines = [line]
+    if "batch.tokens" not in given and values["batch.tokens"] not in (0, PRESETS[preset].get("batch.tokens")):
+        lines.append(f"batch.tokens {values['batch.tokens']}: the preset's, as a multiple of data.context_length {values['data.context_length']}")
+    run = dict(layers.run)
+    gpu = layers.told(aliases.GPU)
+    if gpu is not None and values["parallel.device"] != "cpu":
+        run.setdefault("gpu", gpu[0])
+    return Resolved(config_of(preset, values), given, tuple(lines), run)
+
+
+def _preset(layers: Layers, cpu: bool) -> tuple[str, str]:
+    """(its name, the line that says so)."""
+    told = layers.told(aliases.PRESET)
+    if told is None:
+        name, why = ("small", "no GPU to train on") if cpu else ("production", "the default where there are GPUs")
+        others = ", ".join(other for other in PRESETS if other != name)
+        return name, f"preset {name}: {why} (--preset: {others})"
+    name, origin = told
+    if name not in PRESETS:
+        raise Refusal(f"{origin.words}: no preset {name!r}{suggest(name, PRESETS) or '; there are ' + ', '.join(PRESETS)}", origin.code)
+    return name, f"preset {name} ({origin.words})"
+
+
+def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Every key's value. Pure."""
+    values = {**DEFAULTS, **PRESETS[preset]}
+    given: set[str] = set()
+    for layer in layers:
+        for left, right in DISPLACES.items():
+            if left in layer and right not in layer:
+                values[right] = 0
+                given.discard(right)
+        own = {name: value for name, value in layer.items() if name in KEYS}
+        values |= own
+        given |= own.keys()
+    tokens, context = values["batch.tokens"], values["data.context_length"]
+    if "batch.tokens" not in given and tokens and context > 0:
+        values["batch.tokens"] = max(tokens // context, 1) * context
+    names = fields_of(ModelConfig)
+    model = dial.derive(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
+    return values | {f"model.{name}": getattr(model, name) for name in names}
+
+
+def flags(config: Config) -> list[str]:
+    """For the ranks: no file and no environment needed, and two equal configurations give equal words."""
+    wanted = values_of(config)
+    base = combine(config.preset, [])
+    told = {name: wanted[name] for name in KEYS if name in COUPLED or wanted[name] != base[name]}
+    for name in dict.fromkeys((*COUPLED, *told)):
+        fewer = {other: value for other, value in told.items() if other != name}
+        if combine(config.preset, [fewer]) == wanted:
+            told = fewer
+    assert combine(config.preset, [told]) == wanted, "flags that do not lead back"
+    words = ["--preset", config.preset]
+    for name, value in told.items():
+        for item in value if isinstance(value, tuple) else (value,):
+            text = KEYS[name].text(item)
+            words += [f"--{name}={text}"] if not text or text.startswith("-") else [f"--{name}", text]
+    return words
+
+
+def on_cpu(config: Config, gpus_present: bool) -> bool:
+    return config.parallel.device == "cpu" or (config.parallel.device == "auto" and not gpus_present)
+
+
+def recipe_config(argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None) -> Config:
+    """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker run` have no meaning here."""
+    told = parse(argv)
+    layers = gather(told, os.environ if environment is None else environment)
+    found = settle(layers, gpus_present)
+    check(found.config, found.given, on_cpu(found.config, gpus_present))
+    if say is not None and not any(flag.name == aliases.PRESET for flag in told):
+        for line in found.lines:
+            say(line)
+    return found.config

@@ -1,0 +1,50 @@
+"""The whole configuration of a training run: one frozen shape of each part's own settings. No torch here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.contract.quantities import size
+from stoker.contract.shape import option, shape
+from stoker.training.checkpoint.config import CheckpointConfig
+from stoker.training.data.config import DataConfig
+from stoker.training.forensics.config import NanConfig
+from stoker.training.loop.config import TrainConfig
+from stoker.training.model.config import ModelConfig
+from stoker.training.optim.config import BatchConfig, OptimConfig
+from stoker.training.parallel.config import ComputeConfig, ParallelConfig
+from stoker.training.tokenizer.config import TokenizerConfig
+
+
+@shape
+class NeedsConfig:
+    gpus: int = option("refuse to start on a machine with fewer GPUs", default=0)
+    vram: int = option("refuse to start where GPUs with this much memory are missing, e.g. 40GB", default=0, parse=size, metavar="SIZE")
+
+
+@shape
+class Config:
+    preset: str
+    model: ModelConfig
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    batch: BatchConfig
+    optim: OptimConfig
+    parallel: ParallelConfig
+    compute: ComputeConfig
+    train: TrainConfig
+    checkpoint: CheckpointConfig
+    nan: NanConfig
+    needs: NeedsConfig
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig, "tokenizer": TokenizerConfig, "data": DataConfig, "batch": BatchConfig, "optim": OptimConfig, "parallel": ParallelConfig,
+    "compute": ComputeConfig, "train": TrainConfig, "checkpoint": CheckpointConfig, "nan": NanConfig, "needs": NeedsConfig,
+}  # fmt: skip
+ABOUT = {
+    "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
+    "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is said",
+    "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
+    "needs": "what a machine must have: refused before the start otherwise",
+}  # fmt: skip

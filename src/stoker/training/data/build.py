@@ -1,0 +1,143 @@
+"""Builds prepared data in a temporary folder and puts it in place whole; one builder at a time, the others wait and use what it made."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.training.data import pack, shards
+from stoker.training.data.crew import Crew
+from stoker.training.data.files import sync_folder, write_json
+from stoker.training.data.progress import Progress
+from stoker.training.data.units import Span, jobs_of
+from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
+
+Say = Callable[[str], None]
+POLL_S = 0.1
+
+
+@contextmanager
+def alone(folder: str, say: Say) -> Iterator[None]:
+    """Holds the lock of a folder that is to be made. A killed holder's lock is free at once; what it left is removed."""
+    os.makedirs(os.path.dirname(folder), exist_ok=True)
+    with open(folder + ".lock", "a+", encoding="utf-8") as lock:
+        told = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not told:
+                    lock.seek(0)
+                    say(f"{lock.read().strip() or 'another process'} is preparing {folder}: waiting for it")
+                    told = True
+                time.sleep(POLL_S)
+        lock.seek(0)
+        lock.truncate()
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        for left in glob.glob(glob.escape(folder) + ".*.tmp"):
+            shutil.rmtree(left)
+        yield
+
+
+@contextmanager
+def whole(folder: str) -> Iterator[str]:
+    """A temporary folder that takes its place when all went well, and is gone when not. The caller holds the lock."""
+    temporary = f"{folder}.{os.getpid()}.tmp"
+    try:
+        os.makedirs(temporary)
+    except OSError as problem:
+        raise Refusal(f"{temporary} can't be made: {problem.strerror} (data.cache)", EX_CANTCREAT) from problem
+    try:
+        yield temporary
+        sync_folder(temporary)
+        if os.path.exists(folder):  # damaged: whoever still reads it keeps its mapped files
+            os.rename(folder, f"{folder}.{os.getpid()}.old.tmp")
+        os.rename(temporary, folder)
+        sync_folder(os.path.dirname(folder))
+    finally:
+        for left in (temporary, f"{folder}.{os.getpid()}.old.tmp"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def build(folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: int, pad: int, about: dict[str, Any], say: Say) -> None:
+    """Tokens of each split into `folder`, the manifest last."""
+    began = time.monotonic()
+    parts_folder = os.path.join(folder, "parts")
+    os.makedirs(parts_folder)
+    total = sum(span.size for spans in splits.values() for span in spans)
+    progress = Progress("preparing", total, say)
+    made: dict[str, Any] = {}
+    with Crew(work, workers) as crew:
+        for name, spans in splits.items():
+            jobs = jobs_of(spans)
+            parts = crew.run(jobs, lambda number, name=name: os.path.join(parts_folder, f"{name}-{number:07d}"), progress.tick)  # type: ignore[misc]
+            made[name] = _chat(folder, name, list(parts), work, pad) if work.kind == "chat" else _stream(folder, name, parts, work)
+    progress.end()
+    shutil.rmtree(parts_folder)
+    write_json(os.path.join(folder, shards.MANIFEST), {"schema": shards.SCHEMA, **about, "splits": made, "seconds": round(time.monotonic() - began, 3)})
+
+
+def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[str, Any]:
+    writer = shards.ShardWriter(folder, name, np.dtype(work.dtype).itemsize)
+    told = {"tokens": 0, "bytes": 0, "documents": 0, "inked": False}
+    for part in parts:  # in order, while later ones are still made
+        writer.put_file(part.path)
+        os.unlink(part.path)
+        told["tokens"] += part.tokens
+        told["bytes"] += part.bytes
+        told["documents"] += part.documents
+        told["inked"] = told["inked"] or part.inked
+    return {**told, "shards": writer.close()}
+
+
+def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
+    told = {key: sum(getattr(part, key) for part in parts) for key in ("bytes", "documents", "learned", "cut", "dropped")}
+    lengths = np.concatenate([np.fromfile(lengths_path(part.path), dtype="<i8") for part in parts]) if parts else np.empty(0, np.int64)
+    if not len(lengths):
+        return {**told, "tokens": 0, "samples": 0, "fill": 0.0, "inked": False, "shards": [], "masks": []}
+    capacity = work.longest
+    packing = pack.best_fit(lengths, capacity)
+    tokens = _joined([part.path for part in parts], work.dtype)
+    masks = _joined([mask_path(part.path) for part in parts], "u1")
+    begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    order = np.lexsort((packing.start, packing.row))
+    writers = shards.ShardWriter(folder, name, np.dtype(work.dtype).itemsize), shards.ShardWriter(folder, f"{name}-mask", 1)
+    block = max(1, (1 << 22) // capacity)  # rows made at once: a few megabytes
+    edges = np.searchsorted(packing.row[order], np.arange(0, packing.rows + block, block))
+    for number, first_row in enumerate(range(0, packing.rows, block)):
+        rows = min(block, packing.rows - first_row)
+        out, bits = np.full((rows, capacity), pad, dtype=work.dtype), np.zeros((rows, capacity), dtype=np.uint8)
+        for one in order[edges[number] : edges[number + 1]].tolist():
+            row, start, begin, length = packing.row[one] - first_row, packing.start[one], begins[one], lengths[one]
+            out[row, start : start + length] = tokens(begin, length)
+            bits[row, start : start + length] = masks(begin, length)
+            if start + length < capacity:
+                bits[row, start + length] = BEGIN  # of what follows: the next conversation says so itself, the padding can't
+        writers[0].put(out.tobytes())
+        writers[1].put(bits.tobytes())
+    return {**told, "tokens": packing.rows * capacity, "samples": packing.rows, "fill": round(packing.fill, 4), "inked": True,
+            "shards": writers[0].close(), "masks": writers[1].close()}  # fmt: skip
+
+
+def _joined(paths: list[str], dtype: str) -> Callable[[int, int], Any]:
+    """Files of items as one run of items: (begin, length) -> array. A conversation never crosses files."""
+    maps = [np.memmap(path, dtype=dtype, mode="r") if os.path.getsize(path) else np.empty(0, dtype) for path in paths]
+    starts = np.concatenate([[0], np.cumsum([len(one) for one in maps])])
+
+    def take(begin: int, length: int) -> Any:
+        file = int(np.searchsorted(starts, begin, side="right")) - 1
+        return maps[file][begin - starts[file] : begin - starts[file] + length]
+
+    return take

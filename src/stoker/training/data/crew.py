@@ -1,0 +1,142 @@
+"""Processes that do jobs, as many as there are cores. They speak JSON lines; results come back in the order of the jobs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import stoker
+from stoker.contract.names import EX_SOFTWARE, Refusal
+from stoker.contract.shape import as_json
+from stoker.training.data.units import Span
+from stoker.training.data.work import Part, Work, do, prepared_tokenizer
+
+ALONE = 8 << 20  # bytes that are done before processes would have started
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class Crew:
+    def __init__(self, work: Work, count: int) -> None:
+        """`count` 0: here, in this process."""
+        self.work = work
+        self._processes: list[subprocess.Popen[bytes]] = []
+        root = os.path.dirname(os.path.dirname(os.path.abspath(stoker.__file__)))
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+        for _ in range(count):  # from this thread: a worker dies with the thread that made it
+            made = subprocess.Popen(
+                [sys.executable, "-P", "-m", "stoker.training.data.work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+            )
+            self._processes.append(made)
+        for process in self._processes:
+            _send(process, as_json(work))
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                assert pipe is not None
+                pipe.close()
+
+    def run(self, jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]) -> Iterator[Part]:
+        """`tick` is told the bytes of each job when it is done, in whatever order."""
+        if not self._processes:
+            tokenizer = prepared_tokenizer(self.work)
+            for number, spans in enumerate(jobs):
+                yield do(tokenizer, self.work, spans, path_of(number))
+                tick(sum(span.size for span in spans))
+            return
+        yield from _Round(self._processes, jobs, path_of, tick).results()
+
+
+class _Round:
+    """A thread per process hands out jobs and takes answers; the caller's thread gives them on in order."""
+
+    def __init__(
+        self, processes: list[subprocess.Popen[bytes]], jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]
+    ) -> None:
+        self.jobs, self.path_of, self.tick = jobs, path_of, tick
+        self.next = 0
+        self.done: dict[int, Part] = {}
+        self.problem: BaseException | None = None
+        self.changed = threading.Condition()
+        self.threads = [threading.Thread(target=self._serve, args=(process,), daemon=True) for process in processes]
+
+    def results(self) -> Iterator[Part]:
+        for thread in self.threads:
+            thread.start()
+        for number in range(len(self.jobs)):
+            with self.changed:
+                while number not in self.done and self.problem is None:
+                    self.changed.wait()
+                if self.problem is not None:
+                    raise self.problem
+                part = self.done.pop(number)
+            yield part
+
+    def _take(self) -> int | None:
+        with self.changed:
+            if self.next >= len(self.jobs) or self.problem is not None:
+                return None
+            self.next += 1
+            return self.next - 1
+
+    def _serve(self, process: subprocess.Popen[bytes]) -> None:
+        try:
+            self._talk(process)
+        except BaseException as problem:  # given to the caller's thread, which raises it
+            with self.changed:
+                self.problem = self.problem or problem
+                self.changed.notify_all()
+
+    def _talk(self, process: subprocess.Popen[bytes]) -> None:
+        while (number := self._take()) is not None:
+            _send(process, {"spans": as_json(self.jobs[number]), "path": self.path_of(number)})
+            told: dict[str, Any] = json.loads(_whole_line(process))
+            if "refusal" in told:
+                raise Refusal(told["refusal"], told["code"])
+            with self.changed:
+                self.done[number] = Part(**told)
+                self.tick(sum(span.size for span in self.jobs[number]))
+                self.changed.notify_all()
+
+
+def _send(process: subprocess.Popen[bytes], told: Any) -> None:
+    assert process.stdin is not None
+    data = memoryview(json.dumps(told).encode() + b"\n")
+    try:
+        while data:
+            data = data[os.write(process.stdin.fileno(), data) :]
+    except BrokenPipeError as problem:
+        raise _died(process) from problem
+
+
+def _whole_line(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line.endswith(b"\n"):
+        raise _died(process)
+    return line
+
+
+def _died(process: subprocess.Popen[bytes]) -> Refusal:
+    code = process.wait()
+    how = (
+        f"was killed by signal {-code}" + (" (out of memory? fewer data.num_workers take less)" if code == -9 else "")
+        if code < 0
+        else f"ended with exit code {code}"
+    )
+    return Refusal(f"preparing data: process {process.pid} {how}", EX_SOFTWARE)

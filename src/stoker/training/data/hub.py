@@ -1,0 +1,40 @@
+"""A data set of the hub, through `datasets`: streamed into a local file of rows once, then read like any other."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from importlib import import_module
+
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import gb
+
+
+def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
+    """owner/name or owner/name:subset; its train split."""
+    path = os.path.join(cache, "hub", re.sub(r"[^\w.-]", "--", name) + ".jsonl")
+    if os.path.exists(path):
+        say(f"{name}: the copy in {path} is used; remove it to fetch it again")
+        return path
+    identity, _, subset = name.partition(":")
+    try:
+        rows = import_module("datasets").load_dataset(identity, subset or None, split="train", streaming=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        temporary = f"{path}.{os.getpid()}.tmp"
+        say(f"{name}: fetching from the hub")
+        with open(temporary, "w", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.tell()
+    except ImportError as problem:
+        raise Refusal(f"{name} is not there; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE) from problem
+    except (OSError, ValueError, RuntimeError) as problem:  # what datasets and its HTTP layers raise: no such data set, no network, a gated one
+        first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise Refusal(f"{name}: no such file here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
+    os.replace(temporary, path)
+    say(f"{name}: {gb(size)} of rows in {path}")
+    return path

@@ -1,0 +1,68 @@
+"""A tokenizer trained on the data: on a share of it, spread evenly, and kept in cache/tokenizers/."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stoker.contract.quantities import span as time_span
+from stoker.training.data.build import Say, alone, whole
+from stoker.training.data.config import DataConfig
+from stoker.training.data.read import conversations, texts
+from stoker.training.data.units import Span
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.tokenizer import FILES, Tokenizer, load, segments
+from stoker.training.tokenizer.train import VERSION, check_size, train
+
+
+def trained(told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable[[], Sequence[Span]], data: DataConfig, say: Say) -> Tokenizer:
+    check_size(told.vocab_size)
+    parts = {**learned_from, "vocab_size": told.vocab_size, "megabytes": told.train_megabytes, "version": VERSION}
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    folder = os.path.join(data.cache, "tokenizers", key)
+    if not os.path.exists(os.path.join(folder, FILES[0])):
+        with alone(folder, say):
+            if not os.path.exists(os.path.join(folder, FILES[0])):
+                chosen = spread(spans(), told.train_megabytes * 1_000_000)
+                limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
+                say(f"training a tokenizer of {told.vocab_size} tokens on {limit / 1e6:.1f} MB of the data")
+                began = time.monotonic()
+                with whole(folder) as temporary:
+                    made = train(_pieces(chosen, data, limit), told.vocab_size, temporary)
+                say(f"tokenizer of {made.vocab_size} tokens in {time_span(time.monotonic() - began)}: {folder}")
+                if made.vocab_size < told.vocab_size:
+                    say(f"the data gives {made.vocab_size} tokens, not the {told.vocab_size} of tokenizer.vocab_size")
+    return load(folder)
+
+
+def spread(spans: Sequence[Span], limit: int) -> list[Span]:
+    """Evenly over the data, about `limit` bytes."""
+    total = sum(span.size for span in spans)
+    if total <= limit:
+        return list(spans)
+    chosen, place, wanted = [], 0, 0.0
+    for span in spans:  # whenever the share that should have been taken is ahead of what was
+        if wanted <= place * limit / total:
+            chosen.append(span)
+            wanted += span.size
+        place += span.size
+    return chosen
+
+
+def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str]:
+    left = limit
+    for span in spans:
+        if data.kind == "chat":
+            found = (content for messages in conversations(span) for _, content in messages)
+        else:
+            found = (text for text, _ in texts(span, data.text_key))
+        for text in found:
+            for segment in segments(text):
+                if left <= 0 and left != limit:
+                    return
+                left -= len(segment)
+                yield segment.decode()

@@ -1,0 +1,178 @@
+"""Sources and a tokenizer become prepared data, once: a second call finds it by the bytes it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.shape import shape
+from stoker.training.data import shards
+from stoker.training.data.build import alone, build, whole
+from stoker.training.data.config import DataConfig
+from stoker.training.data.crew import ALONE, cores
+from stoker.training.data.digests import digest_files
+from stoker.training.data.learn import trained
+from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
+from stoker.training.data.read import conversations, texts
+from stoker.training.data.sources import Source, find_sources
+from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split
+from stoker.training.data.work import Work
+from stoker.training.tokenizer import chat
+from stoker.training.tokenizer.config import TokenizerConfig
+from stoker.training.tokenizer.encoders import slow_encoder
+from stoker.training.tokenizer.tokenizer import Tokenizer, load
+
+Say = Callable[[str], None]
+PROBES, PROBE_BYTES = 16, 1 << 14
+
+
+@shape
+class Given:
+    """The sources, known by their bytes."""
+
+    train: tuple[Source, ...]
+    held: tuple[Source, ...]  # validation that is a path of its own
+    share: float  # of `train` that is held out
+    digests: tuple[str, ...]
+    held_digests: tuple[str, ...]
+
+    def spans(self) -> dict[str, Sequence[Span]]:
+        train, held = split(self.train, self.share)
+        return {"train": train, "validation": held + split(self.held, 0.0)[0]}
+
+
+def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool = False) -> Prepared:
+    if data.context_length < 1:
+        raise Refusal(f"data.context_length is {data.context_length}: a sample has at least one token", EX_CONFIG)
+    workers = data.num_workers or cores()
+    share = _share(data.validation)
+    train = find_sources(data.path, data.cache, say)
+    held = find_sources((data.validation,), data.cache, say, "data.validation") if share is None else ()
+    found = digest_files([source.path for source in (*train, *held)], data.cache, workers, say)
+    given = Given(train, held, share or 0.0, tuple(found[: len(train)]), tuple(found[len(train) :]))
+    learned_from = {"digests": given.digests, "text_key": data.text_key, "kind": data.kind, "share": given.share, "packing": PACKING}
+    if tokenizer.path:
+        words = load(tokenizer.path)
+    else:
+        words = trained(tokenizer, learned_from, lambda: given.spans()["train"], data, say)
+    about = _about(data, words, given)
+    folder = os.path.join(data.cache, "datasets", about["key"])
+    told = _usable(folder, verify, say)
+    fresh = False
+    if told is None:
+        with alone(folder, say):
+            told = _usable(folder, verify, lambda line: None)  # somebody may have made it meanwhile
+            if told is None:
+                fresh = True
+                told = _make(folder, about, data, words, given, workers, say)
+    _check(told, data, say)
+    return from_manifest(folder, told, fresh)
+
+
+def _share(text: str) -> float | None:
+    """None: it is a path."""
+    try:
+        share = float(text or "0")
+    except ValueError:
+        return None
+    if not 0 <= share < 1:
+        raise Refusal(f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not a number", EX_CONFIG)
+    return share
+
+
+def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
+    """What the result depends on, all of it, by content: no name, no path."""
+    context = data.context_length if data.kind == "chat" else None
+    rows = [source.form for source in (*given.train, *given.held)]
+    parts = {
+        "packing": PACKING, "schema": shards.SCHEMA, "tokenizer": words.digest, "sources": given.digests, "forms": rows, "held": given.held_digests,
+        "share": given.share, "kind": data.kind, "text_key": data.text_key if set(rows) - {"text"} and data.kind == "stream" else None, "context": context,
+    }  # fmt: skip
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return {"key": key, "kind": data.kind, "context": context, "packing": PACKING, "tokenizer_digest": words.digest}
+
+
+def _usable(folder: str, verify: bool, say: Say) -> dict[str, Any] | None:
+    told = shards.read_manifest(folder)
+    if told is None:
+        if os.path.exists(folder):
+            say(f"{os.path.join(folder, shards.MANIFEST)} is damaged or missing: preparing again")
+        return None
+    wrong = shards.damage(folder, told, verify)
+    if wrong:
+        say(f"{wrong}: preparing again")
+        return None
+    return told
+
+
+def _make(folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer, given: Given, workers: int, say: Say) -> dict[str, Any]:
+    spans = given.spans()
+    pad = words.end_id
+    if data.kind == "chat":
+        chat.check(words)
+        pad = chat.pad_id(words)
+    with whole(folder) as temporary:
+        words.save(os.path.join(temporary, TOKENIZER))
+        unreachable = _plan(words, spans["train"], data, say)
+        work = Work(os.path.join(temporary, TOKENIZER), unreachable, data.kind, data.text_key, shards.dtype_for(words.vocab_size), data.context_length + 1)
+        total = sum(source.size for source in (*given.train, *given.held))
+        jobs = sum(len(jobs_of(of)) for of in spans.values())
+        count = 0 if total < ALONE and data.num_workers <= 1 else min(workers, jobs)
+        about = {**about, "vocab_size": words.vocab_size, "end_id": words.end_id, "dtype": work.dtype}
+        build(temporary, spans, work, count, pad, about, say)
+        check_unchanged((*given.train, *given.held))
+        told = shards.read_manifest(temporary)
+        assert told is not None
+        _check_content(told, data, given)
+    return told
+
+
+def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -> tuple[int, ...] | None:
+    """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the data."""
+    if words.is_bytes:
+        return None
+    if isinstance(words.plan, str):
+        say(f"tokenizer {words.where}: {words.plan}; `tokenizers` encodes, some 8 times slower than tiktoken")
+        return None
+    slow = slow_encoder(words.data)
+    for text in _probes(spans, data):
+        if words.array(text).tolist() != slow(text.decode()).tolist():
+            say(f"tokenizer {words.where}: tiktoken and tokenizers differ on {text[:60]!r}; `tokenizers` encodes, some 8 times slower")
+            return None
+    return words.plan.unreachable
+
+
+def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
+    for span in spans[:: max(1, len(spans) // PROBES)][:PROBES]:
+        if data.kind == "chat":
+            text = next((content for messages in conversations(span) for _, content in messages), b"")
+        else:
+            text = next((text for text, _ in texts(span, data.text_key)), b"")
+        yield text[:PROBE_BYTES].decode("utf-8", "ignore").encode()
+
+
+def _check_content(told: dict[str, Any], data: DataConfig, given: Given) -> None:
+    names = ", ".join(source.path for source in given.train[:3]) + (f" and {len(given.train) - 3} more" if len(given.train) > 3 else "")
+    train = told["splits"]["train"]
+    if train.get("dropped") and not train["documents"]:
+        raise Refusal(f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to learn", EX_DATAERR)
+    if not train["tokens"] and told["splits"]["validation"]["tokens"]:
+        raise Refusal(f"{names}: all of it is held out by data.validation={data.validation}; it is too small for that share: data.validation=0", EX_DATAERR)
+    if not train["inked"]:
+        raise Refusal(f"{names}: there is no text in it", EX_DATAERR)
+
+
+def _check(told: dict[str, Any], data: DataConfig, say: Say) -> None:
+    """What depends on the context, which is no part of a stream's key."""
+    train, held = told["splits"]["train"], told["splits"]["validation"]
+    if told["kind"] == "stream" and train["tokens"] <= data.context_length:
+        raise Refusal(
+            f"data.context_length is {data.context_length}, longer than the data, which has {train['tokens']:,} tokens to train on: "
+            f"at most {max(train['tokens'] - 1, 0)}, or more data", EX_DATAERR,
+        )  # fmt: skip
+    if data.validation not in ("", "0") and held["tokens"] < 2:
+        say(f"data.validation={data.validation} holds nothing out: the data is too small")

@@ -1,0 +1,55 @@
+"""What `prepare` made: all a run needs to know of its data."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+from stoker.training.data.shards import read_manifest
+
+TOKENIZER = "tokenizer"  # the folder beside the shards: what made them
+
+
+@shape
+class Prepared:
+    folder: str
+    key: str
+    kind: str
+    context: int | None  # of chats, which are packed for one context; None for a stream
+    tokenizer: str  # its folder
+    tokenizer_digest: str
+    vocab_size: int
+    end_id: int
+    train_tokens: int
+    train_bytes: int
+    train_documents: int
+    validation_tokens: int
+    validation_bytes: int
+    validation_documents: int
+    train_samples: int | None  # packed rows of chats; of a stream, the context decides
+    validation_samples: int | None
+    fill: float | None  # share of the packed rows that is not padding
+    cut: int  # conversations that were too long
+    dropped: int  # conversations with nothing to learn
+    shards: int
+    seconds: float  # that making it took
+    fresh: bool = False  # made by this call
+
+
+def open_prepared(folder: str) -> Prepared:
+    """From a folder below cache/datasets/, without looking at its shards."""
+    told = read_manifest(folder)
+    if told is None:
+        raise Refusal(f"{folder} holds no prepared data (no manifest.json); `stoker prepare` makes it", EX_NOINPUT)
+    return from_manifest(folder, told)
+
+
+def from_manifest(folder: str, told: dict[str, Any], fresh: bool = False) -> Prepared:
+    train, held = told["splits"]["train"], told["splits"]["validation"]
+    return Prepared(
+        folder, told["key"], told["kind"], told["context"], os.path.join(folder, TOKENIZER), told["tokenizer_digest"], told["vocab_size"], told["end_id"],
+        train["tokens"], train["bytes"], train["documents"], held["tokens"], held["bytes"], held["documents"], train.get("samples"), held.get("samples"),
+        train.get("fill"), train.get("cut", 0), train.get("dropped", 0), len(train["shards"]) + len(held["shards"]), told["seconds"], fresh,
+    )  # fmt: skip

@@ -1,0 +1,159 @@
+"""The documents of a span: bytes of text that are UTF-8, or conversations. Whatever is wrong is refused with its file and place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.settings import suggest
+from stoker.training.data.looks import as_text, refuse_binary
+from stoker.training.data.units import Span, open_parquet
+from stoker.training.tokenizer.chat import ROLES
+
+LONGEST_LINE = 256 << 20
+REPLACEMENT = "\ufffd"
+MESSAGES = "messages"
+Message = tuple[str, bytes]
+
+
+def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
+    """(text, whether its document ends with it)."""
+    if span.form == "text":
+        yield _stretch(span), span.ends
+        return
+    for row, place in rows(span, text_key):
+        yield _text(row, text_key, place), True
+
+
+def conversations(span: Span) -> Iterator[list[Message]]:
+    if span.form == "text":
+        raise Refusal(f"{span.path} is plain text; data.kind=chat takes jsonl or parquet rows with {MESSAGES}", EX_DATAERR)
+    for row, place in rows(span, MESSAGES):
+        yield _messages(row, place)
+
+
+def _stretch(span: Span) -> bytes:
+    with open(span.path, "rb") as file:
+        file.seek(span.begin)
+        data = file.read(span.end - span.begin)
+    refuse_binary(span.path, data, span.begin)
+    as_text(span.path, data, span.begin)
+    return data
+
+
+def rows(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Rows, and where each stands, for people."""
+    return _parquet(span, column) if span.form == "parquet" else _lines(span)
+
+
+def _lines(span: Span) -> Iterator[tuple[dict[str, Any], str]]:
+    with open(span.path, "rb") as file:
+        file.seek(max(span.begin - 1, 0))
+        if span.begin:
+            _line(file, span.path)  # the end of a line that began before, or of one that ends just there
+        place = file.tell()
+        while place < span.end:
+            line = _line(file, span.path)
+            if not line:
+                return
+            if place == 0:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if not line.isspace():
+                yield _row(line, span.path, place), f"{span.path}\0{place}"
+            place = file.tell()
+
+
+def _line(file: BinaryIO, path: str) -> bytes:
+    place = file.tell()
+    line = file.readline(LONGEST_LINE + 1)
+    if len(line) > LONGEST_LINE:
+        raise Refusal(f"{at(f'{path}' + chr(0) + str(place))}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
+    return line
+
+
+def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
+    where = f"{path}\0{place}"
+    try:
+        found = json.loads(line)
+    except UnicodeDecodeError as problem:
+        as_text(path, line, place)
+        raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
+    except (ValueError, RecursionError) as problem:
+        raise Refusal(f"{at(where)} is not JSON: {problem}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR) from problem
+    if not isinstance(found, dict):
+        raise Refusal(f"{at(where)} is a JSON {type(found).__name__}, not an object with keys", EX_DATAERR)
+    return found
+
+
+def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
+    table = open_parquet(span.path)
+    names = list(table.schema_arrow.names)
+    if column not in names:
+        raise Refusal(f"{span.path} has no column {column!r}{_did_you_mean(column, names)}; its columns: {', '.join(names)}", EX_DATAERR)
+    before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
+    place = 0
+    for batch in table.iter_batches(batch_size=1024, row_groups=[span.group], columns=[column], use_threads=False):
+        if place + len(batch) > span.begin:
+            for offset, value in enumerate(batch.column(0).to_pylist()):
+                if span.begin <= place + offset < span.end:
+                    yield {column: value}, f"{span.path}, row {before + place + offset + 1}"
+        place += len(batch)
+        if place >= span.end:
+            return
+
+
+def _text(row: dict[str, Any], key: str, place: str) -> bytes:
+    if key not in row:
+        hint = "; rows with messages are chats: data.kind=chat" if MESSAGES in row else _did_you_mean(key, row)
+        raise Refusal(f"{at(place)} has no {key!r}; its keys: {', '.join(map(str, row)) or 'none'}{hint} (data.text_key)", EX_DATAERR)
+    value = row[key]
+    if not isinstance(value, str):
+        raise Refusal(f"{at(place)}: {key!r} is {'null' if value is None else type(value).__name__}, not text", EX_DATAERR)
+    return utf8(value)
+
+
+def utf8(text: str) -> bytes:
+    """JSON can spell half a surrogate pair, which is no character: U+FFFD stands for it, as everywhere."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
+
+
+def _messages(row: dict[str, Any], place: str) -> list[Message]:
+    if MESSAGES not in row:
+        raise Refusal(f"{at(place)} has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}", EX_DATAERR)
+    told = row[MESSAGES]
+    if not isinstance(told, list) or not told:
+        raise Refusal(f"{at(place)}: {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content", EX_DATAERR)
+    found: list[Message] = []
+    for number, one in enumerate(told, 1):
+        role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
+        if role not in ROLES:
+            raise Refusal(f"{at(place)}: message {number} has the role {role!r}, not one of {', '.join(ROLES)}", EX_DATAERR)
+        if not isinstance(content, str):
+            raise Refusal(f"{at(place)}: message {number} has no text as content but {type(content).__name__}", EX_DATAERR)
+        found.append((role, utf8(content)))
+    return found
+
+
+def _did_you_mean(key: str, names: Any) -> str:
+    return suggest(key, [str(name) for name in names])
+
+
+def at(place: str) -> str:
+    """A line's number is counted only when somebody must be told."""
+    path, _, offset = place.partition("\0")
+    if not offset:
+        return place
+    number, left = 1, int(offset)
+    with open(path, "rb") as file:
+        while left:
+            data = file.read(min(left, 1 << 24))
+            if not data:
+                break
+            number += data.count(b"\n")
+            left -= len(data)
+    return f"{path}, line {number}"

@@ -1,0 +1,134 @@
+"""Shards: raw little-endian tokens of one width, 100 million to a file, and a manifest with their checksums.
+
+CRC-32, because zlib's runs at 3.3 GB/s a core (SHA-256: 1.0): a second call can check a gigabyte in a third of a second. It finds every
+damage that is no attack.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from stoker.training.data.files import write_json
+
+SCHEMA = 1
+SHARD_TOKENS = 100_000_000
+MANIFEST = "manifest.json"
+CHECKED = "checked.json"
+SMALL = 1 << 30  # below this, checksums are taken at every call
+
+
+def dtype_for(vocab_size: int) -> str:
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+class ShardWriter:
+    """Tokens one after the other into as many files as it takes."""
+
+    def __init__(self, folder: str, stem: str, width: int) -> None:
+        self.folder, self.stem, self.width = folder, stem, width
+        self.files: list[dict[str, Any]] = []
+        self._file: Any = None
+        self._left = 0
+
+    def put(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            if not self._left:
+                self._open()
+            piece = view[: self._left]
+            self._file.write(piece)
+            about = self.files[-1]
+            about["crc32"] = zlib.crc32(piece, about["crc32"])
+            about["bytes"] += len(piece)
+            self._left -= len(piece)
+            view = view[len(piece) :]
+
+    def put_file(self, path: str) -> None:
+        with open(path, "rb") as file:
+            while data := file.read(8 << 20):
+                self.put(data)
+
+    def _open(self) -> None:
+        self._finish()
+        name = f"{self.stem}-{len(self.files):05d}.bin"
+        self._file = open(os.path.join(self.folder, name), "wb")  # noqa: SIM115  closed by _finish
+        self._left = SHARD_TOKENS * self.width
+        self.files.append({"file": name, "bytes": 0, "crc32": 0})
+
+    def _finish(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def close(self) -> list[dict[str, Any]]:
+        self._finish()
+        return [{**about, "tokens": about["bytes"] // self.width} for about in self.files]
+
+
+def read_manifest(folder: str) -> dict[str, Any] | None:
+    """None where there is none, or one of another schema."""
+    try:
+        with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
+            told = json.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except ValueError:
+        return None  # damaged: built again, like a damaged shard
+    return told if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+
+
+def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for split in manifest["splits"].values():
+        yield from split["shards"]
+        yield from split.get("masks", ())
+
+
+def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
+    """What is wrong with the first damaged shard; None if all is well. Checksums are taken if asked for, for small data, or for changed files."""
+    files = list(shard_files(manifest))
+    stats: dict[str, list[int]] = {}
+    for about in files:
+        path = os.path.join(folder, about["file"])
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return f"{path} is missing"
+        if found.st_size != about["bytes"]:
+            return f"{path} has {found.st_size} bytes instead of {about['bytes']}"
+        stats[about["file"]] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
+    total = sum(about["bytes"] for about in files)
+    beside = os.path.join(folder, CHECKED)
+    known = _known(beside)
+    to_check = files if verify or total < SMALL else [about for about in files if known.get(about["file"]) != stats[about["file"]]]
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
+        sums = list(pool.map(lambda about: _checksum(os.path.join(folder, about["file"])), to_check))
+    for about, found_sum in zip(to_check, sums, strict=True):
+        if found_sum != about["crc32"]:
+            return f"{os.path.join(folder, about['file'])} does not match its checksum"
+    if known != stats and os.access(folder, os.W_OK):
+        write_json(beside, stats)
+    return None
+
+
+def _known(path: str) -> dict[str, list[int]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found: dict[str, list[int]] = json.load(file)
+    except (FileNotFoundError, ValueError):
+        return {}  # nothing is known: all is checked
+    return found
+
+
+def _checksum(path: str) -> int:
+    found = 0
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(8 << 20):
+            found = zlib.crc32(data, found)
+    return found

@@ -1,0 +1,90 @@
+"""What `data.path` means: files, folders and globs of them, or a data set of the hub."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+from stoker.training.data.hub import fetch
+from stoker.training.data.looks import check_head
+
+FORMS = {
+    ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".parquet": "parquet",
+}  # fmt: skip
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip")
+_HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?")
+
+
+@shape
+class Source:
+    path: str
+    form: str  # text, jsonl or parquet
+    size: int
+
+
+def find_sources(paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path") -> tuple[Source, ...]:
+    """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
+    if not paths:
+        raise Refusal(f"{what} is empty: name text, jsonl or parquet files, folders of them, or a hub id (--data PATH)", EX_NOINPUT)
+    files = [found for path in paths for found in _files(path, cache, say)]
+    twice = next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
+    if twice:
+        say(f"{twice} is named twice: it is read twice")
+    return tuple(_source(path) for path in files)
+
+
+def _source(path: str) -> Source:
+    ending = os.path.splitext(path)[1].lower()
+    if ending in PACKED:
+        raise Refusal(
+            f"{path} is packed: unpack it first, e.g. `{'gunzip -k' if ending == '.gz' else 'unzip' if ending == '.zip' else 'unxz -k'} {path}`", EX_DATAERR
+        )
+    form = FORMS.get(ending, "text")
+    check_head(path, text=form != "parquet")
+    if form == "jsonl":
+        with open(path, "rb") as file:
+            if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                raise Refusal(f"{path} is one JSON array, not a row per line; `jq -c '.[]' {path} > rows.jsonl` makes it so", EX_DATAERR)
+    return Source(path, form, os.path.getsize(path))
+
+
+def _files(path: str, cache: str, say: Callable[[str], None]) -> Iterable[str]:
+    path = os.path.expanduser(path)
+    if os.path.isdir(path):
+        return _inside(path)
+    if os.path.exists(path):
+        return [path]
+    if any(sign in path for sign in "*?["):
+        found = sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one))
+        if not found:
+            raise Refusal(f"no file matches {path}", EX_NOINPUT)
+        return found
+    above = os.path.dirname(path)
+    if _HUB.fullmatch(path) and not os.path.isdir(above) and os.path.splitext(path)[1].lower() not in (*FORMS, *PACKED):
+        return [fetch(path, cache, say)]
+    near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
+    raise Refusal(f"{path} is not there{suggest(os.path.basename(path), near)}", EX_NOINPUT)
+
+
+def _inside(folder: str) -> list[str]:
+    found, others = [], set()
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            ending = os.path.splitext(name)[1].lower()
+            if name.startswith("."):
+                continue
+            if ending in FORMS:
+                found.append(os.path.join(place, name))
+            else:
+                others.add(ending or name)
+    if not found:
+        there = f"found {', '.join(sorted(others)[:8])}" if others else "it is empty"
+        raise Refusal(f"folder {folder} holds no {', '.join(FORMS)} file: {there}", EX_NOINPUT)
+    return sorted(found)

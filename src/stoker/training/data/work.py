@@ -1,0 +1,141 @@
+"""One job: spans in, a part file of tokens out. Runs in a process of its own, or here for a few megabytes.
+
+python -m stoker.training.data.work: one JSON line on stdin says what the work is, then a line per job; a line per job comes back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.shape import as_json, shape
+from stoker.training.data.read import conversations, texts
+from stoker.training.data.units import Span, span_from
+from stoker.training.tokenizer import chat
+from stoker.training.tokenizer.encoders import FastPlan
+from stoker.training.tokenizer.tokenizer import Tokenizer, load, segments
+
+LEARN, BEGIN = 1, 2  # bits of a chat's mask: this token is learned; a conversation (or the padding) begins here
+_PR_SET_PDEATHSIG = 1
+
+
+@shape
+class Work:
+    tokenizer: str  # its folder
+    unreachable: tuple[int, ...] | None  # of the plan for tiktoken; None: tokenizers does it
+    kind: str
+    text_key: str
+    dtype: str
+    longest: int  # a conversation is cut to so many tokens
+
+
+@shape
+class Part:
+    """What a job made: tokens at `path`; for chats masks and lengths beside it."""
+
+    path: str
+    tokens: int = 0
+    bytes: int = 0  # of text; for chats, of learned text
+    documents: int = 0
+    inked: bool = False  # there was something besides blanks
+    learned: int = 0
+    cut: int = 0  # conversations that were too long
+    dropped: int = 0  # conversations with nothing to learn
+
+
+def mask_path(path: str) -> str:
+    return path + ".mask"
+
+
+def lengths_path(path: str) -> str:
+    return path + ".lengths"
+
+
+def prepared_tokenizer(work: Work) -> Tokenizer:
+    tokenizer = load(work.tokenizer)
+    tokenizer.use(None if work.unreachable is None else FastPlan(work.unreachable))
+    return tokenizer
+
+
+def do(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
+    return _chats(tokenizer, work, spans, path) if work.kind == "chat" else _stream(tokenizer, work, spans, path)
+
+
+def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
+    end = np.array([tokenizer.end_id], dtype=work.dtype).tobytes()
+    tokens = size = documents = 0
+    inked = False
+    with open(path, "wb", buffering=1 << 20) as file:
+        for span in spans:
+            for text, ends in texts(span, work.text_key):
+                for segment in segments(text):
+                    ids = tokenizer.array(segment)
+                    file.write(ids.astype(work.dtype).tobytes())
+                    tokens += len(ids)
+                size += len(text)
+                inked = inked or not text.isspace()
+                if ends and text:
+                    file.write(end)
+                    tokens += 1
+                    documents += 1
+    return Part(path, tokens, size, documents, inked and size > 0)
+
+
+def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
+    lengths: list[int] = []
+    learned = size = cut = dropped = 0
+    with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
+        for span in spans:
+            for messages in conversations(span):
+                ids, mask = chat.chat(tokenizer, messages)
+                cut += len(ids) > work.longest
+                ids, mask = ids[: work.longest], mask[: work.longest]
+                mine = ids[mask != 0]
+                if not len(mine):
+                    dropped += 1
+                    continue
+                bits: NDArray[np.uint8] = mask * np.uint8(LEARN)
+                bits[0] |= BEGIN
+                file.write(ids.astype(work.dtype).tobytes())
+                beside.write(bits.tobytes())
+                lengths.append(len(ids))
+                learned += len(mine)
+                size += int(tokenizer.lengths[mine[mine != tokenizer.special[chat.STOP]]].sum())
+    np.array(lengths, dtype="<i8").tofile(lengths_path(path))
+    return Part(path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped)
+
+
+def main() -> None:
+    # Who asked may be killed: nobody must go on writing into a folder that the next builder removes.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: who asked decides
+    answers = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    os.dup2(2, 1)  # a library that prints must not speak here
+    told = json.loads(sys.stdin.readline())
+    unreachable = told.pop("unreachable")
+    work = Work(**told, unreachable=None if unreachable is None else tuple(unreachable))
+    tokenizer = prepared_tokenizer(work)
+    for line in sys.stdin:
+        job = json.loads(line)
+        answer: dict[str, Any]
+        try:
+            answer = as_json(do(tokenizer, work, [span_from(one) for one in job["spans"]], job["path"]))
+        except Refusal as refusal:
+            answer = {"refusal": refusal.line, "code": refusal.code}
+        except OSError as problem:
+            answer = {"refusal": f"preparing data: {problem}", "code": EX_OSERR}
+        except MemoryError:
+            answer = {"refusal": f"preparing data: out of memory at {job['spans'][0]['path']}", "code": EX_OSERR}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

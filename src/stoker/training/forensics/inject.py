@@ -1,0 +1,83 @@
+"""A drill: one NaN or Inf, put where and when it is asked for, so that anybody can see the report before it is needed. Reading it needs no torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_GRAMMAR = re.compile(r"(?:(?P<kind>nan|inf|grad):)?(?P<where>[^@:\s]+)@(?P<step>\d+)(?:@(?P<rank>\d+))?")
+
+
+@shape
+class Injection:
+    where: str  # a module; of a gradient: a parameter
+    step: int
+    rank: int | None = None  # None: all of them
+    value: float = math.nan
+    gradient: bool = False
+
+
+def parse(text: str) -> Injection | None:
+    """nan.inject: `layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None where it is empty."""
+    if not text:
+        return None
+    found = _GRAMMAR.fullmatch(text.strip())
+    if found is None:
+        raise Refusal(f"nan.inject {text!r} is not WHERE@STEP[@RANK]; write layers.1.attention@5@0, inf:layers.1.mlp@5 or grad:head.weight@5", EX_CONFIG)
+    value = math.nan if found["kind"] in (None, "nan") else math.inf
+    return Injection(found["where"], int(found["step"]), int(found["rank"]) if found["rank"] else None, value, found["kind"] == "grad")
+
+
+class Drill:
+    """Set `step` before each step, and before its replay: what is injected depends on nothing else."""
+
+    def __init__(self, injection: Injection | None, model: nn.Module, rank: int) -> None:
+        self.step = -1
+        self._injection = injection if injection is not None and injection.rank in (None, rank) else None
+        self._parameter: nn.Parameter | None = None
+        if self._injection is None:
+            return
+        if self._injection.gradient:
+            self._parameter = _named(dict(model.named_parameters()), self._injection.where, "parameter")
+            if not self._parameter.requires_grad:
+                raise Refusal(f"nan.inject: parameter {self._injection.where} is frozen and has no gradient", EX_CONFIG)
+        else:
+            _named({name: one for name, one in model.named_modules() if name}, self._injection.where, "module").register_forward_hook(self._spoil)
+
+    def _due(self) -> bool:
+        return self._injection is not None and self.step == self._injection.step
+
+    def _spoil(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        if not self._due() or self._injection is None:
+            return None
+        import torch
+
+        first, *rest = output if isinstance(output, (tuple, list)) else (output,)
+        spot = torch.zeros_like(first, dtype=torch.bool)
+        spot[(0,) * spot.dim()] = True
+        spoiled = first.masked_fill(spot, self._injection.value)
+        return type(output)((spoiled, *rest)) if isinstance(output, (tuple, list)) else spoiled
+
+    def spoil_gradients(self) -> None:
+        """After the backward, before the norm."""
+        if self._parameter is None or not self._due() or self._injection is None or self._parameter.grad is None:
+            return
+        from stoker.training.forensics.statistics import local
+
+        mine = local(self._parameter.grad)
+        if mine.numel():  # an uneven shard may be empty
+            mine[(0,) * mine.dim()] += self._injection.value
+
+
+def _named(known: dict[str, Any], name: str, kind: str) -> Any:
+    if name not in known:
+        raise Refusal(f"nan.inject: the model has no {kind} {name}{suggest(name, known)}", EX_CONFIG)
+    return known[name]

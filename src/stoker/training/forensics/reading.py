@@ -1,0 +1,154 @@
+"""Reads nan_step_N/ back, for `stoker nan`. No torch: a safetensors file is a JSON header and bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from typing import Any
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+from stoker.training.forensics.report import Report, TensorStats
+
+REPORT, BATCH = "report.json", "batch.json"
+PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters.safetensors", "gradients.safetensors", "activations.safetensors"
+_TENSORS = (ACTIVATIONS, GRADIENTS, PARAMETERS)
+_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}
+_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_LONGEST_HEADER = 100 << 20
+
+
+@shape
+class RankDump:
+    folder: str
+    report: Report
+    cut: dict[str, str]
+    left_out: dict[str, str]
+
+
+@shape
+class Shown:
+    stats: TensorStats
+    file: str
+    bad: tuple[tuple[tuple[int, ...], str], ...]  # index and value of the first ones
+    cut: str = ""
+
+
+def step_folder(folder: str, step: int) -> str:
+    return os.path.join(folder, f"nan_step_{step}")
+
+
+def rank_folder(folder: str, step: int, rank: int) -> str:
+    return os.path.join(step_folder(folder, step), f"rank-{rank}")
+
+
+def newest(folder: str) -> str | None:
+    """The step folder in it, or in a folder of it, that was written last; itself, if it is one."""
+    if re.fullmatch(r"nan_step_\d+", os.path.basename(os.path.abspath(folder))):
+        return folder
+    found = []
+    for above in (folder, *(entry.path for entry in os.scandir(folder) if entry.is_dir())):
+        found += [entry.path for entry in os.scandir(above) if entry.is_dir() and re.fullmatch(r"nan_step_\d+", entry.name)]
+    return max(found, key=lambda path: (os.path.getmtime(path), path), default=None)
+
+
+def ranks(folder: str) -> list[RankDump]:
+    """Every rank's, in order. `folder` is a step's or one rank's."""
+    if os.path.exists(os.path.join(folder, REPORT)):
+        return [_dump(folder)]
+    numbers = sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"rank-\d+", name))
+    if not numbers:
+        raise Refusal(f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT)
+    return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
+
+
+def _dump(folder: str) -> RankDump:
+    path = os.path.join(folder, REPORT)
+    data = _json(path)
+    try:
+        files = data.get("files") or {}
+        return RankDump(folder, Report.from_json(data["report"]), dict(files.get("cut") or {}), dict(files.get("left_out") or {}))
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+        raise Refusal(f"{path} is no report of this version ({type(problem).__name__}: {problem})", EX_DATAERR) from problem
+
+
+def texts(dump: RankDump) -> list[dict[str, Any]]:
+    """The samples of the report, or all of the batch where it names none: id, tokens, text."""
+    path = os.path.join(dump.folder, BATCH)
+    if not os.path.exists(path):
+        return []
+    data = _json(path)
+    samples = [one for one in data.get("samples") or () if isinstance(one, dict)] if isinstance(data, dict) else []
+    wanted = set(dump.report.sample_ids)
+    return [one for one in samples if not wanted or one.get("id") in wanted]
+
+
+def _json(path: str) -> Any:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    except FileNotFoundError as problem:
+        raise Refusal(f"{path} is not there", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
+
+
+def header(path: str) -> tuple[dict[str, Any], int]:
+    """Name -> dtype, shape, data_offsets; and where the data begins."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _LONGEST_HEADER):
+            raise Refusal(f"{path} is damaged: its header would be {length} bytes of {size}", EX_DATAERR)
+        try:
+            found = json.loads(file.read(length))
+        except ValueError as problem:
+            raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
+    ends = [one["data_offsets"][1] for name, one in found.items() if name != "__metadata__"]
+    if max(ends, default=0) + 8 + length > size:
+        raise Refusal(f"{path} is cut off: {size} bytes of {max(ends) + 8 + length}", EX_DATAERR)
+    return found, 8 + length
+
+
+def show(dump: RankDump, name: str, most: int = 8) -> Shown:
+    """A tensor by its name; `gradients/layers.0.mlp.down.weight` where several files have it."""
+    wanted, _, rest = name.partition("/")
+    known: list[str] = []
+    for file in _TENSORS:
+        path = os.path.join(dump.folder, file)
+        kind = file.removesuffix(".safetensors")
+        if not os.path.exists(path):
+            continue
+        found, start = header(path)
+        known += [f"{kind}/{one}" for one in found if one != "__metadata__"]
+        sought = rest if wanted == kind and rest else name
+        if sought in found and sought != "__metadata__" and (wanted == kind or not rest):
+            return _read(path, kind, sought, found[sought], start, str((found.get("__metadata__") or {}).get(f"cut {sought}", "")), most)
+    raise Refusal(f"no tensor {name} in {dump.folder}{suggest(name, known)}", EX_NOINPUT)
+
+
+def _read(path: str, kind: str, name: str, entry: dict[str, Any], start: int, cut: str, most: int) -> Shown:
+    import numpy as np
+
+    dtype, sizes = str(entry["dtype"]), tuple(entry["shape"])
+    if dtype not in _PLAIN and dtype != "BF16":
+        raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
+    count = math.prod(sizes)
+    raw = np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", start + entry["data_offsets"][0], (count,)) if count else np.zeros(0)
+    nan = inf = 0
+    low, high = math.inf, -math.inf
+    bad: list[tuple[tuple[int, ...], str]] = []
+    for begin in range(0, count, 1 << 24):
+        piece = raw[begin : begin + (1 << 24)]
+        values = (piece.astype(np.uint32) << 16).view(np.float32) if dtype == "BF16" else piece
+        good = np.isfinite(values)
+        nan, inf = nan + int(np.isnan(values).sum()), inf + int(np.isinf(values).sum())
+        if good.any():
+            low, high = min(low, float(values[good].min())), max(high, float(values[good].max()))
+        for place in np.flatnonzero(~good)[: most - len(bad)]:
+            bad.append((tuple(int(one) for one in np.unravel_index(begin + int(place), sizes)), f"{float(values[place]):g}"))
+    ends = (low, high, max(abs(low), abs(high))) if low <= high else (None, None, None)
+    return Shown(TensorStats(f"{kind}/{name}", sizes, _NAMES.get(dtype, dtype.lower()), count, nan, inf, *ends), path, tuple(bad), cut)

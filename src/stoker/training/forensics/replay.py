@@ -1,0 +1,166 @@
+"""The bad step once more, eagerly and under watch: which operation made the first NaN or Inf, in which module, from which samples."""
+
+from __future__ import annotations
+
+import math
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from stoker.contract.shape import shape
+from stoker.training.forensics import report as phases
+from stoker.training.forensics.keeping import Origin
+from stoker.training.forensics.report import Report, TensorStats
+from stoker.training.forensics.scopes import OUTSIDE
+from stoker.training.forensics.statistics import describe, is_bad, local
+from stoker.training.forensics.trace import Tracer, clean
+from stoker.training.forensics.wording import worded
+
+_SQUARES_OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)
+
+
+@shape
+class MicroBatch:
+    """`run` does forward and backward of it, eagerly, with the RNG of the first time, and gives the loss."""
+
+    run: Callable[[], Tensor | None]
+    sample_ids: tuple[int, ...] = ()
+    inputs: Tensor | None = None  # [samples, tokens]
+    targets: Tensor | None = None
+
+
+@shape
+class Replay:
+    micro_batches: Sequence[MicroBatch]
+    after: Callable[[], None] | None = None  # what the step does to the gradients before their norm: a drill's injection
+    ignore_index: int = -100
+    scopes_of_loss: tuple[str, ...] = ("loss",)
+
+
+@shape
+class Investigation:
+    report: Report
+    tensors: dict[str, Tensor]  # the bad operation's output and inputs, in the host's memory
+    cuts: dict[str, str]  # which of them are not whole
+
+
+def investigate(
+    model: nn.Module, replay: Replay, *, step: int, rank: int, world: int, label: str, loss: float, grad_norm: float
+) -> Investigation:  # fmt: skip
+    """Zeroes the gradients and leaves those of the replay, for the dump. An exception in the replay becomes part of the report."""
+    model.zero_grad(set_to_none=True)
+    weights = tuple(describe(clean(name), one) for name, one in model.named_parameters() if is_bad(one))
+    tracer = Tracer(model)
+    losses, problem = _run(replay, tracer)
+    gradients = [(clean(name), one.grad) for name, one in model.named_parameters() if one.grad is not None]
+    bad = [(name, gradient) for name, gradient in gradients if is_bad(gradient)]
+    ends = [one for one in losses if is_bad(one)] + [gradient for _, gradient in bad]
+    origin = _earliest([tracer.origin_of(one) for one in ends])
+    if origin is None and problem:
+        origin = _earliest([one for one in tracer.origins if not one.mask])
+    found = Report(
+        step, rank, world, label, loss, grad_norm, phases.CLEAN, gradients=tuple(describe(name, gradient) for name, gradient in bad), parameters=weights,
+        problem=problem,
+    )  # fmt: skip
+    said = _put(found, **_facts(found, replay, origin, losses, gradients))
+    return Investigation(worded(said), origin.tensors if origin else {}, origin.cuts if origin else {})
+
+
+def _run(replay: Replay, tracer: Tracer) -> tuple[list[Tensor], str]:
+    losses: list[Tensor] = []
+    try:
+        with _eagerly(), tracer:
+            for number, one in enumerate(replay.micro_batches):
+                tracer.begin(number, len(one.sample_ids), one.inputs.shape[-1] if one.inputs is not None else 0)
+                loss = one.run()
+                if loss is not None:
+                    losses.append(loss.detach())
+            tracer.begin(None)
+            if replay.after is not None:
+                replay.after()
+    except Exception:  # whatever the replay raises: the other ranks wait for this one's report
+        return losses, traceback.format_exc()
+    return losses, ""
+
+
+def _eagerly() -> AbstractContextManager[object]:
+    """Compiled blocks run their Python. Only where something was compiled: dynamo takes seconds to import."""
+    if "torch._dynamo" in sys.modules:
+        stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+        return stance
+    return nullcontext()
+
+
+def _earliest(origins: list[Origin | None]) -> Origin | None:
+    return min((one for one in origins if one is not None), key=lambda one: one.number, default=None)
+
+
+def _facts(found: Report, replay: Replay, origin: Origin | None, losses: list[Tensor], gradients: list[tuple[str, Tensor]]) -> dict[str, object]:
+    """What the report says besides the numbers it was called with."""
+    if found.parameters:
+        first = found.parameters[0]
+        at = _named(replay, origin) if origin else {}
+        return {**at, "phase": phases.PARAMETERS, "parameter": first.name, "what": "NaN" if first.nan else "Inf", "output": first, "sample_ids": ()}
+    if origin is not None:
+        facts = _named(replay, origin)
+        empty = _untargeted(replay, origin.micro_batch)
+        if empty and origin.phase == phases.FORWARD and origin.module in (OUTSIDE, "(model)", *replay.scopes_of_loss):
+            return {**facts, "phase": phases.TARGETS, "sample_ids": empty}
+        return facts
+    if any(is_bad(one) for one in losses):  # a loss that no operation made: a kernel the dispatcher does not see
+        number = next(number for number, one in enumerate(losses) if is_bad(one))
+        stats = describe("loss", losses[number])
+        empty = _untargeted(replay, number)
+        more = {"micro_batch": number, "output": stats, "what": "NaN" if stats.nan else "Inf", "sample_ids": empty or _ids(replay, number)}
+        return {**more, "phase": phases.TARGETS if empty else phases.FORWARD, "op": "the loss", "module": replay.scopes_of_loss[0]}
+    if found.gradients:
+        first = found.gradients[0]
+        if found.world > 1 and any(type(gradient) is not Tensor for _, gradient in gradients):  # sharded: reduced in the backward itself
+            return {"phase": phases.REDUCED, "what": "NaN" if first.nan else "Inf", "parameter": first.name, "output": first}
+        return {"phase": phases.GRADIENT, "what": "NaN" if first.nan else "Inf", "parameter": first.name, "output": first}
+    if found.problem:
+        return {"phase": phases.FAILED}
+    empty = tuple(one for number in range(len(replay.micro_batches)) for one in _untargeted(replay, number))
+    if replay.micro_batches and all(_untargeted(replay, number) for number in range(len(replay.micro_batches))):
+        return {"phase": phases.TARGETS, "sample_ids": empty, "what": "NaN"}
+    return _overflow(found, gradients)
+
+
+def _named(replay: Replay, origin: Origin) -> dict[str, object]:
+    ids = _ids(replay, origin.micro_batch)
+    some = tuple(ids[position] for position in origin.samples if position < len(ids))
+    return {
+        "phase": origin.phase, "what": origin.what, "op": origin.op, "module": origin.module, "parameter": origin.parameter, "source": origin.source,
+        "micro_batch": origin.micro_batch, "sample_ids": some or ids, "output": origin.output, "inputs": origin.inputs,
+    }  # fmt: skip
+
+
+def _ids(replay: Replay, number: int | None) -> tuple[int, ...]:
+    return tuple(replay.micro_batches[number].sample_ids) if number is not None else ()
+
+
+def _untargeted(replay: Replay, number: int | None) -> tuple[int, ...]:
+    """The samples of a micro-batch in which nothing at all is to be learned; empty where something is, or nobody knows."""
+    one = replay.micro_batches[number] if number is not None else None
+    if one is None or one.targets is None or bool((one.targets != replay.ignore_index).any()):
+        return ()
+    return tuple(one.sample_ids)
+
+
+def _overflow(found: Report, gradients: list[tuple[str, Tensor]]) -> dict[str, object]:
+    if math.isfinite(found.grad_norm) or not gradients:
+        return {}
+    norms = [(float(torch.linalg.vector_norm(local(gradient), dtype=torch.float64)), name, gradient) for name, gradient in gradients]
+    if math.sqrt(sum(norm * norm for norm, _, _ in norms)) < _SQUARES_OVERFLOW:
+        return {}
+    _, name, gradient = max(norms, key=lambda one: one[0])
+    largest: TensorStats = describe(name, gradient)
+    return {"phase": phases.NORM, "what": "Inf", "parameter": name, "output": largest, "gradients": (largest,)}
+
+
+def _put(found: Report, **facts: object) -> Report:
+    return Report(**{**found.__dict__, **facts})

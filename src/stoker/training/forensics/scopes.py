@@ -1,0 +1,51 @@
+"""Where in the model the code is. Modules are followed by hooks; code outside of any module says its name with `scope("loss")`."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+OUTSIDE = "(outside of any module)"
+_NOTHING: AbstractContextManager[None] = nullcontext()
+_active: Stack | None = None
+
+
+class Stack:
+    """The modules and scopes that are entered. A backward that starts inside one of them is not part of it."""
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[str, bool]] = []
+
+    def push(self, name: str, in_backward: bool) -> None:
+        self._entries.append((name, in_backward))
+
+    def pop(self) -> None:
+        self._entries.pop()
+
+    def path(self, in_backward: bool) -> str | None:
+        """The innermost; None where nothing was entered since the backward began."""
+        if self._entries and (self._entries[-1][1] or not in_backward):
+            return self._entries[-1][0]
+        return None
+
+
+class _Scope(AbstractContextManager[None]):
+    def __init__(self, stack: Stack, name: str) -> None:
+        self._stack, self._name = stack, name
+
+    def __enter__(self) -> None:
+        self._stack.push(self._name, in_backward=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._stack.pop()
+
+
+def scope(name: str) -> AbstractContextManager[None]:
+    """with scope("loss"): ...   Does nothing unless an investigation is under way."""
+    return _NOTHING if _active is None else _Scope(_active, name)
+
+
+def follow(stack: Stack | None) -> None:
+    """From now on scopes are entered on this stack; None: no more."""
+    global _active
+    _active = stack

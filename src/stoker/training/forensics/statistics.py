@@ -1,0 +1,108 @@
+"""Is a tensor finite, and what is in it: read on its device, in one pass, without a copy of its size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.training.forensics.report import TensorStats
+
+_CHUNK = 1 << 24  # elements that are widened to fp32 at once: 64 MB, whatever the tensor's size
+
+Extremes = tuple[float, float]
+
+
+def plain(tensor: Tensor) -> list[Tensor]:
+    """The dense tensors it is made of: itself; the local shard of a DTensor; the parts of any other wrapper."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        inside = [getattr(tensor, name) for name in names]  # a DTensor names its mesh, too
+        return [part for one in inside if isinstance(one, Tensor) for part in plain(one)]
+    return [tensor] if tensor.layout == torch.strided and tensor.device.type != "meta" else []
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of it."""
+    parts = plain(tensor.detach())
+    return parts[0] if parts else tensor.detach()
+
+
+def counted(tensor: Tensor) -> bool:
+    """Can it hold a NaN at all?"""
+    return (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() > 0
+
+
+def extremes(tensors: Sequence[Tensor]) -> list[Extremes]:
+    """Smallest and largest of each. aminmax hands a NaN on and needs no mask as large as the tensor, unlike isfinite; one host read for all."""
+    ends = []
+    for tensor in tensors:
+        for part in plain(tensor)[:1]:
+            values = torch.view_as_real(part) if part.is_complex() else part
+            if values.dtype.itemsize == 1:  # float8 has no aminmax
+                values = values.to(torch.float32)
+            low, high = torch.aminmax(values)
+            ends.append(torch.stack((low, high)).to(device=tensors[0].device, dtype=torch.float64))
+    if len(ends) != len(tensors):
+        raise ValueError("a tensor without elements that can be read")
+    return [(float(low), float(high)) for low, high in torch.stack(ends).tolist()] if ends else []
+
+
+def finite(ends: Extremes) -> bool:
+    return math.isfinite(ends[0]) and math.isfinite(ends[1])
+
+
+def word(ends: Extremes) -> str:
+    """What is first to be said of a tensor that is not finite."""
+    if math.isnan(ends[0]) or math.isnan(ends[1]):
+        return "NaN"
+    return "Inf" if ends[1] == math.inf else "-Inf"
+
+
+def is_bad(tensor: Tensor) -> bool:
+    parts = [part for part in plain(tensor.detach()) if counted(part)]
+    return any(not finite(ends) for ends in extremes(parts))
+
+
+def describe(name: str, tensor: Tensor) -> TensorStats:
+    """Exact counts and the range of the finite part."""
+    mine = local(tensor)
+    nan = inf = 0
+    low, high = math.inf, -math.inf
+    if counted(mine):
+        values = torch.view_as_real(mine.resolve_conj()) if mine.is_complex() else mine
+        flat = values.reshape(-1)
+        for start in range(0, flat.numel(), _CHUNK):
+            chunk = flat[start : start + _CHUNK]
+            wide = chunk if chunk.dtype == torch.float64 else chunk.to(torch.float32)
+            good = wide.isfinite()
+            found = torch.stack((
+                wide.isnan().sum().double(), wide.isinf().sum().double(),
+                wide.masked_fill(~good, math.inf).amin().double(), wide.masked_fill(~good, -math.inf).amax().double(),
+            )).tolist()  # fmt: skip
+            nan, inf, low, high = nan + int(found[0]), inf + int(found[1]), min(low, found[2]), max(high, found[3])
+    shape, dtype = tuple(mine.shape), str(mine.dtype).removeprefix("torch.")
+    if low > high:
+        return TensorStats(name, shape, dtype, mine.numel(), nan, inf)
+    return TensorStats(name, shape, dtype, mine.numel(), nan, inf, low, high, max(abs(low), abs(high)))
+
+
+def outline(name: str, tensor: Tensor, ends: Extremes) -> TensorStats:
+    """Of a tensor that has been overwritten since: what was seen of it before, when it was finite."""
+    low, high = ends
+    mine = local(tensor)
+    return TensorStats(name, tuple(mine.shape), str(mine.dtype).removeprefix("torch."), mine.numel(), 0, 0, low, high, max(abs(low), abs(high)))
+
+
+def bad_samples(output: Tensor, samples: int, length: int) -> list[int]:
+    """Positions in the batch whose rows are not finite, where the tensor's shape tells which rows are whose; else nothing."""
+    mine = local(output)
+    by_sample = (mine.dim() >= 2 and tuple(mine.shape[:2]) == (samples, length)) or (mine.dim() >= 3 and mine.shape[0] == samples)
+    by_head = mine.dim() == 3 and mine.shape[0] % samples == 0 and mine.shape[1] == length
+    by_token = mine.dim() >= 1 and mine.shape[0] == samples * length
+    if not (by_sample or by_head or by_token):
+        return []
+    rows = mine.reshape(samples, -1)
+    return [number for number in range(samples) if not bool(rows[number].isfinite().all())]

@@ -1,0 +1,209 @@
+"""Watches every operation of a replay and keeps where each bad value came from.
+
+An operation whose inputs are finite and whose output is not is an origin; one with a bad input hands that input's origin on. What counts
+is the origin of what comes out bad in the end, a loss or a gradient: an Inf that a `where` or a softmax takes out again is nobody's fault.
+Autograd's threads inherit the dispatch mode of the thread that called backward(), so the backward is seen on the CPU and on a GPU alike.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
+
+from stoker.training.forensics import ops, scopes
+from stoker.training.forensics.keeping import Origin, keep
+from stoker.training.forensics.report import BACKWARD, FORWARD, GRADIENT, REDUCED
+from stoker.training.forensics.statistics import Extremes, counted, extremes, finite, plain, word
+
+_SENT = "another rank"
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+Value = tuple[str, Tensor, Extremes]
+
+
+class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.origins: list[Origin] = []
+        self._model = model
+        self._stack = scopes.Stack()
+        self._of_storage: dict[int, Origin] = {}
+        self._received: set[int] = set()  # storages that hold what other ranks sent
+        self._made_in: dict[int, str] = {}  # autograd's sequence number of a forward operation -> the module it ran in
+        self._micro_batch: int | None = None
+        self._batch: tuple[int, int] = (0, 0)
+        self._handles: list[RemovableHandle] = []
+
+    def __enter__(self) -> Tracer:
+        for name, module in self._model.named_modules():
+            path = clean(name) or "(model)"
+            self._handles.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
+            # always_call: activation checkpointing leaves a recomputed forward by an exception once it has what it needs.
+            self._handles.append(module.register_forward_hook(self._left, always_call=True))
+        scopes.follow(self._stack)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)  # type: ignore[no-untyped-call]
+        scopes.follow(None)
+        for handle in self._handles:
+            handle.remove()
+
+    def begin(self, micro_batch: int | None, samples: int = 0, length: int = 0) -> None:
+        """None: after the last one, where gradients may still be touched."""
+        self._micro_batch, self._batch = micro_batch, (samples, length)
+        self._made_in.clear()
+
+    def origin_of(self, tensor: Tensor) -> Origin | None:
+        found = [self._of_storage.get(ops.storage(part)) for part in plain(tensor.detach())]
+        return next((one for one in found if one is not None), None)
+
+    def _entering(self, path: str) -> Any:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            self._stack.push(path, _node() is not None)
+
+        return hook
+
+    def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._stack.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        how, node = ops.operation(func), _node()
+        if node is None:  # the operation's own autograd node was made just before it was dispatched
+            self._made_in.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack.path(False) or scopes.OUTSIDE)
+        if how.kind == ops.VIEW:
+            return func(*args, **given)
+        with torch.no_grad():
+            inputs = [(name, part) for name, tensor in ops.named_tensors(how, args, given) for part in plain(tensor) if counted(part)]
+            before = _looked_at([one for one in inputs if one[0] in how.written and one[0] not in how.unread]) if how.written else []
+        made = func(*args, **given)
+        with torch.no_grad():
+            outputs = self._outputs(how, made, inputs)
+            if how.kind == ops.UNFILLED:
+                for _, tensor in outputs:
+                    self._forget(tensor)
+            elif how.kind == ops.CARRIER:
+                self._carry([tensor for _, tensor in inputs], [tensor for _, tensor in outputs])
+            elif outputs:
+                self._look(how, ops.constant_in(args, given), inputs, before, _looked_at(outputs), node)
+        return made
+
+    @staticmethod
+    def _outputs(how: ops.Operation, made: Any, inputs: list[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        returned = [part for tensor in ops.tensors_in(made) for part in plain(tensor) if counted(part)]
+        if how.first_output_only:
+            returned = returned[:1]
+        named = [("output" if number == 0 else f"output.{number}", tensor) for number, tensor in enumerate(returned)]
+        have = {ops.storage(tensor) for tensor in returned}
+        return named + [(name, tensor) for name, tensor in inputs if name.partition(".")[0] in how.written and ops.storage(tensor) not in have]
+
+    def _carry(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        origins = [self._of_storage[ops.storage(tensor)] for tensor in inputs if ops.storage(tensor) in self._of_storage]
+        for tensor in outputs:
+            self._received.add(ops.storage(tensor))
+            if origins:
+                self._of_storage[ops.storage(tensor)] = min(origins, key=lambda one: one.number)
+
+    def _forget(self, tensor: Tensor) -> None:
+        """New memory, perhaps at the address of what was bad."""
+        self._of_storage.pop(ops.storage(tensor), None)
+        self._received.discard(ops.storage(tensor))
+
+    def _look(
+        self, how: ops.Operation, constant: bool, inputs: list[tuple[str, Tensor]], before: list[Value], outputs: list[Value], node: Any
+    ) -> None:  # fmt: skip
+        bad = [one for one in outputs if not finite(one[2])]
+        for _, tensor, ends in outputs:
+            if finite(ends) and (not how.written or ops.whole(tensor)):
+                self._forget(tensor)
+        if not bad:
+            return
+        seen = {name for name, _, _ in before}
+        read = before + _looked_at([one for one in inputs if one[0] not in how.written and one[0] not in how.unread and one[0] not in seen])
+        has_nan = any(word(ends) == "NaN" for _, _, ends in bad)
+        origin = self._inherited(how, read, bad[0], has_nan, node)
+        if origin is None:
+            alone = constant or any(tensor.dim() == 0 and not finite(ends) for _, tensor, ends in read)
+            origin = self._new(how, read, bad[0], node, mask=alone and word(bad[0][2]) == "-Inf")
+        for _, tensor, _ in bad:
+            self._of_storage[ops.storage(tensor)] = origin
+
+    def _inherited(self, how: ops.Operation, read: list[Value], bad: Value, has_nan: bool, node: Any) -> Origin | None:
+        found = []
+        for name, tensor, ends in read:
+            if finite(ends):
+                continue
+            origin = self._of_storage.get(ops.storage(tensor))
+            if origin is None:
+                if tensor.dim() == 0:
+                    continue  # a constant: the operation that uses it is where it enters
+                sent = ops.storage(bad[1]) in self._received  # gloo copies the result over from a buffer of its own
+                origin = self._of_storage.get(ops.storage(bad[1])) if sent else None
+            if origin is None:
+                origin = self._new(how, read, (name, tensor, ends), node, mask=word(ends) == "-Inf", source=_SENT if sent else self._name_of(tensor))
+                self._of_storage[ops.storage(tensor)] = origin
+            found.append(origin)
+        guilty = [one for one in found if not one.mask]
+        if guilty:
+            return min(guilty, key=lambda one: one.number)
+        return min(found, key=lambda one: one.number) if found and not has_nan else None  # -inf of a mask stays one; a NaN out of it is new
+
+    def _new(self, how: ops.Operation, read: list[Value], bad: Value, node: Any, mask: bool, source: str = "") -> Origin:
+        leaf = ops.parameter_of(node)
+        path = self._stack.path(node is not None)
+        phase, parameter = FORWARD, ""
+        if leaf is not None or self._micro_batch is None:
+            phase, parameter = GRADIENT, self._parameter(leaf, bad[1])
+        elif source == _SENT:
+            phase = REDUCED
+        elif node is not None and path is None:
+            phase, path = BACKWARD, self._module_of(node)
+        origin = Origin(len(self.origins), how.name, phase, path or scopes.OUTSIDE, parameter, source, self._micro_batch, word(bad[2]), mask)
+        keep(origin, read, bad, self._batch if phase == FORWARD else (0, 0), len(self.origins))
+        self.origins.append(origin)
+        return origin
+
+    def _module_of(self, node: Any) -> str:
+        number = node._sequence_nr()
+        if number in self._made_in:
+            return self._made_in[number]
+        known = sorted(self._made_in)  # a node without a dispatch of its own: it was made between two that have one
+        place = bisect_right(known, number)
+        return self._made_in[known[place - 1]] if place else scopes.OUTSIDE
+
+    def _parameter(self, leaf: Tensor | None, gradient: Tensor) -> str:
+        for name, parameter in self._model.named_parameters():
+            if parameter is leaf or (parameter.grad is not None and ops.inside(gradient, plain(parameter.grad.detach()))):
+                return clean(name)
+        return ""
+
+    def _name_of(self, tensor: Tensor) -> str:
+        """Whose memory it is, where nothing in the replay wrote it."""
+        if ops.storage(tensor) in self._received:
+            return _SENT
+        for kind, named in (("parameter", self._model.named_parameters()), ("buffer", self._model.named_buffers())):
+            for name, one in named:
+                if ops.inside(tensor, plain(one.detach())):
+                    return f"{kind} {clean(name)}"
+        return "a tensor that no operation seen here made: the batch, or a kernel outside torch's dispatcher (Triton, C++)"
+
+
+def clean(name: str) -> str:
+    """A module's name without the wrappers of compile, checkpointing and FSDP."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _node() -> Any:
+    """The autograd node that runs on this thread; None in a forward."""
+    return torch._C._current_autograd_node()
+
+
+def _looked_at(tensors: list[tuple[str, Tensor]]) -> list[Value]:
+    return [(name, tensor, ends) for (name, tensor), ends in zip(tensors, extremes([tensor for _, tensor in tensors]), strict=True)] if tensors else []

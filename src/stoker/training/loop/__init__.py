@@ -1,0 +1,1 @@
+"""The step, its lines and its metrics."""

@@ -1,0 +1,128 @@
+"""Batches of a step, prepared by a thread while the step before is computed: read from the mapped shards, in pinned memory."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.contract.shape import shape
+from stoker.training.data.order import Order
+from stoker.training.data.reader import IGNORED, Samples
+from stoker.training.parallel.split import Share, split
+
+AHEAD = 2  # steps
+
+
+@shape
+class MicroBatch:
+    ids: tuple[int, ...]  # real samples; the rows behind them are padding
+    inputs: Tensor  # [micro, T]
+    targets: Tensor
+    segments: Tensor | None
+
+
+@shape
+class StepBatch:
+    step: int
+    samples: int  # of all ranks
+    tokens: int  # of all ranks, padding not counted
+    labels: int  # of this rank: targets that are learned
+    micro_batches: tuple[MicroBatch, ...]
+
+    @property
+    def ids(self) -> list[int]:
+        return [one for micro in self.micro_batches for one in micro.ids]
+
+
+@shape
+class Course:
+    """Which samples each step has: `batch` at a time from global index `start`, up to `total` (0: no end)."""
+
+    batch: int
+    start: int
+    total: int
+
+    def of_step(self, index: int) -> tuple[int, int]:
+        begin = self.start + index * self.batch
+        end = begin + self.batch
+        return (min(begin, self.total), min(end, self.total)) if self.total else (begin, end)
+
+
+class Feeder:
+    def __init__(
+        self, samples: Samples, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool
+    ) -> None:
+        self._samples, self._order, self._course = samples, order, course
+        self._steps = range(first_step, steps)
+        self._ranks, self._rank, self._micro, self._equal, self._pinned = ranks, rank, micro, equal_steps, pinned
+        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        while True:
+            found = self._queue.get()
+            if found is None:
+                return
+            if isinstance(found, BaseException):
+                raise found
+            yield found
+
+    def close(self) -> None:
+        self._stop.set()
+        while self._thread.is_alive():
+            try:
+                self._queue.get(timeout=0.05)
+            except queue.Empty:
+                continue
+
+    def _run(self) -> None:
+        try:
+            for index, step in enumerate(self._steps):
+                self._put(self.make(step, index))
+                if self._stop.is_set():
+                    return
+            self._put(None)
+        except BaseException as problem:  # handed to the loop, which raises it
+            self._put(problem)
+
+    def _put(self, item: StepBatch | BaseException | None) -> None:
+        while not self._stop.is_set():
+            try:
+                self._queue.put(item, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+
+    def make(self, step: int, index: int) -> StepBatch:
+        begin, end = self._course.of_step(index)
+        share = split(end - begin, self._ranks, self._rank, self._micro, self._equal)
+        ids = self._order.ids(begin + share.begin, begin + share.end)
+        made = [self._micro_batch(ids, share, number) for number in range(share.micro_steps)]
+        labels = sum(int((one.targets != IGNORED).sum()) for one in made) if self._samples.chat else len(ids) * self._samples.context
+        return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
+
+    def _micro_batch(self, ids: NDArray[np.int64], share: Share, number: int) -> MicroBatch:
+        begin, end = share.rows(number)
+        mine = ids[begin - share.begin : end - share.begin]
+        batch = self._samples.batch(mine if len(mine) else ids[:1] if len(ids) else np.zeros(1, dtype=np.int64))
+        rows = self._micro
+        inputs = self._padded(batch.inputs, rows, 0)
+        targets = self._padded(batch.targets, rows, IGNORED)
+        if not len(mine):
+            targets.fill_(IGNORED)
+        segments = self._padded(batch.segments, rows, 0) if batch.segments is not None else None
+        return MicroBatch(tuple(int(one) for one in mine), inputs, targets, segments)
+
+    def _padded(self, array: NDArray[Any], rows: int, value: int) -> Tensor:
+        found = torch.full((rows, array.shape[1]), value, dtype=torch.from_numpy(array).dtype, pin_memory=self._pinned)
+        found[: len(array)] = torch.from_numpy(array)
+        return found

@@ -1,0 +1,48 @@
+"""What a checkpoint says of its run, and whether this run can go on with it. No torch: `stoker train` asks before a rank starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.shape import as_json, shape
+from stoker.training.data.prepared import Prepared
+from stoker.training.model.config import ModelConfig
+
+# What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
+_SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "tied")
+
+
+@shape
+class Position:
+    step: int  # optimizer steps that are done
+    samples: int  # global index of the next sample
+    best: float | None  # lowest validation loss so far
+
+
+def meta(position: Position, model: ModelConfig, prepared: Prepared, optimizer: str, seed: int) -> dict[str, Any]:
+    return {
+        "step": position.step, "samples": position.samples, "best": position.best, "model": as_json(model), "tokenizer_digest": prepared.tokenizer_digest,
+        "data_key": prepared.key, "data_seed": seed, "optimizer": optimizer,
+    }  # fmt: skip
+
+
+def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Prepared, optimizer: str) -> None:
+    """One line per mismatch would be a list; the first is enough to know."""
+    theirs, mine = found.get("model", {}), as_json(model)
+    for key in _SHAPE:
+        if key in theirs and theirs[key] != mine[key]:
+            raise Refusal(f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here", EX_CONFIG)
+    if found.get("tokenizer_digest") not in (None, prepared.tokenizer_digest):
+        raise Refusal(f"checkpoint {where} was trained with another tokenizer: name that one with tokenizer.path, or start anew (checkpoint.resume never)", EX_CONFIG)
+    if found.get("optimizer") not in (None, optimizer):
+        raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
+
+
+def position(found: Mapping[str, Any], prepared: Prepared, seed: int) -> tuple[Position, str]:
+    """(where to go on, a line to say or nothing)."""
+    best = found.get("best")
+    same = found.get("data_key") == prepared.key and found.get("data_seed") == seed
+    line = "" if same else "the data or its order is another than the checkpoint's: it begins at its first sample"
+    return Position(int(found["step"]), int(found["samples"]) if same else 0, float(best) if best is not None else None), line

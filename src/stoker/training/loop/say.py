@@ -1,0 +1,83 @@
+"""What a rank says: its lines, metrics.jsonl, the loggers that were asked for, and a bar where there is a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from stoker.contract import names
+from stoker.control.record.metrics import Metrics
+from stoker.training.loop.loggers import Logger, open_loggers
+from stoker.training.loop.speed import Speed, clock
+from stoker.training.loop.step import Numbers
+from stoker.training.parallel.group import Group
+
+
+def where_runs_go() -> str:
+    """The run directory; under plain torchrun, which has none, the working directory's runs/torchrun."""
+    return os.environ.get(names.RUN_DIR) or os.path.join("runs", "torchrun")
+
+
+class Voice:
+    def __init__(self, group: Group, steps: int, log_every: int, log_to: str, config: dict[str, Any], resumed_at: int) -> None:
+        self._group, self._steps, self._every = group, steps, log_every
+        self._metrics: Metrics | None = None
+        self._loggers: list[Logger] = []
+        self._bar = group.first and sys.stderr.isatty()
+        if group.first:
+            folder = where_runs_go()
+            os.makedirs(folder, exist_ok=True)
+            self._metrics = Metrics(folder, resumed_at)
+            self._loggers = open_loggers(log_to, folder, config, self.say)
+
+    def say(self, text: str) -> None:
+        self._wipe()
+        print(f"INFO | [{self._group.label}] {text}", flush=True)
+
+    def say_once(self, text: str) -> None:
+        """Of the whole job: rank 0 says it."""
+        if self._group.first:
+            self.say(text)
+
+    def step(self, numbers: Numbers, rate: float, speed: Speed, tokens: int) -> None:
+        done = numbers.step + 1
+        per_step = speed.seconds_per_step
+        left = per_step * (self._steps - done) if per_step is not None else None
+        if self._bar:
+            self._draw(done, numbers.loss, left)
+        if numbers.step % self._every and done != self._steps:
+            return
+        mfu, memory, fast = speed.mfu, speed.memory(), speed.tokens_per_s
+        self.say(
+            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {clock(left)}"
+            f" | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+        )
+        self.metrics(
+            numbers.step, loss=numbers.loss, tokens=tokens, grad_norm=numbers.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
+            mfu=round(mfu, 4) if mfu else None, memory=memory, seconds_per_step=round(per_step, 6) if per_step else None,
+        )  # fmt: skip
+
+    def metrics(self, step: int, **values: Any) -> None:
+        if self._metrics is None:
+            return
+        self._metrics.write(step=step, **values)
+        for logger in self._loggers:
+            logger.log(step, {name: value for name, value in values.items() if isinstance(value, (int, float))})
+
+    def close(self) -> None:
+        self._wipe()
+        if self._metrics is not None:
+            self._metrics.close()
+        for logger in self._loggers:
+            logger.close()
+
+    def _draw(self, done: int, loss: float, left: float | None) -> None:
+        full = 30 * done // max(self._steps, 1)
+        sys.stderr.write(f"\r\x1b[2K[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}")
+        sys.stderr.flush()
+
+    def _wipe(self) -> None:
+        if self._bar:
+            sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()

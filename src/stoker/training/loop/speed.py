@@ -1,0 +1,71 @@
+"""Tokens per second, MFU, memory, time left."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import torch
+
+# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it. The longest name that fits counts.
+PEAKS = {
+    "B200": 2250.0, "GB200": 2500.0, "B300": 2250.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0,
+    "H20": 148.0, "A100": 312.0, "A800": 312.0, "A30": 165.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
+    "RTX 6000 Ada": 364.2, "RTX A6000": 154.8, "RTX A5000": 111.1, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
+    "RTX 3080": 59.5,
+}  # fmt: skip
+
+
+def peak_flops(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    fits = [known for known in PEAKS if known in name]
+    return PEAKS[max(fits, key=len)] * 1e12 if fits else None
+
+
+class Speed:
+    """Over the last steps whose numbers have come: the first one, with its compilation, is no measure."""
+
+    def __init__(self, flops_per_token: int, ranks: int, device: torch.device, window: int = 20) -> None:
+        self._flops, self._ranks, self._device = flops_per_token, ranks, device
+        self._peak = peak_flops(device)
+        self._seen: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._tokens = 0
+
+    def step(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._seen.append((time.perf_counter(), self._tokens))
+
+    def pause(self) -> None:
+        """An evaluation or a save that was waited for: not training."""
+        self._seen.clear()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        if len(self._seen) < 2:
+            return None
+        (begin, before), (end, after) = self._seen[0], self._seen[-1]
+        return (after - before) / max(end - begin, 1e-9)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        return (self._seen[-1][0] - self._seen[0][0]) / (len(self._seen) - 1) if len(self._seen) >= 2 else None
+
+    @property
+    def mfu(self) -> float | None:
+        rate = self.tokens_per_s
+        return rate * self._flops / (self._peak * self._ranks) if rate and self._peak else None
+
+    def memory(self) -> int | None:
+        """Peak bytes of this rank's GPU; None on CPUs."""
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else None
+
+
+def clock(seconds: float | None) -> str:
+    """5:30, 1:05:30; ?:?? where nobody knows yet."""
+    if seconds is None:
+        return "?:??"
+    whole = max(int(seconds), 0)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"

@@ -1,0 +1,104 @@
+"""One optimizer step, without a word from the GPU: forward and backward of the micro-batches, norm, finite check, clipping, update.
+
+Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step that is not finite
+changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from stoker.contract.shape import shape
+from stoker.training.loop.feeder import MicroBatch, StepBatch
+from stoker.training.loop.graph import MicroStep
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.parallel.group import Group, no_sync
+
+
+@shape
+class Numbers:
+    """What a step said, the same on all ranks."""
+
+    step: int
+    loss: float
+    norm: float
+    bad: bool
+    stop: bool  # somebody was told to stop
+    save: bool  # rank 0 says that it is time
+    busy: bool  # somebody still writes the checkpoint before
+
+
+class Pending:
+    """A step's numbers on their way to the host."""
+
+    def __init__(self, step: int, values: Tensor) -> None:
+        self.step = step
+        self._event = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._host = values.clone()
+
+    def read(self) -> Numbers:
+        """Waits for the step, while the GPU already works on the next."""
+        if self._event is not None:
+            self._event.synchronize()
+        loss, norm, bad, stop, save, busy = self._host.tolist()
+        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0)
+
+
+class Stepper:
+    def __init__(
+        self, wrapped: nn.Module, optimizer: Optimizer, group: Group, *, seed: int, dropout: bool, chat: bool, check: bool,
+        before_update: Callable[[], None], after_backward: Callable[[], None], graph: bool = False,
+    ) -> None:  # fmt: skip
+        self._wrapped, self._optimizer, self._group = wrapped, optimizer, group
+        self._seed, self._dropout, self._chat, self._check = seed, dropout, chat, check
+        self._before_update, self._after_backward = before_update, after_backward
+        self.bad = torch.zeros((), device=group.device)
+        self._scale = torch.ones((), device=group.device)
+        self._micro = MicroStep(wrapped, self._scale, optimizer if graph else None)
+
+    def set_seed(self, step: int, number: int) -> None:
+        """Dropout is a function of (seed, step, rank, micro-batch): nothing to save, and a replay repeats it."""
+        if self._dropout:
+            torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + self._group.rank * 1009 + number)
+
+    def scale(self, batch: StepBatch) -> Tensor:
+        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens, however uneven the split."""
+        if self._chat:
+            labels = torch.tensor(float(batch.labels), device=self._group.device)
+            self._scale.copy_(self._group.world / self._group.sum(labels))
+        else:
+            self._scale.fill_(self._group.world / batch.tokens)
+        return self._scale
+
+    def forward_backward(self, micro: MicroBatch) -> Tensor:
+        return self._micro.eager(micro)
+
+    def step(self, batch: StepBatch, share: float, *, stop: bool, save: bool, busy: bool) -> Pending:
+        """stop, save, busy: this rank's words; what is read of them later is the same on all."""
+        self.scale(batch)
+        total = torch.zeros((), device=self._group.device)
+        last = len(batch.micro_batches) - 1
+        for number, micro in enumerate(batch.micro_batches):
+            self.set_seed(batch.step, number)
+            with no_sync(self._wrapped, number == last):
+                total += self._micro(micro)
+        self._after_backward()
+        flags = torch.tensor([float(stop), float(save), float(busy)], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
+        values = self._group.sum(torch.cat([(total / self._group.world)[None], flags]))
+        norm = gradient_norm(self._optimizer.parameters)
+        if self._check:
+            finite = torch.isfinite(norm) & torch.isfinite(values[0])
+            self.bad.copy_(torch.maximum(self.bad, (~finite).float()))
+        self._before_update()
+        self._optimizer.step(share, norm, self.bad)
+        self._optimizer.zero(keep=self._micro.graphed)
+        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[1:]]))

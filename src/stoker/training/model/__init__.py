@@ -1,0 +1,1 @@
+"""One dense decoder that covers Llama and Qwen3 shapes."""

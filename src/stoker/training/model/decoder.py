@@ -1,0 +1,185 @@
+"""The decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU; Llama's and Qwen3's shapes are its settings.
+
+Weights are fp32 and are cast where they are used; activations have the dtype of `Decoder.dtype`. Queries, keys and values are one
+matrix, gate and up another: one large product instead of three or two. Names of shapes: B batch, T tokens, D width, H heads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stoker.training.forensics.scopes import scope
+from stoker.training.model.attention import attend
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.fp8 import fp8_linear
+from stoker.training.model.loss import linear_cross_entropy
+from stoker.training.model.swiglu import swiglu_linear
+
+
+class Linear(nn.Linear):
+    """No bias. The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps fused into it."""
+
+    def __init__(self, inputs: int, *parts: int) -> None:
+        super().__init__(inputs, sum(parts), bias=False)
+        self.parts = parts
+        self.fp8 = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fp8:
+            return fp8_linear(x, self.weight)
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
+
+
+def rotary_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, fp32, [T, head_dim / 2]."""
+    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
+    return angle.cos().float(), angle.sin().float()
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as transformers lays it out: the first half of a head turns with the second."""
+    first, second = x_BTHD.float().chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        self.qkv = Linear(c.dim, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
+        self.out = Linear(c.heads * c.head_dim, c.dim)
+        self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+        self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Tensor | None) -> Tensor:
+        B, T, _ = x.shape
+        parts = self.qkv(x).view(B, T, -1, self.head_dim)
+        q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments)
+        out: Tensor = self.out(y.reshape(B, T, -1))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.gate_up = Linear(c.dim, c.ff, c.ff)
+        self.down = Linear(c.ff, c.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return swiglu_linear(self.gate_up(x), self.down.weight, self.down.fp8)
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(c.dim, c.norm_eps)
+        self.attention = Attention(c)
+        self.mlp_norm = RMSNorm(c.dim, c.norm_eps)
+        self.mlp = MLP(c)
+        self.dropout = c.dropout
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Tensor | None) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, segments))
+        return x + self._drop(self.mlp(self.mlp_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+
+
+class Decoder(nn.Module):
+    """forward(inputs, targets) is the sum of the tokens' losses times `scale`; forward(inputs) the logits."""
+
+    def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.config, self.context_length, self.dtype = c, context_length, dtype
+        self.loss = "auto"  # compute.loss
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
+        self.norm = RMSNorm(c.dim, c.norm_eps)
+        self.head = Linear(c.dim, c.vocab_size)
+        if c.tied:
+            self.head.weight = self.embed.weight
+        cos, sin = rotary_table(context_length, c.head_dim, c.rope_theta)
+        self.cos: Tensor
+        self.sin: Tensor
+        self.register_buffer("cos", cos.to(self.embed.weight.device), persistent=False)
+        self.register_buffer("sin", sin.to(self.embed.weight.device), persistent=False)
+
+    @torch.no_grad()
+    def start(self, seed: int) -> None:
+        """Fresh weights, drawn matrix by matrix on the device: the same for every number of ranks and both strategies."""
+        generator = torch.Generator(self.cos.device).manual_seed(seed)
+        residual = self.config.init_std / math.sqrt(2 * self.config.layers)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() < 2:
+                parameter.fill_(1.0)
+                continue
+            std = residual if name.endswith(("attention.out.weight", "mlp.down.weight")) else self.config.init_std
+            whole = torch.empty(parameter.shape, device=self.cos.device).normal_(0.0, std, generator=generator)
+            parameter.copy_(like(whole, parameter))
+
+    def hidden(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
+        x = self.embed(inputs).to(self.dtype)
+        if self.config.dropout:
+            x = F.dropout(x, self.config.dropout, self.training)
+        cos, sin = self._angles(inputs.shape[1], segments)
+        for block in self.layers:
+            x = block(x, cos, sin, segments)
+        normed: Tensor = self.norm(x)
+        return normed
+
+    def _angles(self, length: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+        if segments is None:
+            return self.cos[:length], self.sin[:length]
+        # Each conversation of a packed row counts its positions from 0.
+        place = torch.arange(length, device=segments.device).expand_as(segments)
+        begins = torch.where(F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True), place, 0).cummax(dim=1).values
+        return self.cos[place - begins], self.sin[place - begins]
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+        x = self.hidden(inputs, segments)
+        if targets is None:
+            logits: Tensor = self.head(x)
+            return logits
+        with scope("loss"):
+            return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), scale, self.loss)
+
+
+def like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Laid out as the parameter is: a rank's shard of a tensor that every rank has."""
+    if not hasattr(parameter, "device_mesh"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)  # type: ignore[attr-defined]
+
+
+def matmul_parameters(c: ModelConfig) -> int:
+    """Weights that take part in a product for every token: the head once, the embedding (a lookup) not."""
+    attention = c.dim * (c.heads + 2 * c.kv_heads) * c.head_dim + c.heads * c.head_dim * c.dim
+    return c.layers * (attention + 3 * c.dim * c.ff) + c.dim * c.vocab_size
+
+
+def flops_per_token(c: ModelConfig, context_length: int) -> int:
+    """Forward and backward, attention counted in full as everybody does: 6·N + 12·L·heads·head_dim·T."""
+    return 6 * matmul_parameters(c) + 12 * c.layers * c.heads * c.head_dim * context_length

@@ -1,0 +1,143 @@
+"""The weights of a folder, seen from their headers alone: which tensors lie where, and whether a model of some shape can be filled with them.
+
+No torch here: the launcher can say what does not fit before any rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_names import EMBEDDING, HEAD, Part, places
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_LONGEST_HEADER = 100_000_000  # what the safetensors library allows
+_COMPARED_AT_ONCE = 1 << 24
+
+
+@shape
+class Stored:
+    """A tensor in a file: `begin` counts from the file's start."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    size: int
+
+
+def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
+    """Name -> where it lies, of all the tensors this model needs. Whatever is missing, left over or of another shape is refused by name."""
+    found = stored_in(folder)
+    wanted = {part.name: part for place in places(c) for part in place.parts}
+    for name, part in wanted.items():
+        if name not in found:
+            raise Refusal(f"model {folder}: {name} is missing from its weights", EX_DATAERR)
+        _fits(folder, found[name], part)
+    left = [name for name in found if name not in wanted and not name.endswith(".rotary_emb.inv_freq")]  # older folders keep what follows from rope_theta
+    if c.tied and HEAD in left:
+        if not _equal(found[HEAD], found[EMBEDDING]):
+            raise Refusal(f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set tie_word_embeddings to false", EX_DATAERR)
+        left.remove(HEAD)
+    if left:
+        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+        raise Refusal(f"model {folder}: our decoder has no place for {left[0]}{more} of its weights", EX_DATAERR)
+    return {name: found[name] for name in wanted}
+
+
+def _fits(folder: str, stored: Stored, part: Part) -> None:
+    if stored.dtype not in BYTES:
+        raise Refusal(f"model {folder}: {part.name} is {stored.dtype}; weights of {', '.join(BYTES)} load, quantised ones don't", EX_DATAERR)
+    if stored.shape == part.shape:
+        return
+    grows = part.name in (EMBEDDING, HEAD) and stored.shape[1:] == part.shape[1:]
+    if not grows:
+        raise Refusal(f"model {folder}: {part.name} is {list(stored.shape)}, this model's is {list(part.shape)}: another model's weights", EX_DATAERR)
+    if stored.shape[0] > part.shape[0]:
+        line = f"model.vocab_size {part.shape[0]} is smaller than the {stored.shape[0]} rows of {part.name} in {folder}: leave it out, or give that many"
+        raise Refusal(line, EX_CONFIG)
+
+
+def stored_in(folder: str) -> dict[str, Stored]:
+    """All tensors of model.safetensors, of the files its index names, or of the only safetensors file there is."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as problem:
+        raise Refusal(f"model {folder}: {problem.strerror}", EX_NOINPUT) from problem
+    files = [name for name in names if name.endswith(".safetensors")]
+    if WEIGHTS in files:
+        files = [WEIGHTS]
+    elif INDEX in names:
+        return _indexed(folder)
+    if not files:
+        pickled = next((name for name in names if name.endswith(PICKLES)), None)
+        why = f"{pickled} is a pickle, which can run any code: save it as safetensors first" if pickled else f"no {WEIGHTS} in it"
+        raise Refusal(f"model {folder}: {why}", EX_NOINPUT)
+    if len(files) > 1:
+        raise Refusal(f"model {folder}: {len(files)} safetensors files ({files[0]}, {files[1]} …) and no {INDEX} that says what is where", EX_DATAERR)
+    return _header(os.path.join(folder, files[0]))
+
+
+def _indexed(folder: str) -> dict[str, Stored]:
+    path = os.path.join(folder, INDEX)
+    try:
+        with open(path, encoding="utf-8") as file:
+            where: dict[str, str] = json.load(file)["weight_map"]
+        files = sorted(set(where.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise Refusal(f"{path} has no weight_map that can be read: {type(problem).__name__} {problem}", EX_DATAERR) from problem
+    outside = next((name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors")), None)
+    if outside is not None:
+        raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
+    headers = {name: _header(os.path.join(folder, name)) for name in files}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise Refusal(f"{path} says that {name} is in {file}, and it is not", EX_DATAERR)
+    return {name: headers[file][name] for name, file in where.items()}
+
+
+def _header(path: str) -> dict[str, Stored]:
+    try:
+        with open(path, "rb") as file:
+            whole = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if whole < 8 or length > min(whole - 8, _LONGEST_HEADER):
+                raise Refusal(f"{path} is no safetensors file, or only its beginning ({whole} bytes; of a git-lfs pointer `git lfs pull` makes the file)", EX_DATAERR)
+            told = json.loads(file.read(length))
+            return {name: _stored(path, one, 8 + length, whole) for name, one in told.items() if name != "__metadata__"}
+    except FileNotFoundError as problem:
+        raise Refusal(f"{path} is missing: the folder is not complete", EX_NOINPUT) from problem
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise Refusal(f"{path} is damaged: {type(problem).__name__} {problem}", EX_DATAERR) from problem
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+
+
+def _stored(path: str, one: dict[str, Any], data: int, whole: int) -> Stored:
+    begin, end = one["data_offsets"]
+    size = tuple(int(length) for length in one["shape"])
+    if not 0 <= begin <= end or (one["dtype"] in BYTES and math.prod(size) * BYTES[one["dtype"]] != end - begin):
+        raise ValueError(f"{one} does not add up")
+    if data + end > whole:
+        raise ValueError(f"it ends after {whole} bytes, {data + end} are promised")
+    return Stored(path, str(one["dtype"]), size, data + begin, end - begin)
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with open(one.path, "rb") as first, open(other.path, "rb") as second:
+        first.seek(one.begin)
+        second.seek(other.begin)
+        for place in range(0, one.size, _COMPARED_AT_ONCE):
+            count = min(_COMPARED_AT_ONCE, one.size - place)
+            if first.read(count) != second.read(count):
+                return False
+    return True

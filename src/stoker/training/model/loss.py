@@ -1,0 +1,101 @@
+"""Head and cross-entropy together, in chunks of tokens: the logits of a whole batch (8 GB for 16 K tokens × 128 K words) never exist.
+
+The gradient is made in the forward pass, chunk by chunk, while the logits are there; backward hands it out. `scale` is part of it, so
+backward takes the incoming gradient to be 1: call .backward() on this result, or on a sum that holds it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORED = -100
+CHUNK_BYTES = 1 << 29  # logits of one chunk: 2,048 tokens × 128 K words; larger products gain nothing on an H200, and this is peak memory
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, how: str = "auto") -> Tensor:
+    """Σ over tokens of the loss, times `scale`. x [N, D], weight [V, D], targets [N]."""
+    if how == "plain":
+        loss = F.cross_entropy(F.linear(x, weight.to(x.dtype)).float(), targets, ignore_index=IGNORED, reduction="sum")
+        return loss if scale is None else loss * scale
+    if how == "liger":
+        return _liger(x, weight, targets, scale)
+    if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
+        return _forward_only(x, weight, targets, scale)
+    result: Tensor = _Chunked.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
+def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
+    rows = max(CHUNK_BYTES // (vocabulary * itemsize), 256) // 256 * 256
+    return min(tokens, rows)
+
+
+def _forward_only(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    w = weight.to(x.dtype)
+    total = x.new_zeros((), dtype=torch.float32)
+    for part, wanted in zip(x.split(chunk_rows(len(x), len(w), 4)), targets.split(chunk_rows(len(x), len(w), 4)), strict=True):
+        total = total + F.cross_entropy(F.linear(part, w).float(), wanted, ignore_index=IGNORED, reduction="sum")
+    return total if scale is None else total * scale
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+        w = weight.to(x.dtype)
+        if scale is None:
+            scale = torch.ones((), device=x.device)
+        rows = chunk_rows(len(x), len(w), x.element_size())
+        dx = torch.empty_like(x)
+        dw = torch.zeros(weight.shape, dtype=torch.float32, device=x.device)
+        losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
+        for begin in range(0, len(x), rows):
+            part = slice(begin, begin + rows)
+            logits = x[part] @ w.t()
+            _gradient_in_place(logits, targets[part], scale, losses[part])
+            torch.mm(logits, w, out=dx[part])
+            _accumulate(dw, logits, x[part])
+        ctx.save_for_backward(dx, dw if dw.dtype == weight.dtype else dw.to(weight.dtype))
+        return losses.sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> tuple[Tensor | None, ...]:
+        dx, dw = ctx.saved_tensors
+        return dx, dw, None, None
+
+
+def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
+    """dw += dlogitsᵀ x, summed in fp32."""
+    if dlogits.dtype == torch.float32:
+        dw.addmm_(dlogits.t(), x)
+    elif dlogits.is_cuda:
+        torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)  # type: ignore[call-overload]
+    else:
+        dw.add_(torch.mm(dlogits.t(), x))
+
+
+def _gradient_in_place(logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor) -> None:
+    """logits become dloss/dlogits × scale; losses get the loss of each token."""
+    if logits.is_cuda:
+        from stoker.training.model.loss_kernel import gradient_in_place  # Triton: on GPUs only
+
+        gradient_in_place(logits, targets, scale, losses)
+        return
+    wide = logits.float()
+    log_sum = wide.logsumexp(-1)
+    counted = targets != IGNORED
+    wanted = torch.where(counted, targets, 0)[:, None]
+    losses.copy_(torch.where(counted, log_sum - wide.gather(-1, wanted)[:, 0], 0.0))
+    factor = torch.where(counted, scale, 0.0)[:, None]
+    gradient = (wide - log_sum[:, None]).exp_().mul_(factor)
+    logits.copy_(gradient.scatter_add_(-1, wanted, -factor))
+
+
+def _liger(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Fused
+
+    loss: Tensor = Fused.apply(x, weight.to(x.dtype), targets, None, None, IGNORED, 0.0, 0.0, "sum")[0]
+    return loss if scale is None else loss * scale

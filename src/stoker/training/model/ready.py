@@ -1,0 +1,99 @@
+"""The decoder made ready for its device: fp8, activation checkpointing, compilation. Each fallback is said."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.training.model import fp8
+from stoker.training.model.decoder import Decoder, Linear
+from stoker.training.parallel.config import ComputeConfig
+
+COMPILE_THREADS = 4  # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
+
+
+def environment(cache: str) -> None:
+    """Before CUDA and the compiler start. What the user has set stays."""
+    here = os.path.abspath(os.path.join(cache, "compile"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(here, "inductor"))
+    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(here, "triton"))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(COMPILE_THREADS, len(os.sched_getaffinity(0)))))
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fragments don't add up over evaluations and restarts
+
+
+def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
+    if c.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+    return torch.bfloat16 if c.dtype == "bf16" else torch.float32
+
+
+def compiled(c: ComputeConfig, device: torch.device) -> bool:
+    return c.compile == "on" or (c.compile == "auto" and device.type == "cuda")
+
+
+def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
+    model.loss = _loss(c, device)
+    if c.fp8 != "off":
+        _use_fp8(model, device, say)
+    compile_it = compiled(c, device)
+    if c.recompute in ("selective", "full"):
+        for block in model.layers:
+            block.forward = functools.partial(_checkpointed, block.forward, c.recompute == "selective")
+    if not compile_it:
+        return
+    _keep_products_only(c.recompute != "off")
+    for part in (*model.layers, model.norm):
+        part.compile(fullgraph=True, dynamic=False)
+
+
+def _loss(c: ComputeConfig, device: torch.device) -> str:
+    if c.loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise Refusal("compute.loss liger: liger-kernel is not installed here; pip install liger-kernel, or compute.loss chunked", EX_UNAVAILABLE)
+    # Our chunked path is the faster one (docs/benchmarks.md), so liger is for those who ask for it.
+    return "chunked" if c.loss == "auto" else c.loss
+
+
+def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -> None:
+    if not fp8.available(device):
+        raise Refusal("compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use compute.fp8 off", EX_UNAVAILABLE)
+    linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+    small = 0
+    for module in linears:
+        module.fp8 = fp8.fits(module.in_features, module.out_features)
+        small += not module.fp8
+    if small:
+        say(f"fp8: {small} of {len(linears)} matrices are too small to gain by it and stay in bf16")
+
+
+def _keep_products_only(yes: bool) -> None:
+    """The compiler may recompute, in the backward pass, what is cheap although it is written to memory there: norms, rotations."""
+    import torch._functorch.config as functorch
+
+    if hasattr(functorch, "ban_recompute_materialized_backward"):
+        functorch.ban_recompute_materialized_backward = not yes
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    name = str(operation)
+    kept = any(word in name for word in ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._scaled_dot_product"))
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _checkpointed(forward: Callable[..., Any], selective: bool, *args: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args)
+    more: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    return checkpoint(forward, *args, use_reentrant=False, **more)
+
+
+def parameters(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())

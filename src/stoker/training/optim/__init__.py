@@ -1,0 +1,1 @@
+"""AdamW, 8-bit AdamW, Muon, and the schedule."""

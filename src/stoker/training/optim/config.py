@@ -1,0 +1,43 @@
+"""Optimizer, schedule and batch."""
+
+from __future__ import annotations
+
+from stoker.contract.shape import option, shape
+
+
+def micro(text: str) -> int:
+    """A number of samples; auto is 0."""
+    if text == "auto":
+        return 0
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"{text} is not auto or a number from 1 up")
+    return value
+
+
+@shape
+class OptimConfig:
+    kind: str = option("adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)", default="adamw",
+                       choices=("adamw", "adamw8bit", "muon"))  # fmt: skip
+    learning_rate: float = option("peak learning rate of AdamW", default=3e-4)
+    muon_learning_rate: float = option("peak learning rate of Muon's matrices", default=0.02)
+    min_ratio: float = option("the schedule ends at this share of the peak", default=0.1)
+    schedule: str = option("cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)", default="cosine",
+                           choices=("cosine", "linear", "constant", "wsd"))  # fmt: skip
+    warmup_steps: int = option("steps of linear warm-up (0: `warmup_ratio` counts)", default=0)
+    warmup_ratio: float = option("share of the run that is warm-up", default=0.01)
+    cooldown: float = option("share of the run that wsd cools down", default=0.2)
+    weight_decay: float = option("decoupled weight decay of matrices; norms have none", default=0.1)
+    beta1: float = option("AdamW's first moment", default=0.9)
+    beta2: float = option("AdamW's second moment", default=0.95)
+    eps: float = option("AdamW's epsilon", default=1e-8)
+    max_grad_norm: float = option("gradients are scaled down to this norm (0: never)", default=1.0)
+
+
+@shape
+class BatchConfig:
+    tokens: int = option(
+        "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation × ranks × context)", default=0
+    )
+    micro: int = option("samples a rank computes at once: a number, or auto for the largest that fits", default=8, parse=micro, metavar="N|auto")
+    accumulation: int = option("micro-batches per step and rank, where `tokens` is 0", default=1)

@@ -1,0 +1,30 @@
+"""How ranks share the work, and on what."""
+
+from __future__ import annotations
+
+from stoker.contract.quantities import duration
+from stoker.contract.shape import option, shape
+
+
+@shape
+class ParallelConfig:
+    strategy: str = option("ddp: every rank holds the model; fsdp: sharded (FSDP2)", default="ddp", choices=("ddp", "fsdp"))
+    device: str = option("auto: GPUs where there are some; cuda; cpu", default="auto", choices=("auto", "cuda", "cpu"))
+    timeout: float = option("a collective that takes longer has failed", default=600.0, parse=duration, metavar="TIME")
+
+
+@shape
+class ComputeConfig:
+    dtype: str = option("auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32", default="auto",
+                        choices=("auto", "bf16", "fp32"))  # fmt: skip
+    compile: str = option("compile each block: auto (on GPUs), on, off", default="auto", choices=("auto", "on", "off"))
+    recompute: str = option(
+        "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the same without a compiler), full",
+        default="auto", choices=("auto", "off", "selective", "full"),
+    )  # fmt: skip
+    fp8: str = option("off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)", default="off", choices=("off", "tensorwise"))
+    loss: str = option("auto, chunked (head and loss in pieces), liger (its fused kernel), or plain", default="auto",
+                       choices=("auto", "chunked", "liger", "plain"))  # fmt: skip
+    attention: str = option("auto (cuDNN where it works, then flash), cudnn, flash, or math", default="auto", choices=("auto", "cudnn", "flash", "math"))
+    cuda_graphs: str = option("replay a whole micro-step as one graph: auto (small models on one rank), on, off", default="auto", choices=("auto", "on", "off"))
+    deterministic: bool = option("only kernels that give the same bits each time: slower", default=False)

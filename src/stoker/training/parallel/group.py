@@ -1,0 +1,126 @@
+"""The process group, this rank's device, and the model wrapped for its strategy."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.training.parallel.config import ParallelConfig
+
+
+class Group:
+    """This rank among the others. One rank needs no process group."""
+
+    def __init__(self, c: ParallelConfig) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = _device(c, self.local)
+        self.strategy = c.strategy
+        card = os.environ.get("GPU_RANK", str(self.local))
+        self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
+            dist.init_process_group(_backend(self.device), timeout=timedelta(seconds=c.timeout), device_id=self.device if _own_nccl(self.device) else None)
+        elif c.strategy == "fsdp":
+            store = dist.HashStore()
+            dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1, timeout=timedelta(seconds=c.timeout))
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def smallest(self, value: int) -> int:
+        if self.world == 1:
+            return value
+        tensor = torch.tensor(value, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+        return int(tensor)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device)
+        return box[0]
+
+    def all(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            if self.world > 1:
+                dist.barrier()  # torch 2.13's gloo aborts when a rank leaves while another still talks to it
+            dist.destroy_process_group()
+
+
+def _device(c: ParallelConfig, local: int) -> torch.device:
+    if c.device == "cpu" or (c.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise Refusal("parallel.device is cuda and this torch sees no GPU: `stoker doctor` says why", EX_UNAVAILABLE)
+    if local >= torch.cuda.device_count():
+        raise Refusal(f"local rank {local} and {torch.cuda.device_count()} visible GPUs: start fewer ranks", EX_UNAVAILABLE)
+    return torch.device("cuda", local)
+
+
+def _shared_card() -> bool:
+    """STOKER gives several ranks of one card the same CUDA_VISIBLE_DEVICES; NCCL refuses them."""
+    return os.environ.get("STOKER_SHARED_GPU") == "1"
+
+
+def _own_nccl(device: torch.device) -> bool:
+    return device.type == "cuda" and dist.is_nccl_available() and not _shared_card()
+
+
+def _backend(device: torch.device) -> str:
+    return "cpu:gloo,cuda:nccl" if _own_nccl(device) else "gloo"
+
+
+def wrap(model: nn.Module, group: Group, dtype: torch.dtype) -> nn.Module:
+    """The module to call: DDP around it, FSDP2 inside it, or the model itself on one rank."""
+    if group.strategy == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(group.device.type, (group.world,))
+        policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
+        for block in model.layers:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        # Our loss is already weighted by all ranks' tokens × ranks; the mean over the ranks undoes the latter, as with DDP.
+        return model
+    if group.world == 1:
+        return model
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=[group.device.index] if group.device.type == "cuda" else None, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
+
+
+def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Gradients are exchanged with the last micro-batch of a step only."""
+    if hasattr(wrapped, "set_requires_gradient_sync"):
+        wrapped.set_requires_gradient_sync(last)  # type: ignore[operator]
+        return nullcontext()
+    if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not last:
+        return wrapped.no_sync()
+    return nullcontext()

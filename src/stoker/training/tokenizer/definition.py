@@ -1,0 +1,98 @@
+"""What a tokenizer.json says, checked: byte-level BPE that gives every byte back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import shape
+from stoker.training.tokenizer import alphabet
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
+KEEPS_TEXT = ("NFC", "NFD", "NFKC", "NFKD")  # normalizers that are left out: text comes back as it was
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel splits by where it is told to
+
+
+@shape
+class Definition:
+    vocabulary: dict[str, int]  # the model's own tokens, as written in the byte-level alphabet
+    merges: tuple[tuple[str, str], ...]
+    whole_words_first: bool  # a word that is a token is taken whole, whatever the merges say
+    pattern: str | None  # splits text into words; "" not at all; None: in a way that only `tokenizers` knows
+    special: dict[str, int]
+    added: dict[str, int]  # found in ordinary text, though no special tokens: <think> and its like
+    plain_added: bool  # these need no look at the characters around them
+    end: str
+    vocab_size: int
+    normalizer: str | None
+
+
+def define(data: bytes, where: str, eos: str | None = None) -> Definition:
+    """`eos`: what tokenizer_config.json calls so."""
+
+    def refuse(text: str) -> Refusal:
+        return Refusal(f"tokenizer {where}: {text}", EX_DATAERR)
+
+    try:
+        told = json.loads(data)
+        model = told["model"]
+        kind = model.get("type") or "BPE"
+        if kind != "BPE" or not isinstance(model["vocab"], dict):
+            raise refuse(f"its model is {kind}, not byte-level BPE: the bytes of a text would not come back")
+        vocabulary: dict[str, int] = model["vocab"]
+        merges = tuple(_pair(one) for one in model["merges"])
+        added = told.get("added_tokens") or []
+        special = {one["content"]: one["id"] for one in added if one["special"]}
+        ordinary = {one["content"]: one["id"] for one in added if not one["special"]}
+    except (ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise refuse(f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}") from problem
+    for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
+        if model.get(name):
+            raise refuse(f"its model has {name}: the same text would not always come back")
+    missing = [byte for byte, character in enumerate(alphabet.CHARACTERS) if character not in vocabulary]
+    if missing:
+        raise refuse(f"{len(missing)} of the 256 bytes have no token (the first: 0x{missing[0]:02x}): it is no byte-level BPE, text would be lost")
+    normalizer = (told.get("normalizer") or {}).get("type")
+    if normalizer not in (None, *KEEPS_TEXT):
+        raise refuse(f"its normalizer {normalizer} changes the text: bytes would not come back")
+    splitter = told.get("pre_tokenizer") or {}
+    if _any(splitter, "add_prefix_space"):
+        raise refuse("it puts a space before each text (add_prefix_space): bytes would not come back")
+    end = next((one for one in ENDS if one in special), eos)
+    if end is None or end not in special:
+        raise refuse(f"no special token that ends a text ({', '.join(ENDS)}, or eos_token in tokenizer_config.json); found {', '.join(special) or 'none'}")
+    plain = not any(one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word"))
+    size = max([*vocabulary.values(), *special.values(), *ordinary.values()]) + 1
+    return Definition(vocabulary, merges, bool(model.get("ignore_merges")), _pattern(splitter), special, ordinary, plain, end, size, normalizer)
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _any(splitter: dict[str, Any], flag: str) -> bool:
+    return bool(splitter.get(flag)) or any(_any(one, flag) for one in splitter.get("pretokenizers", ()))
+
+
+def _pattern(splitter: dict[str, Any]) -> str | None:
+    parts = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
+    if not parts or parts[-1].get("type") != "ByteLevel":
+        return None
+    if len(parts) == 1:
+        return GPT2 if parts[0].get("use_regex", True) else ""
+    first = parts[0]
+    usual = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert") and "Regex" in first.get("pattern", {})
+    return str(first["pattern"]["Regex"]) if len(parts) == 2 and usual and not parts[-1].get("use_regex", True) else None
+
+
+def token_bytes(told: Definition) -> list[bytes]:
+    """Id -> its bytes; ids nobody uses are empty."""
+    table = [b""] * told.vocab_size
+    for token, number in told.vocabulary.items():
+        table[number] = alphabet.read(token) or token.encode()
+    for token, number in (*told.special.items(), *told.added.items()):
+        table[number] = token.encode()
+    return table

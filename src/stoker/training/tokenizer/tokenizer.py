@@ -1,0 +1,214 @@
+"""A tokenizer: text or any bytes to ids and back, exactly. From a folder, from the hub, or one token per byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.training.tokenizer import alphabet
+from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
+from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, fast_encoder, plan_fast, slow_encoder, table_encoder
+
+FILES = ("tokenizer.json", "tokenizer_config.json")
+BYTES = "bytes"
+SEGMENT = 1 << 16  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
+_NOT_UTF8 = re.compile("[\udc80-\udcff]+")
+
+
+class Tokenizer:
+    """Parsed and loaded when first used: the digest alone is what a second `stoker prepare` asks for."""
+
+    def __init__(self, data: bytes, config: dict[str, Any], where: str) -> None:
+        self.data = data
+        self.config = config
+        self.where = where
+
+    @cached_property
+    def told(self) -> Definition:
+        eos = self.config.get("eos_token")
+        return define(self.data, self.where, eos["content"] if isinstance(eos, dict) else eos)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the bytes that define it; eos_token decides in some how a document ends."""
+        return hashlib.sha256(self.data + b"\0" + json.dumps(self.config.get("eos_token")).encode()).hexdigest()
+
+    @property
+    def vocab_size(self) -> int:
+        return self.told.vocab_size
+
+    @property
+    def special(self) -> dict[str, int]:
+        return self.told.special
+
+    @property
+    def end_id(self) -> int:
+        return self.told.special[self.told.end]
+
+    @cached_property
+    def plan(self) -> FastPlan | str:
+        return plan_fast(self.told, self.data)
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        if self.is_bytes:
+            return table_encoder(self.told)
+        return slow_encoder(self.data) if isinstance(self.plan, str) else fast_encoder(self.told, self.data, self.plan)
+
+    def use(self, plan: FastPlan | None) -> None:
+        """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the same."""
+        if not self.is_bytes:
+            self.__dict__["encoder"] = slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
+
+    @property
+    def is_bytes(self) -> bool:
+        return not self.told.merges and not self.told.added
+
+    @cached_property
+    def _bytes(self) -> list[bytes]:
+        return token_bytes(self.told)
+
+    @cached_property
+    def lengths(self) -> Ids:
+        """Bytes per id."""
+        return np.array([len(one) for one in self._bytes], dtype=np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_bytes(text.encode("utf-8", "surrogatepass"))
+
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Bytes that are no UTF-8 become one token each. Special tokens in ordinary text are text."""
+        parts = [self.array(segment) for segment in segments(data)]
+        return [] if not parts else list(map(int, np.concatenate(parts)))
+
+    def array(self, data: bytes) -> Ids:
+        """One segment; a long text is cut into `segments` first."""
+        text = data.decode("utf-8", "surrogateescape")
+        found, place = [], 0
+        if not text.isascii():
+            for match in _NOT_UTF8.finditer(text):
+                found += [self.encoder(text[place : match.start()]), self._single(match[0].encode("utf-8", "surrogateescape"))]
+                place = match.end()
+        ids = self.encoder(text) if not found else np.concatenate([*found, self.encoder(text[place:])])
+        if int(self.lengths[ids].sum()) != len(data):  # a regex that matches not every character
+            raise Refusal(f"tokenizer {self.where}: its pattern leaves out parts of a text that begins {data[:40]!r}: bytes would not come back", EX_DATAERR)
+        return ids
+
+    def _single(self, data: bytes) -> Ids:
+        return np.array([self.told.vocabulary[alphabet.CHARACTERS[byte]] for byte in data], dtype=np.uint32)
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        return b"".join([self._bytes[number] for number in ids])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def save(self, folder: str) -> None:
+        """A folder that `transformers` opens."""
+        os.makedirs(folder, exist_ok=True)
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.told.end, "clean_up_tokenization_spaces": False, **self.config}
+        for name, data in zip(FILES, (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode()), strict=True):
+            path = os.path.join(folder, name)
+            with open(path + ".tmp", "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(path + ".tmp", path)
+
+
+def load(path: str) -> Tokenizer:
+    """A folder with tokenizer.json, a hub id, or `bytes`."""
+    if path == BYTES:
+        return bytes_tokenizer()
+    if os.path.isdir(path) or os.path.isfile(path):
+        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
+        return _read(folder, path)
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
+        raise Refusal(f"tokenizer {path} is not there: a folder with tokenizer.json, a hub id (owner/name), or `bytes`", EX_NOINPUT)
+    return _read(_fetch(path), path)
+
+
+def _read(folder: str, where: str) -> Tokenizer:
+    path = os.path.join(folder, FILES[0])
+    if not os.path.exists(path):
+        raise Refusal(f"tokenizer {where}: there is no tokenizer.json in it; found {', '.join(sorted(os.listdir(folder))[:5]) or 'nothing'}", EX_NOINPUT)
+    with open(path, "rb") as file:
+        data = file.read()
+    config: dict[str, Any] = {}
+    beside = os.path.join(folder, FILES[1])
+    if os.path.exists(beside):
+        try:
+            with open(beside, encoding="utf-8") as text:
+                config = json.load(text)
+        except ValueError as problem:
+            raise Refusal(f"{beside} is not JSON: {problem}", EX_DATAERR) from problem
+    return Tokenizer(data, config, where)
+
+
+def _fetch(name: str) -> str:
+    hub = import_module("huggingface_hub")
+    try:
+        path = str(hub.hf_hub_download(name, FILES[0]))
+        try:
+            hub.hf_hub_download(name, FILES[1])
+        except hub.errors.EntryNotFoundError:
+            return os.path.dirname(path)  # it has none: eos_token is then one of the usual names
+    except (OSError, ValueError, hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, ConnectionError, RuntimeError) as problem:
+        first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
+        raise Refusal(f"tokenizer {name}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
+    return os.path.dirname(path)
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Ids 0 to 255 are the bytes themselves, then the special tokens."""
+    special = [
+        {"id": 256 + place, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        for place, name in enumerate(SPECIAL)
+    ]
+    model: dict[str, Any] = {
+        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
+        "byte_fallback": False, "ignore_merges": False, "vocab": {character: byte for byte, character in enumerate(alphabet.CHARACTERS)}, "merges": [],
+    }  # fmt: skip
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    whole = {
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None, "pre_tokenizer": plain,
+        "post_processor": None, "decoder": plain, "model": model,
+    }  # fmt: skip
+    return Tokenizer(json.dumps(whole, ensure_ascii=False).encode(), {}, BYTES)
+
+
+def segments(data: bytes) -> Iterable[bytes]:
+    """Cut at line ends where the next line begins with no blank: there, patterns of GPT-4's kind cut anyway. Else before a blank, else anywhere."""
+    place = 0
+    while len(data) - place > SEGMENT:
+        limit = place + SEGMENT
+        cut = _cut(data, place, limit)
+        yield data[place:cut]
+        place = cut
+    if place < len(data):
+        yield data[place:]
+
+
+_LINE = re.compile(rb"\n(?=\S)")
+
+
+def _cut(data: bytes, place: int, limit: int) -> int:
+    for back in (4096, SEGMENT - 1):
+        ends = [match.end() for match in _LINE.finditer(data, limit - back, limit)]
+        if ends:
+            return ends[-1]
+    blank = data.rfind(b" ", place + 1, limit)
+    if blank > 0:
+        return blank
+    while limit > place + SEGMENT - 4 and data[limit] & 0xC0 == 0x80:  # inside a character
+        limit -= 1
+    return limit

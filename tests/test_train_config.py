@@ -1,0 +1,513 @@
+"""Settings of a training run: layers, names, refusals, and the flags that ranks are started with."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, gpu_json
+from stoker.contract.names import Refusal
+from stoker.contract.shape import options_of, replace
+from stoker.control.launch.options import RunOptions
+from stoker.training.config import aliases, dial, docs
+from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
+from stoker.training.config.files import without_comments
+from stoker.training.config.flags import parse
+from stoker.training.config.keys import BARE, DEFAULTS, KEYS, config_of, values_of
+from stoker.training.config.layers import gather
+from stoker.training.config.presets import ABOUT, PRESETS
+from stoker.training.config.resolve import combine, flags, recipe_config, resolve, settle
+from stoker.training.config.schema import Config, NeedsConfig
+from stoker.training.config.yamlform import as_yaml
+from stoker.training.model.config import ModelConfig
+
+ROOT = Path(__file__).parent.parent
+
+
+def config(*argv: str, environment: dict[str, str] | None = None, gpus: bool = False) -> Config:
+    return resolve(argv, environment or {}, gpus).config
+
+
+def value(made: Config, dotted: str) -> Any:
+    return values_of(made)[dotted]
+
+
+# ---- presets ----
+
+
+def test_the_preset_is_production_with_gpus_and_small_without_and_is_said() -> None:
+    here, there = resolve([], {}, True), resolve([], {}, False)
+    assert (here.config.preset, there.config.preset) == ("production", "small")
+    assert here.lines[0].startswith("preset production") and there.lines[0].startswith("preset small: no GPU")
+    assert config("--parallel.device", "cpu", gpus=True).preset == "small"
+    assert resolve(["--debug"], {}, True).lines == ("preset debug (--debug)",)
+
+
+def test_presets_are_what_the_notes_ask_for() -> None:
+    debug, production = config("--debug"), config("--preset", "production")
+    assert (debug.model.layers, debug.train.max_steps, debug.train.log_every) == (2, 10, 1) and debug.nan.check and debug.train.debug
+    assert (production.model.layers, production.train.max_steps, production.batch.micro) == (32, 10_000, 0)
+    assert production.model.kv_heads < production.model.heads
+    assert list(ABOUT) == list(PRESETS) and all(name in KEYS for preset in PRESETS.values() for name in preset)
+
+
+def test_stable_takes_any_shape_and_is_more_cautious_than_production() -> None:
+    stable = config("--preset", "stable", "--model.layers", "7", "--model.dim", "640")
+    assert (stable.model.layers, stable.model.dim, stable.model.heads, stable.model.head_dim) == (7, 640, 10, 64)
+    normal = config("--preset", "production")
+    assert stable.optim.learning_rate < normal.optim.learning_rate and stable.optim.max_grad_norm < normal.optim.max_grad_norm
+    assert stable.model.init_std < normal.model.init_std and stable.optim.warmup_ratio > normal.optim.warmup_ratio and stable.model.qk_norm
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_passes_its_own_checks(preset: str) -> None:
+    made = config("--preset", preset)
+    check(made, {}, on_cpu=True)
+    shape = [getattr(made.model, name) for name in dial.SHAPE]
+    assert all(number > 0 for number in shape) and made.model.vocab_size == 0
+
+
+# ---- layers ----
+
+
+def test_file_environment_and_flags_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("preset: debug\noptim:\n  learning_rate: 1e-4\n  beta1: 0.8\n  beta2: 0.9\n")
+    environment = {"STOKER_TRAIN_OPTIM_BETA1": "0.7", "STOKER_TRAIN_OPTIM_BETA2": "0.6"}
+    found = resolve(["--config", str(path), "--optim.beta2=0.5"], environment, False)
+    made = found.config
+    assert (made.preset, made.optim.learning_rate, made.optim.beta1, made.optim.beta2) == ("debug", 1e-4, 0.7, 0.5)
+    assert found.given["optim.learning_rate"].words == f"config file {path}: optim.learning_rate"
+    assert found.given["optim.beta1"].words == "STOKER_TRAIN_OPTIM_BETA1" and found.given["optim.beta2"].words == "--optim.beta2"
+    assert config("--config", str(path), "--preset", "small").preset == "small"
+    assert config(environment={"STOKER_TRAIN_PRESET": "stable", "STOKER_TRAIN_DATA_PATH": "a,b"}).data.path == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("argv", "dotted", "expected"),
+    [
+        (["--optim.learning_rate", "1e-4"], "optim.learning_rate", 1e-4),
+        (["--optim.learning-rate=1e-4"], "optim.learning_rate", 1e-4),
+        (["--learning-rate", "1e-4"], "optim.learning_rate", 1e-4),
+        (["--lr=2e-3"], "optim.learning_rate", 2e-3),
+        (["--max-steps", "10"], "train.max_steps", 10),
+        (["--max_samples=1e3"], "data.max_samples", 1000),
+        (["--data", "a.txt", "b.txt", "--data", "c"], "data.path", ("a.txt", "b.txt", "c")),
+        (["--data.path=x", "--data=y"], "data.path", ("x", "y")),
+        (["--train.profile"], "train.profile", True),
+        (["--profile", "--max-steps", "3"], "train.profile", True),
+        (["--nan.check", "false"], "nan.check", False),
+        (["--checkpoint.every", "1h30m"], "checkpoint.every", 5400.0),
+        (["--timeout", "10m"], "parallel.timeout", 600.0),
+        (["--batch.micro", "auto"], "batch.micro", 0),
+        (["--micro-batch", "auto"], "batch.micro", 0),
+        (["--needs.vram", "40GB"], "needs.vram", 40 * 10**9),
+        (["--use-amp", "false"], "compute.dtype", "fp32"),
+        (["--warmup", "100"], "optim.warmup_steps", 100),
+        (["--warmup", "0.2"], "optim.warmup_ratio", 0.2),
+        (["--tokenizer", "bytes"], "tokenizer.path", "bytes"),
+        (["--compute.compile", "on"], "compute.compile", "on"),
+    ],
+)
+def test_flags_and_their_spellings(argv: list[str], dotted: str, expected: Any) -> None:
+    found = value(config(*argv), dotted)
+    assert found == expected and type(found) is type(expected)
+
+
+NOTES = """// config of a single-GPU run
+{
+    "system": {"device": "cuda", "device_id": 3, "num_workers": 8},
+    "training": {
+        "batch_size": 4,         // larger batch since only one GPU
+        "grad_accum_nums": 8, /* less
+                                 accumulation */
+        "learning_rate": 1e-4, "max_grad_norm": 0.7, "use_amp": false, "max_steps": 77, "warmup": 5,
+    },
+    "model": {"n_layers": 3, "init_std": 0.01, "context_length": 128},
+    "optimizer": {"weight_decay": 0.05},
+    "data": {"path": "https://example.org//a.txt", "text_key": "/* no comment */"}
+}
+"""
+
+
+def test_the_notes_json_with_comments_and_names(tmp_path: Path) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text(NOTES)
+    found = resolve(["--config", str(path)], {}, True)
+    expected = {
+        "batch.micro": 4, "batch.accumulation": 8, "batch.tokens": 0, "optim.learning_rate": 1e-4, "optim.max_grad_norm": 0.7, "compute.dtype": "fp32",
+        "train.max_steps": 77, "optim.warmup_steps": 5, "model.layers": 3, "model.init_std": 0.01, "data.context_length": 128, "optim.weight_decay": 0.05,
+        "data.num_workers": 8, "parallel.device": "cuda", "data.path": ("https://example.org//a.txt",), "data.text_key": "/* no comment */",
+    }  # fmt: skip
+    assert {name: value(found.config, name) for name in expected} == expected
+    assert found.run_options == {"gpu": "3"}
+    path.write_text('{"device": "cpu", "device_id": 3}')
+    assert resolve(["--config", str(path)], {}, True).run_options == {}
+
+
+def test_comments_are_blanked_in_place() -> None:
+    text = '{"a": "x//y", // c\n "b": "\\"/*", /* d\n */ "c": [1,2,],}'
+    assert json.loads(without_comments(text)) == {"a": "x//y", "b": '"/*', "c": [1, 2]}
+    assert len(without_comments(text)) == len(text) and without_comments(text).count("\n") == text.count("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "dotted", "expected"),
+    [
+        ("learning_rate: 1e-4", "optim.learning_rate", 1e-4),
+        ("optim.learning-rate: 1e-4", "optim.learning_rate", 1e-4),
+        ("batch: {tokens: 1e6}\ncontext_length: 1000", "batch.tokens", 1_000_000),
+        ("compute: {compile: off, recompute: off}", "compute.compile", "off"),
+        ("compute: {cuda_graphs: on}\ndevice: cuda", "compute.cuda_graphs", "on"),
+        ("data: [a, b]", "data.path", ("a", "b")),
+        ("data: a", "data.path", ("a",)),
+        ("data: {path: [a], validation: 0}", "data.validation", "0"),
+        ("batch: {micro: auto}", "batch.micro", 0),
+        ("checkpoint: {every: 5m, resume: never}", "checkpoint.every", 300.0),
+        ("debug: true", "train.max_steps", 10),
+        ("optim:\n", "optim.beta1", 0.9),
+        ("needs: {gpus: 4, vram: 40GB}", "needs.vram", 40 * 10**9),
+        ("optim: {lr: 0.5}", "optim.learning_rate", 0.5),
+        ("training: {seed: 4}", "train.seed", 4),
+    ],
+)
+def test_yaml_files(tmp_path: Path, text: str, dotted: str, expected: Any) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    found = value(config("--config", str(path), gpus=True), dotted)
+    assert found == expected and type(found) is type(expected)
+
+
+def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
+    assert config("--epochs", "2").train.max_steps == 0 and config("--epochs", "2", "--max-steps", "7").train.max_steps == 7
+    assert config("--warmup-ratio", "0.5", environment={"STOKER_TRAIN_OPTIM_WARMUP_STEPS": "9"}).optim.warmup_steps == 0
+    assert config("--grad-accum-nums", "4").batch.tokens == 0
+    kept = resolve(["--context-length", "300"], {}, False)  # small's 4096 tokens are no multiple
+    assert kept.config.batch.tokens == 3900 and "batch.tokens 3900" in kept.lines[1]
+
+
+# ---- the dial ----
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [  # layers, dim, heads, kv_heads, head_dim, ff
+        ({"depth": 2}, (2, 128, 2, 2, 64, 384)),
+        ({"depth": 3}, (3, 256, 4, 4, 64, 704)),
+        ({"depth": 12}, (12, 768, 12, 12, 64, 2048)),
+        ({"depth": 16}, (16, 1024, 8, 8, 128, 2752)),
+        ({"depth": 32}, (32, 2048, 16, 4, 128, 5504)),
+        ({"depth": 32, "kv_heads": 0}, (32, 2048, 16, 16, 128, 5504)),
+        ({"depth": 32, "dim": 4096}, (32, 4096, 32, 8, 128, 10944)),
+        ({"depth": 12, "heads": 6, "ff": 100}, (12, 768, 6, 6, 128, 100)),
+        ({"depth": 28, "dim": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ff": 3072}, (28, 1024, 16, 8, 128, 3072)),
+        ({"depth": 4, "dim": 96}, (4, 96, 2, 2, 48, 256)),
+        ({"depth": 0}, (12, 768, 12, 12, 64, 2048)),
+        ({"depth": 0, "dim": 512}, (12, 512, 8, 8, 64, 1408)),
+        ({}, (12, 768, 12, 12, 64, 2048)),
+    ],
+)
+def test_the_dial_derives_what_is_not_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
+    model = dial.derive(ModelConfig(**given), {f"model.{name}" for name in given})
+    assert (model.layers, model.dim, model.heads, model.kv_heads, model.head_dim, model.ff) == expected and model.depth == given.get("depth", 0)
+
+
+# ---- there and back ----
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [], ["--debug"], ["--preset", "production", "--model.depth", "20"], ["--model.dim", "512", "--model.head_dim", "32", "--data=-a", "--data", "", "b c"],
+        ["--epochs", "1"], ["--epochs", "2", "--max-steps", "500"], ["--batch.tokens", "8192", "--accumulation", "3"], ["--context-length", "300"],
+        ["--checkpoint.every", "1ms", "--needs.vram", "40GB", "--micro-batch", "auto"], ["--depth", "32", "--kv-heads", "0"], ["--depth", "0"],
+        ["--max-steps", "0"], ["--optim.eps", "1e-300", "--init-std", "0.1"], ["--heads", "2"], ["--preset", "stable", "--qk-norm", "false"],
+    ],
+)  # fmt: skip
+def test_flags_lead_back_to_exactly_this_config(argv: list[str], tmp_path: Path) -> None:
+    made = config(*argv)
+    words = flags(made)
+    assert words[:2] == ["--preset", made.preset] and recipe_config(words, not made.preset, {}) == made
+    path = tmp_path / "written.yaml"
+    path.write_text(as_yaml(made))
+    assert config("--config", str(path)) == made
+    without = [words[:at] + words[at + size :] for at in range(2, len(words)) if words[at].startswith("--") for size in [1 if "=" in words[at] else 2]]
+    assert all(_or_refusal(*fewer) != made for fewer in without), "a flag too many"
+
+
+def _or_refusal(*argv: str) -> Config | str:
+    try:
+        return config(*argv)
+    except Refusal as refusal:
+        return refusal.line
+
+
+def test_short_words_for_plain_wishes() -> None:
+    assert flags(config("--debug", "--data", "x.txt")) == ["--preset", "debug", "--data.path", "x.txt"]
+    assert flags(config("--preset", "production", "--model.depth", "24")) == ["--preset", "production", "--model.depth", "24"]
+    assert flags(config("--epochs", "2")) == ["--preset", "small", "--train.epochs", "2.0"]
+
+
+def test_any_values_lead_back() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        preset = rng.choice(list(PRESETS))
+        told: dict[str, Any] = {}
+        for name in rng.sample(list(KEYS), rng.randint(0, 25)):
+            key = KEYS[name]
+            if key.spec.choices:
+                told[name] = rng.choice(key.spec.choices)
+            elif key.kind == "bool":
+                told[name] = rng.random() < 0.5
+            elif key.kind == "int":
+                told[name] = rng.choice([0, 1, 2, 64, 4096])
+            elif key.kind == "float":
+                told[name] = rng.choice([0.0, 1e-5, 0.3, 12345.678])
+            else:
+                texts = ["", "a b", "--x", "o'k\n", "ü", "yes", "\x7f😀", "#", "1"]
+                told[name] = tuple(rng.sample(texts, 2)) if key.spec.many else rng.choice(texts)
+        made = config_of(preset, combine(preset, [told]))
+        assert settle(gather(parse(flags(made)), {}), False).config == made
+
+
+def test_the_page_is_current_complete_and_a_config_file() -> None:
+    path = ROOT / "docs" / "config.yaml"
+    assert path.read_text() == docs.page(), "python -m stoker.training.config.docs > docs/config.yaml"
+    made = config("--config", str(path))
+    assert values_of(made) == DEFAULTS | {f"model.{name}": number for name, number in (("kv_heads", 12), ("head_dim", 64), ("ff", 2048))}
+
+
+def test_bare_names_mean_one_thing() -> None:
+    run = set(options_of(RunOptions)) | {flag.lstrip("-") for spec in options_of(RunOptions).values() for flag in spec.flags}
+    assert not run & {*aliases.names(), *aliases.SECTION_VALUES, "preset"}
+    assert not set(BARE) & {*aliases.RENAMED, *aliases.TRANSLATED} and all(target in KEYS for target in aliases.RENAMED.values())
+    assert all(name in RANGES for name, key in KEYS.items() if key.kind in ("int", "float"))
+
+
+# ---- refusals ----
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--optim.learning_rate", "fast"], "--optim.learning_rate: 'fast' is not a number"),
+        (["--max-steps", "2.5"], "--max-steps: '2.5' is not a whole number"),
+        (["--micro-batch", "few"], "--micro-batch: 'few' is not a whole number or auto"),
+        (["--batch.micro", "0"], "0 is not auto or a number from 1 up"),
+        (["--optim.kind", "sgd"], "--optim.kind: 'sgd' is not one of adamw, adamw8bit, muon"),
+        (["--profile", "maybe"], "--profile: 'maybe' is not true or false"),
+        (["--lerning_rate", "1"], "did you mean --learning_rate?"),
+        (["--optim.lerning-rate", "1"], "did you mean --optim.learning-rate?"),
+        (["--seed", "1"], "--seed: it could be data.seed or train.seed"),
+        (["--preset", "stabel"], "--preset: no preset 'stabel'; did you mean stable?"),
+        (["--learning-rate", "0"], "--learning-rate: optim.learning_rate 0.0 is out of range: above 0"),
+        (["--learning-rate", "nan"], "out of range"),
+        (["--learning-rate=-1e-4"], "out of range: above 0"),
+        (["--dropout", "1"], "model.dropout 1.0 is out of range: from 0 to below 1"),
+        (["--context-length", "1"], "data.context_length 1 is out of range: from 2 up"),
+        (["--heads", "3"], "--heads: model.heads 3 does not divide model.dim 256: heads of 1, 2, 4, 8 do, or give model.head_dim"),
+        (["--heads", "0"], "model.heads 0 is out of range"),
+        (["--layers", "0"], "model.layers 0 is out of range"),
+        (["--heads", "4", "--kv-heads", "3"], "model.kv_heads 3 does not divide model.heads 4: 1, 2, 4 do"),
+        (["--head-dim", "7", "--heads", "2"], "model.head_dim 7 is odd"),
+        (["--dim", "101"], "--dim: model.dim 101 is odd"),
+        (["--max-steps", "0", "--epochs", "0"], "neither train.max_steps nor train.epochs"),
+        (["--batch.tokens", "1000"], "batch.tokens 1000 is no multiple of data.context_length 256: 768 or 1024 is"),
+        (["--batch.tokens", "100"], "data.context_length 256: 256 is"),
+        (["--fp8", "tensorwise"], "--fp8: compute.fp8 tensorwise needs a GPU"),
+        (["--strategy", "fsdp", "--cuda-graphs", "on"], "exclude each other"),
+        (["--log-to", "tensorboard,wandbb"], "'wandbb' is not one of"),
+        (["--inject", "layers.1"], "WHERE@STEP"),
+        (["--validation", "1.5"], "data.validation 1.5"),
+        (["--tokenizer.vocab_size", "100"], "tokenizer.vocab_size 100 is out of range: from 257 up"),
+        (["--config", "a", "--config", "b"], "one config file"),
+        (["--warmup", "long"], "number of steps"),
+        (["stray"], "stray"),
+        (["--max-steps"], "--max-steps"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_one_line_and_64(argv: list[str], says: str) -> None:
+    with pytest.raises(Refusal) as refusal:
+        config(*argv)
+    assert says in refusal.value.line and "\n" not in refusal.value.line and refusal.value.code == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("lerning_rate: 1", "unknown key 'lerning_rate'; did you mean learning_rate?"),
+        ("optim: {lerning_rate: 1}", "unknown key 'optim.lerning_rate'; did you mean learning_rate?"),
+        ("training: {bach_size: 1}", "unknown key 'training.bach_size'; did you mean batch_size?"),
+        ("optimm: {beta1: 1}", "unknown section 'optimm'; did you mean optim?"),
+        ("optim: {context_length: 1}", "unknown key 'optim.context_length'"),
+        ("optim: {beta1: 2}", "optim.beta1: optim.beta1 2.0 is out of range"),
+        ("optim: {beta1: [1]}", "[1] is not a single value"),
+        ("train: {max_steps: true}", "'true' is not a whole number"),
+        ("compute: {fp8: on}", "'on' is not one of off, tensorwise"),
+        ("vocab_size: 5", "model.vocab_size or tokenizer.vocab_size"),
+        ("batch_size: 4\nbatch: {micro: 8}", "batch.micro says batch.micro is 8, and it was 4 before"),
+        ("run: 3", "options of `stoker run`"),
+        ("device_id: first", "not the number of a GPU"),
+        ("preset: huge", "no preset 'huge'"),
+    ],
+)
+def test_a_file_that_cannot_be_is_one_line_and_78(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(Refusal) as refusal:
+        config("--config", str(path))
+    assert says in refusal.value.line and refusal.value.line.startswith(f"config file {path}: ") and refusal.value.code == 78
+
+
+@pytest.mark.parametrize(("name", "text", "code", "says"), [
+    ("a.json", '{"a": 1,\n "b" 2}', 65, "is not JSON at line 2, column 6"), ("a.yaml", "a: [1,\n", 65, "is not YAML"), ("b.yaml", "- 1", 65, "holds a list"),
+    ("c.json", "[1]", 65, "holds a list"), ("d.json", "", 65, "is not JSON"), ("e.json", '{"a": 1 /* no end', 65, "is not JSON"),
+])  # fmt: skip
+def test_a_file_that_does_not_parse(tmp_path: Path, name: str, text: str, code: int, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(Refusal, match="config file") as refusal:
+        config("--config", str(tmp_path / name))
+    assert says in refusal.value.line and refusal.value.code == code
+
+
+def test_a_variable_with_a_typo_is_refused() -> None:
+    with pytest.raises(Refusal, match="unknown variable STOKER_TRAIN_OPTIM_LERNING_RATE; did you mean STOKER_TRAIN_OPTIM_LEARNING_RATE"):
+        config(environment={"STOKER_TRAIN_OPTIM_LERNING_RATE": "1"})
+    with pytest.raises(Refusal, match="STOKER_TRAIN_TRAIN_MAX_STEPS: 'x' is not a whole number") as refusal:
+        config(environment={"STOKER_TRAIN_TRAIN_MAX_STEPS": "x"})
+    assert refusal.value.code == 78
+
+
+def test_a_batch_smaller_than_the_ranks() -> None:
+    made = config("--batch.tokens", "1024")
+    check_ranks(made, 4)
+    with pytest.raises(Refusal, match="4 samples of 256 tokens: too few for 5 ranks; 1280 is enough"):
+        check_ranks(made, 5)
+    check_ranks(replace(made, batch=replace(made.batch, tokens=0)), 500)
+
+
+def test_what_only_the_data_can_tell() -> None:
+    found = resolve(["--model.vocab_size", "300", "--context-length", "256"], {}, False)
+    check_data(found.config, 257, 300, found.given)
+    with pytest.raises(Refusal, match=r"data\.context_length 256 is longer than the data: 256 tokens") as refusal:
+        check_data(found.config, 256, 300, found.given)
+    assert refusal.value.code == 65
+    with pytest.raises(Refusal, match=r"--model\.vocab_size: model\.vocab_size 300 is too small for the tokenizer's 301 tokens") as refusal:
+        check_data(found.config, 257, 301, found.given)
+    assert refusal.value.code == 64
+
+
+@pytest.mark.parametrize(
+    ("gpus", "vram", "cards", "says"),
+    [
+        (4, 0, [80] * 3, "needs 4 GPUs, this machine has 3"),
+        (1, 0, [], "this machine has none"),
+        (0, 40, [], "this machine has none"),
+        (0, 40, [24, 16], "needs a GPU with 40.0 GB of memory, the largest here have 24.0 GB"),
+        (2, 40, [48, 24], "needs 2 GPUs with 40.0 GB of memory, the largest here have 48.0 GB, 24.0 GB"),
+        (2, 40, [48, None], ""),
+        (0, 0, [], ""),
+        (2, 40, [48, 24, 48], ""),
+    ],
+)
+def test_needs(gpus: int, vram: int, cards: list[int | None], says: str) -> None:
+    memory = [None if size is None else size * 10**9 for size in cards]
+    needs = NeedsConfig(gpus, vram * 10**9)
+    if not says:
+        return check_needs(needs, memory)
+    with pytest.raises(Refusal) as refusal:
+        check_needs(needs, memory)
+    assert says in refusal.value.line and refusal.value.code == 69
+    return None
+
+
+# ---- the command ----
+
+DRY = ("train", "pretrain", "--data", "text.txt", "--dry-run", "--no-preflight")
+
+
+@pytest.fixture
+def trainer(stoker: Stoker) -> Stoker:
+    stoker.script("text.txt", "all the world's a stage\n" * 40)
+    return stoker
+
+
+def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: Stoker) -> None:
+    done = trainer(*DRY, "--max-steps", "7", "--nproc-per-node", "2", env={"STOKER_TRAIN_OPTIM_BETA1": "0.8"})
+    assert done.code == 0, done.err
+    assert "preset small: no GPU to train on" in done.err and "  max_steps: 7\n" in done.out and "  beta1: 0.8\n" in done.out
+    command = "-m stoker.training.recipes.pretrain --preset small --data.path text.txt --optim.beta1 0.8 --train.max_steps 7"
+    assert f"would start 2 ranks of: {sys.executable} {command}\n" in done.out
+    assert sorted(path.name for path in trainer.cwd.iterdir()) == ["machine.json", "text.txt"]
+    plan = json.loads(trainer(*DRY, "--json").out)
+    assert plan["argv"][1:5] == ["-m", "stoker.training.recipes.pretrain", "--preset", "small"]
+
+
+def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    assert "would start 4 ranks" in trainer(*DRY, env=box(4)).out and "preset production" in trainer(*DRY, env=box(4)).err
+    trainer.script("one.json", '{"system": {"device": "cuda", "device_id": 2}, "run": {"name": "from-file", "max-restarts": 3}}')
+    done = trainer(*DRY, "--config", "one.json", env=box(4))
+    assert "would start 1 ranks" in done.out and "rank 0  GPU2" in done.out and "from-file" in done.out
+    assert "rank 0  GPU1" in trainer(*DRY, "--config", "one.json", "--gpus", "1", env=box(4)).out
+    cpu = trainer(*DRY, "--device", "cpu", "--nproc-per-node", "3", env=box(4))
+    assert "rank 2  CPU2" in cpu.out and "preset small" in cpu.err, cpu.err
+    assert "preset small" in trainer(*DRY, env={**box(4), "CUDA_VISIBLE_DEVICES": ""}).err
+    assert "preset small" in trainer(*DRY, "--nproc-per-node", "cpu", env=box(4)).err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["pretrian"], 64, "no stage 'pretrian'; did you mean pretrain?"),
+        (["--debug", "pretrain"], 64, "name the stage first"),
+        (["pretrain"], 64, "no data: name files, a folder or a hub id with --data"),
+        (["pretrain", "--data", "none.txt"], 66, "--data none.txt: no such file or folder"),
+        (["pretrain", "--data", "text.txt", "--lerning_rate", "1"], 64, "did you mean --learning_rate?"),
+        (["pretrain", "--data", "text.txt", "--nprc-per-node", "1"], 64, "did you mean --nproc-per-node?"),
+        (["pretrain", "--data", "text.txt", "--config", "typo.yaml"], 78, "did you mean learning_rate?"),
+        (["pretrain", "--data", "text.txt", "--config", "run.yaml"], 78, "run: unknown key 'max_restart'; did you mean max_restarts?"),
+        (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module has no meaning here"),
+        (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml is not there"),
+        (["pretrain", "--data", "text.txt", "--config", "needs.yaml"], 69, "needs.yaml: needs.gpus: it needs 4 GPUs, this machine has none"),
+        (["pretrain", "--data", "text.txt", "--device", "cuda"], 69, "parallel.device is cuda and there is no GPU"),
+        (["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"], 64, "parallel.device is cpu and --gpu asks for GPUs"),
+        (["pretrain", "--data", "text.txt", "--batch.tokens", "512", "--nproc-per-node", "3"], 64, "too few for 3 ranks; 768 is enough"),
+        (["pretrain", "--data", "text.txt", "-m"], 64, "-m"),
+    ],
+)
+def test_what_cannot_be_trained_is_one_line_before_anything_starts(trainer: Stoker, words: list[str], code: int, says: str) -> None:
+    for name, text in (("typo.yaml", "lerning_rate: 1\n"), ("run.yaml", "run: {max_restart: 3}\n"), ("needs.yaml", "needs: {gpus: 4, vram: 40GB}\n"), ("module.yaml", "run: {module: true}\n")):
+        trainer.script(name, text)
+    before = sorted(path.name for path in trainer.cwd.iterdir())
+    done = trainer("train", *words)
+    assert done.code == code and says in done.err and done.err.startswith("stoker: ") and done.err.count("\n") == 1, done.err
+    assert sorted(path.name for path in trainer.cwd.iterdir()) == before
+
+
+def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    trainer.script("needs.yaml", "needs: {gpus: 2, vram: 40GB}\n")
+    assert trainer(*DRY, "--config", "needs.yaml", env=box(2)).code == 0
+    small = box([gpu_json(0), gpu_json(1, memory_total=24 * 10**9)])
+    done = trainer(*DRY, "--config", "needs.yaml", env=small)
+    assert done.code == 69 and "needs 2 GPUs with 40.0 GB of memory, the largest here have 48.0 GB, 24.0 GB" in done.err
+
+
+def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "stoker", *DRY], cwd=trainer.cwd, env=trainer.env, capture_output=True, text=True, check=False)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert done.returncode == 0 and "stoker.training.config.resolve" in imported
+    assert not {"torch", "numpy", "yaml", "transformers"} & imported
+
+
+def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
+    done = stoker("train", "pretrain", "--help", env={"COLUMNS": "300"})
+    assert done.code == 0 and "--nproc-per-node" in done.out and "--optim.learning_rate RATE" in done.out and "(default: 0.0003; debug 0.001" in done.out
+    assert all(f"  --{name} " in done.out for name in KEYS) and "--no-python" not in done.out
+    assert stoker("train", "--help").code == 0 and stoker("train").code == 64
