@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from typing import Any
 
 from stoker.contract import layout
@@ -37,7 +38,7 @@ class Metrics:
         os.replace(temporary, self._path)
 
     def write(self, **values: Any) -> None:
-        line = json.dumps({"schema": layout.SCHEMA, **{name: _number(value) for name, value in values.items()}}) + "\n"
+        line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **{name: _number(value) for name, value in values.items()}}) + "\n"
         os.write(self._handle, line.encode())
 
     def close(self) -> None:

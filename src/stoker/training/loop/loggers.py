@@ -21,14 +21,14 @@ class _TensorBoard:
     def __init__(self, folder: str) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"))  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"))
 
     def log(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class _Tracked:

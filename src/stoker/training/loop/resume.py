@@ -35,7 +35,8 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Pr
         if key in theirs and theirs[key] != mine[key]:
             raise Refusal(f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here", EX_CONFIG)
     if found.get("tokenizer_digest") not in (None, prepared.tokenizer_digest):
-        raise Refusal(f"checkpoint {where} was trained with another tokenizer: name that one with tokenizer.path, or start anew (checkpoint.resume never)", EX_CONFIG)
+        hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
+        raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     if found.get("optimizer") not in (None, optimizer):
         raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
 

@@ -120,10 +120,8 @@ class Decoder(nn.Module):
         if c.tied:
             self.head.weight = self.embed.weight
         cos, sin = rotary_table(context_length, c.head_dim, c.rope_theta)
-        self.cos: Tensor
-        self.sin: Tensor
-        self.register_buffer("cos", cos.to(self.embed.weight.device), persistent=False)
-        self.register_buffer("sin", sin.to(self.embed.weight.device), persistent=False)
+        # Not buffers: DDP would send them around before every forward.
+        self.cos, self.sin = cos.to(self.embed.weight.device), sin.to(self.embed.weight.device)
 
     @torch.no_grad()
     def start(self, seed: int) -> None:

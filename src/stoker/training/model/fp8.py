@@ -61,7 +61,7 @@ class _Fp8(torch.autograd.Function):
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
     flat: Tensor = _Fp8.apply(x.flatten(0, -2), weight)  # type: ignore[no-untyped-call]
-    return flat.unflatten(0, x.shape[:-1])
+    return flat.view(*x.shape[:-1], -1)
 
 
 def fits(inputs: int, outputs: int) -> bool:

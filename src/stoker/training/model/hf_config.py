@@ -100,7 +100,7 @@ class _Told:
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind != "default":
                 self.refuse(f"its rotary embedding is scaled ({key}: {kind}) and ours is plain: logits would differ; Llama 3.1 to 3.3 are of this kind")
-            if {rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor")} - {None, 1, 1.0}:
+            if {rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor")} - {None, 1}:
                 self.refuse("its rotary embedding turns a part of each head only (partial_rotary_factor)")
             theta = rope.get("rope_theta", theta)
         return self._positive("rope_theta", theta)
@@ -136,17 +136,17 @@ def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence
     """What `transformers` 4 and 5 open. `end_ids`: tokens that end a text; left out, Llama would take 2 for it."""
     # transformers refuses a Llama whose heads don't divide its width; Mistral without a window is the same computation without that rule.
     architecture = "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM" if c.dim % c.heads == 0 else "MistralForCausalLM"
-    own: dict[str, Any] = {
+    own: dict[str, dict[str, Any]] = {
         "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
         "Qwen3ForCausalLM": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
         "MistralForCausalLM": {"sliding_window": None},
-    }[architecture]
+    }
     return {
         "architectures": [architecture], "model_type": FAMILIES[architecture], "hidden_size": c.dim, "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "intermediate_size": c.ff,
         "vocab_size": c.vocab_size, "max_position_embeddings": context_length, "rope_theta": c.rope_theta, "rope_scaling": None,
         "rms_norm_eps": c.norm_eps, "hidden_act": "silu", "tie_word_embeddings": c.tied, "initializer_range": c.init_std,
-        "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": ends(end_ids), "pad_token_id": None, "use_cache": True, **own,
+        "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": ends(end_ids), "pad_token_id": None, "use_cache": True, **own[architecture],
     }  # fmt: skip
 
 

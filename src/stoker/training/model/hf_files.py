@@ -44,7 +44,8 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     left = [name for name in found if name not in wanted and not name.endswith(".rotary_emb.inv_freq")]  # older folders keep what follows from rope_theta
     if c.tied and HEAD in left:
         if not _equal(found[HEAD], found[EMBEDDING]):
-            raise Refusal(f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set tie_word_embeddings to false", EX_DATAERR)
+            line = f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set tie_word_embeddings to false"
+            raise Refusal(line, EX_DATAERR)
         left.remove(HEAD)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -97,10 +98,10 @@ def _indexed(folder: str) -> dict[str, Stored]:
     if outside is not None:
         raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
     headers = {name: _header(os.path.join(folder, name)) for name in files}
-    for name, file in where.items():
-        if name not in headers[file]:
-            raise Refusal(f"{path} says that {name} is in {file}, and it is not", EX_DATAERR)
-    return {name: headers[file][name] for name, file in where.items()}
+    for name, shard in where.items():
+        if name not in headers[shard]:
+            raise Refusal(f"{path} says that {name} is in {shard}, and it is not", EX_DATAERR)
+    return {name: headers[shard][name] for name, shard in where.items()}
 
 
 def _header(path: str) -> dict[str, Stored]:
@@ -109,7 +110,8 @@ def _header(path: str) -> dict[str, Stored]:
             whole = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if whole < 8 or length > min(whole - 8, _LONGEST_HEADER):
-                raise Refusal(f"{path} is no safetensors file, or only its beginning ({whole} bytes; of a git-lfs pointer `git lfs pull` makes the file)", EX_DATAERR)
+                line = f"{path} ({whole} bytes) is no safetensors file, or only its beginning; a git-lfs pointer becomes the file by `git lfs pull`"
+                raise Refusal(line, EX_DATAERR)
             told = json.loads(file.read(length))
             return {name: _stored(path, one, 8 + length, whole) for name, one in told.items() if name != "__metadata__"}
     except FileNotFoundError as problem:

@@ -23,13 +23,13 @@ def folder_of(load: str, say: Callable[[str], None]) -> str:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", load):
         raise Refusal(f"model {load} is not there: a folder with config.json and safetensors, or a hub id (owner/name)", EX_NOINPUT)
     try:
-        hub = import_module("huggingface_hub")
+        hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
     except ImportError as problem:
         raise Refusal(f"model {load}: no such folder here; if it is a model of the hub: `pip install huggingface_hub`", EX_UNAVAILABLE) from problem
     say(f"{load}: no such folder here, asking the hub")
     try:
         folder = str(hub.snapshot_download(load, allow_patterns=_WANTED, ignore_patterns=["*/*"]))
-    except (OSError, ValueError, RuntimeError, hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError) as problem:
+    except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(f"model {load}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
     say(f"{load}: the copy in {folder} is used")

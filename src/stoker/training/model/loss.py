@@ -37,8 +37,10 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
 def _forward_only(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
     w = weight.to(x.dtype)
     total = x.new_zeros((), dtype=torch.float32)
-    for part, wanted in zip(x.split(chunk_rows(len(x), len(w), 4)), targets.split(chunk_rows(len(x), len(w), 4)), strict=True):
-        total = total + F.cross_entropy(F.linear(part, w).float(), wanted, ignore_index=IGNORED, reduction="sum")
+    rows = chunk_rows(len(x), len(w), 4)
+    for begin in range(0, len(x), rows):
+        part = slice(begin, begin + rows)
+        total = total + F.cross_entropy(F.linear(x[part], w).float(), targets[part], ignore_index=IGNORED, reduction="sum")
     return total if scale is None else total * scale
 
 
@@ -72,7 +74,7 @@ def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
     if dlogits.dtype == torch.float32:
         dw.addmm_(dlogits.t(), x)
     elif dlogits.is_cuda:
-        torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)  # type: ignore[call-overload]
+        torch.addmm(dw, dlogits.t(), x, out_dtype=torch.float32, out=dw)
     else:
         dw.add_(torch.mm(dlogits.t(), x))
 

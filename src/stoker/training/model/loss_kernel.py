@@ -41,4 +41,5 @@ def _row(logits, targets, scale, losses, stride, vocabulary, ignored: tl.constex
 
 def gradient_in_place(logits: Tensor, targets: Tensor, scale: Tensor, losses: Tensor) -> None:
     rows, vocabulary = logits.shape
-    _row[(rows,)](logits, targets, scale, losses, logits.stride(0), vocabulary, ignored=-100, block=min(BLOCK, triton.next_power_of_2(vocabulary)), num_warps=16)
+    block = min(BLOCK, triton.next_power_of_2(vocabulary))
+    _row[(rows,)](logits, targets, scale, losses, logits.stride(0), vocabulary, ignored=-100, block=block, num_warps=16)

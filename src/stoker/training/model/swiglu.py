@@ -53,4 +53,4 @@ class _SwigluLinear(torch.autograd.Function):
 def swiglu_linear(gate_up: Tensor, weight: Tensor, fp8: bool) -> Tensor:
     """(silu(gate) · up) weightᵀ for gate_up [..., 2F] and weight [D, F]."""
     flat: Tensor = _SwigluLinear.apply(gate_up.flatten(0, -2), weight, fp8)  # type: ignore[no-untyped-call]
-    return flat.unflatten(0, gate_up.shape[:-1])
+    return flat.view(*gate_up.shape[:-1], -1)

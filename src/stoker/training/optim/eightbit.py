@@ -6,7 +6,7 @@ fourth root, rounded up and never to 0, so that small second moments keep their 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def _update(
 class EightBit:
     """One compiled kernel per parameter's shape on GPUs; the same lines run eagerly elsewhere."""
 
-    def __init__(self, named: dict[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
+    def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
             raise ValueError("optim.kind adamw8bit has no sharded form yet: use parallel.strategy ddp, or optim.kind adamw")
         self._c, self._decay, self.named = c, weight_decay, named
@@ -83,10 +83,10 @@ class EightBit:
     def step(self, share: float, grad_scale: Tensor, found_inf: Tensor) -> None:
         c = self._c
         self._steps += 1.0 - found_inf
-        corrections = [1.0 - beta ** self._steps.clamp(min=1.0) for beta in (c.beta1, c.beta2)]
+        first, second = (1.0 - beta ** self._steps.clamp(min=1.0) for beta in (c.beta1, c.beta2))
         rate, decay = (torch.tensor(value) for value in (c.learning_rate * share, self._decay))
         if self._steps.is_cuda:
             rate, decay = rate.to(self._steps.device, non_blocking=True), decay.to(self._steps.device, non_blocking=True)
         for name, parameter in self.named.items():
             assert parameter.grad is not None, name
-            self._run(parameter.detach(), parameter.grad, *self._state[name], rate, decay, grad_scale, found_inf, *corrections, c.beta1, c.beta2, c.eps)
+            self._run(parameter.detach(), parameter.grad, *self._state[name], rate, decay, grad_scale, found_inf, first, second, c.beta1, c.beta2, c.eps)

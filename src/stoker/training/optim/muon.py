@@ -6,7 +6,7 @@ in one batch of products. https://kellerjordan.github.io/posts/muon/ has the met
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon:
-    def __init__(self, named: dict[str, Tensor], parts: dict[str, tuple[int, ...]], c: OptimConfig) -> None:
+    def __init__(self, named: Mapping[str, Tensor], parts: dict[str, tuple[int, ...]], c: OptimConfig) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
             raise ValueError("optim.kind muon needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind adamw")
         self._c, self.named = c, named

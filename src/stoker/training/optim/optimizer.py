@@ -6,7 +6,7 @@ so a step needs no word from the GPU. Every rule works on a rank's local piece o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +18,14 @@ from stoker.training.optim.muon import Muon
 
 def local(tensor: Tensor) -> Tensor:
     """A rank's own piece."""
-    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    found: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return found
 
 
 class AdamW:
     """Over parameters with the same weight decay; torch's fused kernel, on CPUs too."""
 
-    def __init__(self, named: dict[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
+    def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         self._c, self._decay = c, weight_decay
         self.named = named
         self._parameters = [local(p.detach()) for p in named.values()]
@@ -108,4 +108,4 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
         square = norms.square().sum()
         torch.distributed.all_reduce(square)
         return square.sqrt()
-    return norms.norm()
+    return norms.square().sum().sqrt()

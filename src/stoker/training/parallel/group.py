@@ -31,7 +31,7 @@ class Group:
         if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
             dist.init_process_group(_backend(self.device), timeout=timedelta(seconds=c.timeout), device_id=self.device if _own_nccl(self.device) else None)
         elif c.strategy == "fsdp":
-            store = dist.HashStore()
+            store = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1, timeout=timedelta(seconds=c.timeout))
 
     @property
@@ -112,7 +112,7 @@ def wrap(model: nn.Module, group: Group, dtype: torch.dtype) -> nn.Module:
     if group.world == 1:
         return model
     return nn.parallel.DistributedDataParallel(
-        model, device_ids=[group.device.index] if group.device.type == "cuda" else None, broadcast_buffers=False, gradient_as_bucket_view=True
+        model, device_ids=[group.device.index] if group.device.type == "cuda" else None, gradient_as_bucket_view=True
     )
 
 

@@ -1,0 +1,142 @@
+"""Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time, safetensors only.
+
+Our shape and a folder's are matched in hf_config, hf_names and hf_files, which need no torch; the hub is in hf_hub.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
+from stoker.contract.quantities import gb
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder, rotary_table
+from stoker.training.model.hf_config import config_of
+from stoker.training.model.hf_files import Stored, check
+from stoker.training.model.hf_names import Place, places
+from stoker.training.model.hf_write import DTYPES, Export
+
+_STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
+
+
+def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by the names they have in an unwrapped decoder."""
+    for name, parameter in model.named_parameters():
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
+
+
+@torch.no_grad()
+def load(model: Decoder, folder: str, say: Callable[[str], None]) -> None:
+    """Fills the model, sharded or not, and its rotary table. Every rank reads for itself; nothing is exchanged."""
+    c = model.config
+    stored = check(folder, c)
+    parameters = dict(named(model))
+    assert not any(parameter.is_meta for parameter in parameters.values()), "the model is on the meta device: to_empty() first"
+    for place in places(c):
+        _put(parameters[place.name], _assemble(place, stored, parameters[place.name].dtype))
+    cos, sin = rotary_table(model.context_length, c.head_dim, c.rope_theta)
+    model.cos.copy_(cos)  # built on the meta device they are still empty
+    model.sin.copy_(sin)
+    rows = stored["model.embed_tokens.weight"].shape[0]
+    padded = f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others" if rows < c.vocab_size else ""
+    say(f"weights from {folder}: {len(stored)} tensors, {gb(sum(one.size for one in stored.values()))}{padded}")
+
+
+def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
+    whole = torch.empty(sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:], dtype=dtype)
+    begin = 0
+    for part in place.parts:
+        rows = _read(stored[part.name])
+        whole[begin : begin + len(rows)] = rows
+        if len(rows) < part.shape[0]:  # padding, or tokens that were added: equal on all ranks, and no louder than the others
+            whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
+        begin += part.shape[0]
+    return whole
+
+
+def _read(one: Stored) -> Tensor:
+    data = bytearray(one.size)
+    with open(one.path, "rb") as file:
+        file.seek(one.begin)
+        if file.readinto(data) != one.size:
+            raise Refusal(f"{one.path} became shorter while it was read", EX_DATAERR)
+    return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
+
+
+def _put(parameter: Tensor, whole: Tensor) -> None:
+    if not hasattr(parameter, "full_tensor"):
+        parameter.copy_(whole)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    assert isinstance(parameter, DTensor)
+    mine = whole.to(parameter.device)
+    parameter.copy_(distribute_tensor(mine, parameter.device_mesh, parameter.placements, src_data_rank=None))  # None: each rank cuts its own
+
+
+def save(
+    model: Decoder, folder: str, *, say: Callable[[str], None], dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None,
+    end_ids: Sequence[int] = (), write: bool = True,
+) -> None:  # fmt: skip
+    """Of a sharded model every rank calls this, and one of them with `write`."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered, in the compute dtype
+            module.reshard()
+    save_from(
+        named(model), model.config, folder, context_length=model.context_length, say=say, dtype=dtype, tokenizer_folder=tokenizer_folder,
+        end_ids=end_ids, write=write,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def save_from(
+    tensors: Iterable[tuple[str, Tensor]], c: ModelConfig, folder: str, *, context_length: int, say: Callable[[str], None],
+    dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None, end_ids: Sequence[int] = (), write: bool = True,
+) -> None:  # fmt: skip
+    """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the tokenizer's folder says."""
+    gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
+    try:
+        if write:
+            config = config_of(c, context_length, DTYPES[dtype][1], end_ids or end_ids_of(tokenizer_folder))
+            with Export(folder, c, dtype) as export:
+                for name, whole in gathered:
+                    export.put(name, whole)
+                export.finish(config, tokenizer_folder)
+            say(f"wrote {folder}: {gb(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
+    except OSError as problem:
+        raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
+    finally:
+        for _ in gathered:  # whatever became of the writing: the other ranks gather all of it, and wait for this one
+            pass
+
+
+def _gathered(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
+    cast = tensor.detach().to(dtype)  # before it travels
+    return name, cast.full_tensor() if hasattr(cast, "full_tensor") else cast
+
+
+def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
+    """The id of the eos_token that tokenizer_config.json names; none where nothing does."""
+    if tokenizer_folder is None:
+        return ()
+    paths = [os.path.join(tokenizer_folder, name) for name in ("tokenizer_config.json", "tokenizer.json")]
+    if not all(os.path.isfile(path) for path in paths):
+        return ()
+    told = []
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            told.append(json.load(file))
+    eos = told[0].get("eos_token")
+    text = eos["content"] if isinstance(eos, dict) else eos
+    added = {one["content"]: one["id"] for one in told[1].get("added_tokens") or ()}
+    return (int(added[text]),) if text in added else ()

@@ -1,0 +1,180 @@
+"""A folder that `transformers` opens, written tensor by tensor in any order: the host needs room for one of them, not for the model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.quantities import gb
+from stoker.contract.shape import shape
+from stoker.training.checkpoint.folders import mend, put_in_place, remove, sync_folder, write_whole
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import CONFIG
+from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS
+from stoker.training.model.hf_hub import TOKENIZER_FILES
+from stoker.training.model.hf_names import Part, places
+
+SHARD_BYTES = 5_000_000_000
+DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
+GENERATION = "generation_config.json"
+
+
+@shape
+class Spot:
+    file: str
+    begin: int
+
+
+def shards(parts: Sequence[Part], itemsize: int) -> list[list[Part]]:
+    """In their order, each file up to SHARD_BYTES; a larger tensor has one of its own."""
+    found: list[list[Part]] = [[]]
+    room = SHARD_BYTES
+    for part in parts:
+        size = _size(part, itemsize)
+        if found[-1] and size > room:
+            found.append([])
+            room = SHARD_BYTES
+        found[-1].append(part)
+        room -= size
+    return found
+
+
+def _size(part: Part, itemsize: int) -> int:
+    return torch.Size(part.shape).numel() * itemsize
+
+
+class Export:
+    """Everything goes to a folder beside the final one; `finish` renames it. Left without that, it leaves nothing."""
+
+    def __init__(self, folder: str, c: ModelConfig, dtype: torch.dtype) -> None:
+        self.folder, self.dtype = os.path.abspath(folder), dtype
+        self._places = {place.name: place for place in places(c)}
+        self._waiting = set(self._places)
+        self._spots: dict[str, Spot] = {}
+        self._files: dict[str, IO[bytes]] = {}
+        parts = [part for place in self._places.values() for part in place.parts]
+        self.bytes = sum(_size(part, dtype.itemsize) for part in parts)
+        parent, name = os.path.split(self.folder)
+        os.makedirs(parent, exist_ok=True)
+        _refuse_foreign_files(self.folder)
+        _sweep(parent, name)
+        self._room(parent)
+        self._fresh = os.path.join(parent, f".{name}.{socket.gethostname()}-{os.getpid()}.tmp")
+        os.mkdir(self._fresh)
+        try:
+            self._begin(shards(parts, dtype.itemsize))
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> Export:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+        if os.path.isdir(self._fresh):
+            shutil.rmtree(self._fresh)
+
+    def _room(self, parent: str) -> None:
+        disk = os.statvfs(parent)
+        free = disk.f_bavail * disk.f_frsize
+        if disk.f_blocks and free < self.bytes:
+            raise Refusal(f"{self.folder} needs {gb(self.bytes)} and {gb(free)} are free there", EX_CANTCREAT)
+
+    def _begin(self, plan: list[list[Part]]) -> None:
+        """The shapes are known, so each file gets its header at once and each tensor has its place in it."""
+        names = [WEIGHTS] if len(plan) == 1 else [f"model-{number:05d}-of-{len(plan):05d}.safetensors" for number in range(1, len(plan) + 1)]
+        kind = DTYPES[self.dtype][0]
+        for name, parts in zip(names, plan, strict=True):
+            header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+            end = 0
+            for part in parts:
+                begin, end = end, end + _size(part, BYTES[kind])
+                header[part.name] = {"dtype": kind, "shape": list(part.shape), "data_offsets": [begin, end]}
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-len(text) % 8)
+            self._files[name] = file = open(os.path.join(self._fresh, name), "wb")  # noqa: SIM115  __exit__ closes them
+            file.write(len(text).to_bytes(8, "little") + text)
+            self._spots |= {part.name: Spot(name, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in parts}
+        if len(names) > 1:
+            index = {"metadata": {"total_size": self.bytes}, "weight_map": {name: spot.file for name, spot in sorted(self._spots.items())}}
+            self._json(INDEX, index)
+
+    def put(self, name: str, whole: Tensor) -> None:
+        """`name`: ours."""
+        if name not in self._waiting:
+            raise Refusal(f"{self.folder}: this model has no tensor {name}, or it was given twice")
+        place = self._places[name]
+        want = (sum(part.shape[0] for part in place.parts), *place.parts[0].shape[1:])
+        if tuple(whole.shape) != want:
+            raise Refusal(f"{self.folder}: {name} is {list(whole.shape)}, the configuration says {list(want)}")
+        here = whole.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        row = 0
+        for part in place.parts:
+            spot = self._spots[part.name]
+            self._files[spot.file].seek(spot.begin)
+            self._files[spot.file].write(here[row : row + part.shape[0]].reshape(-1).view(torch.uint8).numpy().data)
+            row += part.shape[0]
+        self._waiting.remove(name)
+
+    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | None) -> None:
+        if self._waiting:
+            raise Refusal(f"{self.folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among them")
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+        self._json(CONFIG, config)
+        if config["eos_token_id"] is not None:
+            self._json(GENERATION, {"eos_token_id": config["eos_token_id"]})
+        for name in TOKENIZER_FILES if tokenizer_folder else ():
+            path = os.path.join(str(tokenizer_folder), name)
+            if os.path.isfile(path):
+                with open(path, "rb") as beside:
+                    write_whole(os.path.join(self._fresh, name), beside.read())
+        sync_folder(self._fresh)
+        put_in_place(self._fresh, self.folder)
+
+    def _json(self, name: str, value: Mapping[str, Any]) -> None:
+        write_whole(os.path.join(self._fresh, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def _refuse_foreign_files(folder: str) -> None:
+    """What is there will be replaced: only an earlier export may be."""
+    if not os.path.lexists(folder):
+        return
+    if not os.path.isdir(folder):
+        raise Refusal(f"{folder} is a file: give a folder for the model", EX_CANTCREAT)
+    ours = (CONFIG, GENERATION, INDEX, *TOKENIZER_FILES)
+    for name in sorted(os.listdir(folder)):
+        if name not in ours and not (name.startswith("model") and name.endswith(".safetensors")):
+            raise Refusal(f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder", EX_CANTCREAT)
+
+
+def _sweep(parent: str, name: str) -> None:
+    """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go."""
+    mend(parent)
+    host = socket.gethostname()
+    for entry in os.listdir(parent):
+        pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")
+        if entry == f".{name}.{host}-{pid}.tmp" and pid.isdigit() and (int(pid) == os.getpid() or not _alive(int(pid))):
+            remove(os.path.join(parent, entry))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
