@@ -147,7 +147,8 @@ fi
 # Extras of pyproject.toml, and how they are called on the terminal.
 case "$extent ${STOKER_SETUP_TORCH:-${found_torch:+found}}" in
   'plain ') extras='[train]' what='stoker and torch (minutes the first time)' ;;
-  plain*) extras='' what='stoker' ;;
+  'plain found') extras='[parts]' what='stoker and what training needs' ;;
+  'plain skip') extras='' what='stoker' ;;
   'test ') extras='[train,test]' what='stoker, torch and what test.sh needs (minutes the first time)' ;;
   'test found') extras='[test]' what='stoker and what test.sh needs' ;;
   'test skip') extras='[check]' what='stoker and what test.sh needs without torch' ;;

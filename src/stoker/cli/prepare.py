@@ -32,7 +32,8 @@ def main(argv: list[str]) -> int:
     from stoker.training.data.prepare import prepare
 
     as_data, verify = "--json" in argv, "--verify" in argv
-    resolved = resolve([word for word in argv if word not in ("--json", "--verify")], os.environ, gpus_present=False)
+    words = [word for word in argv if word not in ("--json", "--verify")]
+    resolved = resolve(words, os.environ, gpus_present=True)  # a config for GPUs may be prepared where there are none
     began = time.monotonic()
     made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
     seconds = time.monotonic() - began

@@ -161,6 +161,23 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
         _say("data is prepared on this host only: other hosts need the same cache folder, shared or copied")
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given)
+    if config.model.load:
+        _check_weights(config.model.load, config.model.vocab_size, ready.vocab_size)
+    from stoker.training.loop.resume import check_before_launch
+
+    check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
+
+
+def _check_weights(load: str, rows: int, tokens: int) -> None:
+    """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
+    from stoker.contract.shape import replace
+    from stoker.training.model import hf_config, hf_files, hf_hub
+    from stoker.training.model.rows import with_rows
+
+    folder = hf_hub.folder_of(load, _say)
+    shape = hf_config.shape_of(folder)
+    wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), tokens)
+    hf_files.check(folder, wanted)
 
 
 def _say(line: str) -> None:

@@ -7,6 +7,7 @@ RUN_DIR = "STOKER_RUN_DIR"
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
+SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses
 MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # how often a recipe halves its micro-batch: set after it ran out of GPU memory
 
 # What the shim reads and removes before the script can see it.

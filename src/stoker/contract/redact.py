@@ -9,6 +9,7 @@ HIDDEN = "<redacted>"
 _NAME = re.compile(
     r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK|SIGNATURE|CONNECTION_STRING|(^|_|-)(PAT|PW|CREDS?)(_|-|$)", re.IGNORECASE
 )
+_OURS = re.compile(r"tokenizer\.|text[_-]key", re.IGNORECASE)  # keys of our own configuration
 _HARMLESS = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "XDG_SESSION_TYPE", "XDG_SESSION_CLASS", "DESKTOP_SESSION", "TOKENIZERS_PARALLELISM"}
 _VALUE = re.compile(
     r"(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,}|xox[abprs]-[\w-]{10,}"
@@ -55,7 +56,7 @@ def command(line: str) -> str:
 
 
 def sounds_secret(name: str) -> bool:
-    return bool(_NAME.search(name)) and not name.lower().endswith(("tokens", "tokenizer", "keys", "passes"))
+    return bool(_NAME.search(_OURS.sub("", name))) and not name.lower().endswith(("tokens", "tokenizer", "keys", "passes"))
 
 
 def _number(word: str) -> bool:

@@ -145,6 +145,9 @@ def common_environment(plan: RunPlan, request: Request, environment: Mapping[str
     }
     if any(place.gpu for place in plan.places):
         found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
+    cards = [(place.host, place.gpu.uuid) for place in plan.places if place.gpu]
+    if len(set(cards)) < len(cards):
+        found[names.SHARED_GPU] = "1"
     if "OMP_NUM_THREADS" not in environment:
         local = max(place.local_world for place in plan.places)
         found["OMP_NUM_THREADS"] = str(max(1, cores // local))

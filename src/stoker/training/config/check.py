@@ -41,7 +41,7 @@ RANGES: dict[str, Range] = {
                      "train.eval_tokens", "checkpoint.every_steps", "checkpoint.every", "needs.gpus", "needs.vram"), _ANY),
     **dict.fromkeys(("model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ff", "tokenizer.train_megabytes", "batch.accumulation",
                      "train.log_every", "train.profile_steps", "checkpoint.keep"), _ONE),
-    **dict.fromkeys(("model.rope_theta", "model.norm_eps", "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps",
+    **dict.fromkeys(("model.rope_theta", "model.rope_factor", "model.rope_low", "model.rope_high", "model.rope_original", "model.norm_eps", "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps",
                      "parallel.timeout"), _POSITIVE),
     **dict.fromkeys(("optim.min_ratio", "optim.cooldown"), _SHARE),
     **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),

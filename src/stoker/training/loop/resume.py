@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, shape
+from stoker.training.checkpoint import folders, manifest
+from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.prepared import Prepared
 from stoker.training.model.config import ModelConfig
+from stoker.training.model.rows import with_rows
 
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
-_SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size", "rope_theta", "norm_eps", "qk_norm", "tied")
+_SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size", "rope_theta", "rope_factor", "norm_eps", "qk_norm", "tied")
 
 
 @shape
@@ -39,6 +43,26 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Pr
         raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     if found.get("optimizer") not in (None, optimizer):
         raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
+
+
+def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, prepared: Prepared) -> None:
+    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks."""
+    if told.resume == "never" or model.load or (told.resume == "auto" and not told.folder):
+        return
+    where = told.resume
+    if where == "auto":
+        steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
+        if not steps:
+            return
+        where = os.path.join(told.folder, steps[max(steps)])
+    try:
+        with open(os.path.join(where, "manifest.json"), "rb") as file:
+            found = manifest.decode(file.read())
+    except (OSError, ValueError) as problem:
+        if told.resume == "auto":
+            return  # damaged: the ranks say so and take the one before
+        raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
+    check(found.meta, where, with_rows(model, prepared.vocab_size), prepared, optimizer)
 
 
 def position(found: Mapping[str, Any], prepared: Prepared, seed: int) -> tuple[Position, str]:

@@ -45,11 +45,15 @@ class RMSNorm(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * self.weight.float()).to(x.dtype)
 
 
-def rotary_table(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin, fp32, [T, head_dim / 2]."""
-    frequency = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), frequency)
-    return angle.cos().float(), angle.sin().float()
+def rotary_table(length: int, c: ModelConfig) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, head_dim / 2], in fp32 throughout as transformers computes them: an exacter table would make other logits than theirs."""
+    frequency = 1.0 / (c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32, device="cpu") / c.head_dim))
+    if c.rope_factor != 1.0:
+        turns = c.rope_original * frequency / (2 * math.pi)
+        kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
+        frequency = (1 - kept) * frequency / c.rope_factor + kept * frequency
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequency)
+    return angle.cos(), angle.sin()
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -119,7 +123,7 @@ class Decoder(nn.Module):
         self.head = Linear(c.dim, c.vocab_size)
         if c.tied:
             self.head.weight = self.embed.weight
-        cos, sin = rotary_table(context_length, c.head_dim, c.rope_theta)
+        cos, sin = rotary_table(context_length, c)
         # Not buffers: DDP would send them around before every forward.
         self.cos, self.sin = cos.to(self.embed.weight.device), sin.to(self.embed.weight.device)
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
 from stoker.contract.quantities import gb
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder, rotary_table
-from stoker.training.model.hf_config import config_of
+from stoker.training.model.decoder import Decoder, like
+from stoker.training.model.hf_config import config_of, shape_of
 from stoker.training.model.hf_files import Stored, check
 from stoker.training.model.hf_names import Place, places
 from stoker.training.model.hf_write import DTYPES, Export
+
+__all__ = ["load", "named", "save", "save_from", "shape_of"]
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
@@ -36,16 +38,15 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load(model: Decoder, folder: str, say: Callable[[str], None]) -> None:
-    """Fills the model, sharded or not, and its rotary table. Every rank reads for itself; nothing is exchanged."""
+    """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
     c = model.config
     stored = check(folder, c)
     parameters = dict(named(model))
     assert not any(parameter.is_meta for parameter in parameters.values()), "the model is on the meta device: to_empty() first"
+    assert len(parameters) == sum(1 for _ in places(c)), "the head is no longer the embedding: to_empty() unties them, tie them again"
     for place in places(c):
-        _put(parameters[place.name], _assemble(place, stored, parameters[place.name].dtype))
-    cos, sin = rotary_table(model.context_length, c.head_dim, c.rope_theta)
-    model.cos.copy_(cos)  # built on the meta device they are still empty
-    model.sin.copy_(sin)
+        parameter = parameters[place.name]
+        parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
     rows = stored["model.embed_tokens.weight"].shape[0]
     padded = f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others" if rows < c.vocab_size else ""
     say(f"weights from {folder}: {len(stored)} tensors, {gb(sum(one.size for one in stored.values()))}{padded}")
@@ -70,17 +71,6 @@ def _read(one: Stored) -> Tensor:
         if file.readinto(data) != one.size:
             raise Refusal(f"{one.path} became shorter while it was read", EX_DATAERR)
     return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
-
-
-def _put(parameter: Tensor, whole: Tensor) -> None:
-    if not hasattr(parameter, "full_tensor"):
-        parameter.copy_(whole)
-        return
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    assert isinstance(parameter, DTensor)
-    mine = whole.to(parameter.device)
-    parameter.copy_(distribute_tensor(mine, parameter.device_mesh, parameter.placements, src_data_rank=None))  # None: each rank cuts its own
 
 
 def save(

@@ -12,6 +12,9 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.training.model.config import ModelConfig
 
 CONFIG = "config.json"
+_LLAMA3 = {
+    "rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor", "rope_original": "original_max_position_embeddings",
+}  # fmt: skip
 FAMILIES = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3", "MistralForCausalLM": "mistral"}
 
 
@@ -50,7 +53,7 @@ class _Told:
             self.refuse(f"head_dim {head_dim} is odd: the rotary embedding turns pairs")
         return ModelConfig(
             load=self.folder, layers=self._count("num_hidden_layers"), dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            ff=self._count("intermediate_size"), vocab_size=self._count("vocab_size"), rope_theta=self._rope_theta(),
+            ff=self._count("intermediate_size"), vocab_size=self._count("vocab_size"), **self._rope(),
             norm_eps=self._number("rms_norm_eps", 1e-6), qk_norm=family == "qwen3", tied=self._yes("tie_word_embeddings"),
             init_std=self._number("initializer_range", 0.02),
         )  # fmt: skip
@@ -91,19 +94,22 @@ class _Told:
         slides = family == "qwen3" and self._yes("use_sliding_window") and self.told.get("max_window_layers", 28) < self._count("num_hidden_layers")
         return self.told.get("sliding_window", 4096) if slides else None
 
-    def _rope_theta(self) -> float:
+    def _rope(self) -> dict[str, Any]:
         theta = self.told.get("rope_theta", 10000.0)
+        stretched: dict[str, Any] = {}
         for key in ("rope_parameters", "rope_scaling"):
             rope = self.told.get(key) or {}
             if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
                 self.refuse(f"{key} {_words(rope)} is not one rotary embedding for all layers")
             kind = rope.get("rope_type", rope.get("type", "default"))
-            if kind != "default":
-                self.refuse(f"its rotary embedding is scaled ({key}: {kind}) and ours is plain: logits would differ; Llama 3.1 to 3.3 are of this kind")
+            if kind == "llama3":
+                stretched = {ours: self._positive(f"{key}.{theirs}", rope.get(theirs)) for ours, theirs in _LLAMA3.items()}
+            elif kind != "default":
+                self.refuse(f"its rotary embedding is scaled ({key}: {kind}): ours knows plain and llama3, logits would differ")
             if {rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor")} - {None, 1}:
                 self.refuse("its rotary embedding turns a part of each head only (partial_rotary_factor)")
             theta = rope.get("rope_theta", theta)
-        return self._positive("rope_theta", theta)
+        return {"rope_theta": self._positive("rope_theta", theta), **{key: int(value) if key == "rope_original" else value for key, value in stretched.items()}}
 
     def _yes(self, key: str) -> bool:
         value = self.told.get(key) or False
@@ -141,10 +147,11 @@ def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence
         "Qwen3ForCausalLM": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
         "MistralForCausalLM": {"sliding_window": None},
     }
+    scaling = {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _LLAMA3.items()}} if c.rope_factor != 1.0 else None
     return {
         "architectures": [architecture], "model_type": FAMILIES[architecture], "hidden_size": c.dim, "num_hidden_layers": c.layers,
         "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "intermediate_size": c.ff,
-        "vocab_size": c.vocab_size, "max_position_embeddings": context_length, "rope_theta": c.rope_theta, "rope_scaling": None,
+        "vocab_size": c.vocab_size, "max_position_embeddings": context_length, "rope_theta": c.rope_theta, "rope_scaling": scaling,
         "rms_norm_eps": c.norm_eps, "hidden_act": "silu", "tie_word_embeddings": c.tied, "initializer_range": c.init_std,
         "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": ends(end_ids), "pad_token_id": None, "use_cache": True, **own[architecture],
     }  # fmt: skip

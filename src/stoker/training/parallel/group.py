@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.training.parallel.config import ParallelConfig
 
@@ -84,8 +85,8 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
 
 
 def _shared_card() -> bool:
-    """STOKER gives several ranks of one card the same CUDA_VISIBLE_DEVICES; NCCL refuses them."""
-    return os.environ.get("STOKER_SHARED_GPU") == "1"
+    """Several ranks on one card: NCCL refuses them, gloo does not."""
+    return os.environ.get(names.SHARED_GPU) == "1"
 
 
 def _own_nccl(device: torch.device) -> bool:

@@ -216,7 +216,7 @@ class Loop:
         self.saver, self.stepper, self.course, self.micro = saver, stepper, course, micro
         self.first = self.done = run.position.step
         self.loss = float("nan")
-        self.tokens = 0
+        self.tokens = run.position.samples * self.c.data.context_length  # since the beginning of the run, as metrics.jsonl counts them
         self.told_to_stop = False
         self.score: float | None = None  # the newest validation's
         self.best = run.position.best
@@ -240,12 +240,15 @@ class Loop:
             self.profile.step()
             if told is not None and told.stop:
                 break
+            save = (told is not None and told.save) or (self.c.checkpoint.every_steps > 0 and self.done % self.c.checkpoint.every_steps == 0)
+            if save or self._validation_due():
+                # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
+                told = self._hear(*before)
+                before = None
             self.busy = told is not None and told.busy
             if self._validation_due():
-                self._hear(*before)  # its line comes before the validation's
-                before = None
                 self._validate()
-            if (told is not None and told.save) or (self.c.checkpoint.every_steps and self.done % self.c.checkpoint.every_steps == 0):
+            if save:
                 self._save_if_free()
         if before is not None:
             self._hear(*before)
