@@ -90,6 +90,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
         del os.environ[name]  # what they say is in the ranks' flags by now
+    if sys.stderr.isatty() and not options.detach:
+        os.environ[names.TERMINAL] = "1"
     from stoker.cli.run import start
 
     given = frozenset(key for layer in outside for key in layer) | {"module"}

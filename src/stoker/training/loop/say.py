@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from stoker.contract import names
@@ -12,6 +13,9 @@ from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
 from stoker.training.loop.step import Numbers
 from stoker.training.parallel.group import Group
+
+
+REDRAW_S = 0.5
 
 
 def where_runs_go() -> str:
@@ -24,7 +28,9 @@ class Voice:
         self._group, self._steps, self._every = group, steps, log_every
         self._metrics: Metrics | None = None
         self._loggers: list[Logger] = []
-        self._bar = group.first and sys.stderr.isatty()
+        self._own_terminal = sys.stderr.isatty()
+        self._bar = group.first and (self._own_terminal or os.environ.get(names.TERMINAL) == "1")
+        self._drawn = 0.0
         if group.first:
             folder = where_runs_go()
             os.makedirs(folder, exist_ok=True)
@@ -73,11 +79,16 @@ class Voice:
             logger.close()
 
     def _draw(self, done: int, loss: float, left: float | None) -> None:
+        """Ends with \\r: the launcher knows such records as a bar, too, and wipes them before the next line."""
+        now = time.monotonic()
+        if now - self._drawn < REDRAW_S:
+            return
+        self._drawn = now
         full = 30 * done // max(self._steps, 1)
-        sys.stderr.write(f"\r\x1b[2K[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}")
+        sys.stderr.write(f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}\x1b[K\r")
         sys.stderr.flush()
 
     def _wipe(self) -> None:
-        if self._bar:
-            sys.stderr.write("\r\x1b[2K")
+        if self._bar and self._own_terminal:
+            sys.stderr.write("\x1b[2K")
             sys.stderr.flush()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.optim.config import OptimConfig
 
 BLOCK = 256
@@ -64,7 +65,7 @@ class EightBit:
 
     def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
-            raise ValueError("optim.kind adamw8bit has no sharded form yet: use parallel.strategy ddp, or optim.kind adamw")
+            raise Refusal("optim.kind adamw8bit has no sharded form yet: use parallel.strategy ddp, or optim.kind adamw", EX_CONFIG)
         self._c, self._decay, self.named = c, weight_decay, named
         self._state: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._steps = torch.zeros((), device=next(iter(named.values())).device)

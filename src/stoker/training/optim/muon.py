@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
+from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.optim.config import OptimConfig
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -34,7 +35,7 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
 class Muon:
     def __init__(self, named: Mapping[str, Tensor], parts: dict[str, tuple[int, ...]], c: OptimConfig) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
-            raise ValueError("optim.kind muon needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind adamw")
+            raise Refusal("optim.kind muon needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind adamw", EX_CONFIG)
         self._c, self.named = c, named
         self._momentum = {name: torch.zeros_like(p) for name, p in named.items()}
         self._parts: dict[torch.Size, list[tuple[str, int, int]]] = {}
