@@ -25,7 +25,8 @@ def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, b
     """Rank r takes samples r, r + ranks, …; every rank makes the same number of calls, as FSDP needs."""
     count = min(len(samples), max(tokens // samples.context, 1)) if tokens else len(samples)
     mine = np.arange(group.rank, count, group.world, dtype=np.int64)
-    calls = -(-(-(-count // group.world)) // micro)
+    most = -(-count // group.world)
+    calls = -(-most // micro)
     totals = torch.zeros(2, dtype=torch.float64, device=group.device)
     training = model.training
     model.eval()
@@ -35,7 +36,7 @@ def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, b
         loss = model(inputs, targets, None, segments)
         totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
     model.train(training)
-    total, learned = group.sum(totals.float() if group.device.type == "mps" else totals).tolist()
+    total, learned = group.sum(totals).tolist()
     nats = total / learned if learned else math.nan
     return Validation(nats, nats / math.log(2) / bytes_per_token, int(learned))
 

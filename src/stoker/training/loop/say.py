@@ -14,7 +14,6 @@ from stoker.training.loop.speed import Speed, clock
 from stoker.training.loop.step import Numbers
 from stoker.training.parallel.group import Group
 
-
 REDRAW_S = 0.5
 
 
