@@ -47,7 +47,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FORKS = """
 import json, os, sys, traceback
-import torch, torch.distributed.fsdp
+import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
 from stoker.training.recipes import pretrain
 
 for line in sys.stdin:

@@ -57,11 +57,17 @@ class Saver:
         self._stop = threading.Event()
         self._closed = False
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
 
     def prepare_buffers(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor] | None = None) -> int:
         """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. Returns the bytes held."""
         self._reserve(lay_out(sources(tensors, own or {}, self._rank, self._world)))
         return self._buffers.size
+
+    def prepare_buffers_aside(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """The same in a thread: pinning takes half a second a GB, and the first step need not wait for it."""
+        self._preparing = threading.Thread(target=self.prepare_buffers, args=(tensors,), name="checkpoint buffers", daemon=True)
+        self._preparing.start()
 
     def busy(self) -> bool:
         """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree on it before you call `save`."""
@@ -87,6 +93,7 @@ class Saver:
         """
         if self._closed:
             raise ValueError("this Saver is closed")
+        self._join_preparing()
         self._serial += 1
         if wait:
             self._wait_idle()
@@ -110,6 +117,7 @@ class Saver:
     def close(self, wait: bool = True) -> None:
         """With `wait` the save under way is finished, else given up."""
         self._closed = True
+        self._join_preparing()
         if wait:
             self._wait_idle()
         self._end_thread(None if wait else _LINGER_S)
@@ -117,6 +125,11 @@ class Saver:
             self._buffers.free()
         atexit.unregister(self._at_exit)
         self._store.close()
+
+    def _join_preparing(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
 
     def _decline(self, step: int) -> None:
         with self._changed:

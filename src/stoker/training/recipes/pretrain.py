@@ -183,7 +183,6 @@ class Run:
             self.checkpoints, rank=group.rank, world=group.world, token=group.from_first(os.urandom(4).hex()), say=voice.say, keep=c.checkpoint.keep,
             keep_best=c.checkpoint.keep_best,
         )  # fmt: skip
-        saver.prepare_buffers(self.tensors)
         stepper = Stepper(
             self.wrapped, self.optimizer, group, seed=c.train.seed, dropout=self.shape.dropout > 0, chat=self.samples.chat, check=c.nan.check,
             before_update=saver.before_update, after_backward=self.drill.spoil_gradients, graph=self.graph,
@@ -200,7 +199,7 @@ class Run:
             loop.run(feeder)
         finally:
             feeder.close()
-            saver.close()
+        saver.close()  # after an exception the interpreter's end does it, which does not wait for the part of a rank that is gone
         voice.say_once(f"done: {loop.done} steps, loss {loop.loss:.4f}" + (f", best validation {loop.best:.4f}" if loop.best is not None else ""))
         if c.checkpoint.export and loop.done >= self.steps:
             from stoker.training.model import hf
@@ -236,6 +235,8 @@ class Loop:
             pending = self.stepper.step(batch, share, stop=self.told_to_stop, save=self._due(), busy=self.saver.busy())
             self.done = batch.step + 1
             told = self._hear(*before) if before is not None else None
+            if batch.step == self.first and self._saves():
+                self.saver.prepare_buffers_aside(self.run_.tensors)
             before = (pending, batch, share)
             self.profile.step()
             if told is not None and told.stop:
@@ -279,6 +280,10 @@ class Loop:
             self.sample_log.write(batch.step, batch.ids)
         self.voice.step(numbers, self.c.optim.learning_rate * share, self.speed, self.tokens)
         return numbers
+
+    def _saves(self) -> bool:
+        c = self.c.checkpoint
+        return c.every > 0 or c.every_steps > 0 or c.at_end
 
     def _validation_due(self) -> bool:
         every = self.c.train.eval_every
