@@ -1,11 +1,11 @@
-"""SIGKILL of a random rank, or of the whole job, while checkpoints are written every other step: does it always go on, and never from a damaged file?
+"""SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and never from a damaged file?
 
     python benchmarks/kills.py                  200 kills: about 15 minutes on 2 quiet cores
     python benchmarks/kills.py --kills 10       a try
 
-A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again. Most kills come just
-after a new checkpoint, when the next one is being written; some come at any time, the start included. A run of --steps steps that has ended
-is compared with one that nobody killed, loss by loss and bit by bit, and the next one begins, until all kills are done.
+A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again. Most kills come while a
+checkpoint is being written, once there is a new one; some come at any time, the start included. A run of --steps steps that has ended is
+compared with one that nobody killed, loss by loss and bit by bit, and the next one begins, until all kills are done.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ AT_ANY_TIME = 0.2  # this share of the kills does not wait for a new checkpoint
 WHOLE_JOB = 0.4
 WORDS = (
     "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "32", "--batch.tokens", "160", "--batch.micro", "2",
-    "--data.validation", "0", "--eval_every", "0", "--log_every", "1", "--export", "false", "--every_steps", "2", "--deterministic", "true",
+    "--data.validation", "0", "--eval_every", "0", "--log_every", "1", "--export", "false", "--every_steps", "1", "--deterministic", "true",
     "--max-restarts", "1000", "--no-preflight", "--quiet", "--name", "kills",
 )  # fmt: skip
 
@@ -115,6 +115,9 @@ class Job:
     def newest(self) -> int:
         return max((int(path.name.removeprefix("step-")) for path in (self.run / "checkpoints").glob("step-*") if path.name[5:].isdigit()), default=0)
 
+    def saving(self) -> bool:
+        return any((self.run / "checkpoints").glob("*.tmp"))
+
     def kill_rank(self, attempt: int, rank: int) -> bool:
         return _kill(self.attempts()[attempt][rank])
 
@@ -145,12 +148,12 @@ def whole_lines(path: Path) -> list[str]:
     return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
-def wait(there: Callable[[], bool], what: str) -> None:
+def wait(there: Callable[[], bool], what: str, every: float = 0.01) -> None:
     deadline = time.monotonic() + CAP_S
     while not there():
         if time.monotonic() > deadline:
             raise WentWrong(f"waited {CAP_S:.0f} s in vain for {what}")
-        time.sleep(0.01)
+        time.sleep(every)
 
 
 def began(job: Job, attempt: int) -> bool:
@@ -160,14 +163,16 @@ def began(job: Job, attempt: int) -> bool:
 
 def until_due(job: Job, attempt: int, ranks: int, draw: random.Random) -> bool:
     """Waits for the moment of the next kill; False where the run has ended before it."""
-    wait(lambda: job.ended() is not None or len(job.attempts()) > attempt and len(job.attempts()[attempt]) == ranks, "the ranks of an attempt")
+    wait(lambda: job.ended() is not None or (len(job.attempts()) > attempt and len(job.attempts()[attempt]) == ranks), "the ranks of an attempt")
     if draw.random() < AT_ANY_TIME:
         moment = time.monotonic() + draw.uniform(0.0, 4.0)
         wait(lambda: job.ended() is not None or time.monotonic() >= moment, "a moment")
     else:
         before = job.newest()
         wait(lambda: job.ended() is not None or job.newest() > before, "a new checkpoint")
-        time.sleep(draw.uniform(0.0, 0.15))
+        time.sleep(draw.uniform(0.0, 0.1))
+        wait(lambda: job.ended() is not None or job.saving(), "a save", every=0.0005)
+        time.sleep(draw.uniform(0.0, 0.02))
     return job.ended() is None
 
 
@@ -177,7 +182,7 @@ def one_kill(job: Job, attempt: int, ranks: int, draw: random.Random) -> Kill | 
         return None
     whole = draw.random() < WHOLE_JOB
     rank = draw.randrange(ranks)
-    saving = any((job.run / "checkpoints").glob("*.tmp"))
+    saving = job.saving()
     killed = time.monotonic()
     if whole:
         job.kill_job()
@@ -187,7 +192,7 @@ def one_kill(job: Job, attempt: int, ranks: int, draw: random.Random) -> Kill | 
     if whole:
         check_all(job)
         job.start()
-    wait(lambda: job.ended() is not None or len(job.attempts()) > attempt + 1 and began(job, attempt + 1), "the run to go on")
+    wait(lambda: job.ended() is not None or (len(job.attempts()) > attempt + 1 and began(job, attempt + 1)), "the run to go on")
     again = time.monotonic() - killed
     said = job.said(attempt + 1)
     if not said:
@@ -240,7 +245,8 @@ def kill_and_resume(folder: Path, data: Path, *, kills: int, ranks: int, steps: 
                     break
                 if one is not None:
                     found.append(one)
-                    say(f"{len(found)}/{kills}: {one.who} after {one.steps} steps{', saving' if one.saving else ''}: at {one.resumed} again in {one.again_s:.1f} s")
+                    when = f"after {one.steps} steps{', saving' if one.saving else ''}"
+                    say(f"{len(found)}/{kills}: {one.who} {when}: goes on at {one.resumed}, {one.again_s:.1f} s later")
             end(job, expected)
             runs += 1
             say(f"run {runs}: all {steps} losses are those of the uninterrupted one")
@@ -260,13 +266,17 @@ def report(found: list[Kill], runs: int, steps: int) -> str:
     ranks = [one for one in found if one.who != "job"]
     lost = [one.lost for one in found]
     again = [one.again_s for one in found]
+    resumed = sum(one.resumed > 0 for one in found)
     return "\n".join(
         (
-            "| kills | of a rank | of the job | while saving | resumes | refused checkpoints | steps lost, mean (max) | back, median (max) | runs with equal losses |",
-            "|---|---|---|---|---|---|---|---|---|",
-            f"| {len(found)} | {len(ranks)} | {len(found) - len(ranks)} | {sum(one.saving for one in found)} | {sum(one.resumed > 0 for one in found)} "
-            f"(others: before the first checkpoint) | {sum(one.refused for one in found)} | {statistics.mean(lost):.1f} ({max(lost)}) "
-            f"| {statistics.median(again):.1f} s ({max(again):.1f} s) | {runs} of {runs}, {steps} steps each, bit by bit |",
+            "| | |",
+            "|---|---|",
+            f"| kills | {len(found)}: {len(ranks)} of a rank, {len(found) - len(ranks)} of the whole job; {sum(one.saving for one in found)} during a save |",
+            f"| went on | {len(found)}: {resumed} from a checkpoint, {len(found) - resumed} from the beginning, there being none yet |",
+            f"| checkpoints refused as damaged | {sum(one.refused for one in found)} |",
+            f"| steps lost | {statistics.mean(lost):.1f} on average, at most {max(lost)} |",
+            f"| from the kill to going on | {statistics.median(again):.1f} s, at most {max(again):.1f} s |",
+            f"| runs of {steps} steps with the losses of an uninterrupted one, bit by bit | {runs} of {runs} |",
         )
     )
 
@@ -282,7 +292,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is cleaned up then too
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
-        notes = (f"{told.ranks} CPU ranks, gloo DDP, a checkpoint every 2 steps, --max-restarts, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",)
+        notes = (f"{told.ranks} CPU ranks, gloo DDP, a checkpoint at every step, --max-restarts, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",)
         where = replace(setting(trials(name, told.ranks)), notes=notes)
         try:
             found, runs = kill_and_resume(

@@ -17,7 +17,7 @@ from pretrain_prepare import CUDA, SEED, hand_over
 from pretrain_score import SIZES, Size
 from torch import Tensor
 
-LEARNING_RATE, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+LEARNING_RATE, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # at 3e-4 without warm-up S spikes at step 18, and any two runs part there
 WORKERS = 4
 
 

@@ -10,26 +10,26 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 
-from conftest import Done, Stoker, wait_for  # noqa: E402
+from conftest import Done, Stoker, wait_for
 
-HERE = Path(__file__).parent
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 # Whole epochs of 201 samples, 7 a step: 58 steps, the last one smaller than some numbers of ranks.
 TINY = (
     "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "32", "--batch.tokens", "224", "--batch.micro", "2",
     "--data.validation", "0", "--log_every", "1", "--export", "false", "--timeout", "60s", "--max_samples", "201", "--eval_every", "0",
 )  # fmt: skip
 EPOCHS = ("--epochs", "2")
-DETERMINISTIC = ("--deterministic", "true")
 STEPS = 58
+KILLED = ("--max-steps", "160", "--deterministic", "true", "--every_steps", "1")
 # 16 ranks take as long as all others together: STOKER_TEST_RANKS=16 adds them.
 RANKS = (1, 2, 3, 5, 7, *map(int, os.environ.get("STOKER_TEST_RANKS", "").split()))
 
@@ -108,8 +108,8 @@ class Forks:
     def __init__(self, process: subprocess.Popen[str], data: Path) -> None:
         self._process, self._data = process, data
 
-    def __call__(self, ranks: int, folder: Path, *words: str, stop_after: int | None = None) -> Trained:
-        """`stop_after`: SIGTERM to all ranks once that step's line is written."""
+    def __call__(self, ranks: int, folder: Path, *words: str, stop_after: int | None = None, meanwhile: Callable[[list[int]], None] | None = None) -> Trained:
+        """`stop_after`: SIGTERM to all ranks once that step's line is written. `meanwhile`: what to do with the running ranks' pids."""
         assert self._process.stdin is not None and self._process.stdout is not None
         folder.mkdir(parents=True)
         with socket.socket() as held:
@@ -119,12 +119,32 @@ class Forks:
         self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "words": given, "port": port}) + "\n")
         self._process.stdin.flush()
         pids = json.loads(self._process.stdout.readline())
-        if stop_after is not None:
-            run = folder / "runs" / "torchrun"
-            assert wait_for(lambda: True if max(losses_so_far(run), default=-1) >= stop_after else None, 60), (folder / "rank-0.log").read_text()
-            for pid in pids:
-                os.kill(pid, signal.SIGTERM)
-        return Trained(folder, json.loads(self._process.stdout.readline()))
+        try:
+            if stop_after is not None:
+                run = folder / "runs" / "torchrun"
+                assert wait_for(lambda: True if max(losses_so_far(run), default=-1) >= stop_after else None, 60), (folder / "rank-0.log").read_text()
+                send(signal.SIGTERM, pids)
+            if meanwhile is not None:
+                meanwhile(pids)
+        except BaseException:
+            send(signal.SIGKILL, pids)
+            raise
+        finally:
+            codes = json.loads(self._process.stdout.readline())
+        return Trained(folder, codes)
+
+
+def send(number: int, pids: list[int]) -> None:
+    """Some may have ended already."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def command(*words: str, data: Path) -> tuple[str, ...]:
+    return ("train", "pretrain", "--data", str(data), "--cache", str(data.parent / "cache"), *TINY, "--quiet", "--no-preflight", *words)
 
 
 def losses_so_far(run: Path) -> list[int]:
@@ -234,3 +254,191 @@ def test_a_checkpoint_of_another_optimizer_or_sharded_rules_that_have_no_shards_
     assert forks(1, tmp_path / "one", "--max-steps", "2", "--checkpoint.folder", str(tmp_path / "kept")).codes == [0]
     other = forks(1, tmp_path / "two", "--max-steps", "4", "--checkpoint.folder", str(tmp_path / "kept"), "--optimizer", "muon")
     assert other.codes == [78] and "has the state of optim.kind adamw, not muon" in other.said() and "Traceback" not in other.said()
+
+
+def test_a_folder_whose_run_is_done_has_nothing_to_do(forks: Forks, tmp_path: Path) -> None:
+    words = ("--max-steps", "2", "--checkpoint.folder", str(tmp_path / "kept"))
+    assert forks(1, tmp_path / "one", *words).codes == [0]
+    again = forks(2, tmp_path / "two", *words)
+    assert again.codes == [0, 0] and "nothing to do: 2 of 2 steps are done" in again.said() and again.losses == {}
+
+
+# ---- killed ----
+
+
+@pytest.fixture(scope="module")
+def unharmed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses of two ranks that nobody killed."""
+    found = forks(2, tmp_path_factory.mktemp("unharmed") / "job", *KILLED)
+    assert found.codes == [0, 0] and len(found.losses) == 160, found.said()
+    return found.losses
+
+
+def test_eight_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(forks: Forks, unharmed: dict[int, float], tmp_path: Path) -> None:
+    """Four of one rank, four of all; two more under the launcher below, two hundred in benchmarks/kills.py."""
+    from stoker.training.checkpoint.reading import verify
+
+    seed = os.getpid()
+    draw = random.Random(seed)
+    kept = tmp_path / "checkpoints"
+
+    def steps() -> list[Path]:
+        return [path for path in kept.glob("step-*") if path.suffix != ".tmp"]
+
+    def kill(pids: list[int]) -> None:
+        before = max((path.name for path in steps()), default="")
+        assert wait_for(lambda: True if max((path.name for path in steps()), default="") > before else None, 60), "no new checkpoint"
+        time.sleep(draw.uniform(0, 0.03))
+        wait_for(lambda: True if any(kept.glob("*.tmp")) else None, 0.2)
+        if life % 2:
+            send(signal.SIGKILL, [draw.choice(pids)])
+            time.sleep(draw.uniform(0, 0.3))  # then a launcher ends the others
+        send(signal.SIGKILL, pids)
+
+    curve: dict[int, float] = {}
+    resumed = []
+    for life in range(9):
+        job = forks(2, tmp_path / str(life), *KILLED, "--checkpoint.folder", str(kept), meanwhile=kill if life < 8 else None)
+        assert (life < 8 and -signal.SIGKILL in job.codes) or job.codes == [0, 0], f"seed {seed}, life {life}: {job.said()}"
+        assert "not a sound checkpoint" not in job.said() and "not a complete checkpoint" not in job.said(), f"seed {seed}: {job.said()}"
+        assert [wrong for path in steps() for wrong in verify(str(path))] == [], f"seed {seed}, life {life}"
+        resumed.append(int((re.search(r"resumes at step (\d+) from", job.said()) or ["", "0"])[1]))
+        curve |= job.losses
+    assert resumed == sorted(resumed) and resumed[0] == 0 and resumed[-1] >= 8, "each life began later than the one before"
+    assert curve == unharmed, f"seed {seed}: not the same bits"
+    assert not list(kept.glob("*.tmp")), "what the dead left unfinished is swept"
+
+
+STEP_LINE = re.compile(
+    r"CPU0:INFO \| \[CPU 0\] Step \[\d+/160\] \| Loss: \d+\.\d{4} \| LR: \d\.\d\de-\d\d \| Grad Norm: \d+\.\d{4} \| ETA: (\?:\?\?|\d+:\d\d)"
+)
+
+
+def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touched(stoker: Stoker, text: Path, unharmed: dict[int, float]) -> None:
+    """One run under the launcher: rank 1 killed, restarted by the launcher; stopped by SIGTERM; all of it killed; then left alone."""
+    words = command(*KILLED, "--nproc-per-node", "2", "--max-restarts", "5", "--name", "story", data=text)
+    env = {"OMP_NUM_THREADS": "1"}
+
+    def go() -> subprocess.Popen[bytes]:
+        return stoker.start(*words, env=env, stdout=open(stoker.cwd / "out.txt", "ab"))
+
+    def beyond(step: int) -> int:
+        """Waits until more steps are done."""
+        found = wait_for(lambda: max(losses_so_far(stoker.latest), default=-1) if max(losses_so_far(stoker.latest), default=-1) >= step else None, 90)
+        assert found is not None, (stoker.cwd / "out.txt").read_text()
+        return int(found)
+
+    def ranks() -> dict[int, int]:
+        up = [event for event in stoker.result().events if event["event"] == "rank-up"]
+        return {event["rank"]: event["pid"] for event in up[-2:]}
+
+    job = go()
+    beyond(2)
+    os.kill(ranks()[1], signal.SIGKILL)
+    assert wait_for(lambda: True if (stoker.latest / "attempt-1" / "rank-0.log").exists() else None, 90)
+    wait_for(lambda: True if b"resumes at step" in stoker.result().log(0, attempt=1) else None, 90)
+    done = beyond(max(losses_so_far(stoker.latest), default=0) + 3)
+    job.terminate()
+    assert job.wait(60) == 143
+    assert stoker.result().verdict["status"] == "stopped" and b"resumes at step" in stoker.result().log(0, attempt=1)
+    last = max(losses(stoker.latest))
+    assert done <= last < 159 and (stoker.latest / "checkpoints" / f"step-{last + 1:08d}" / "manifest.json").exists(), "the stop saved what was done"
+
+    job = go()
+    beyond(last + 3)
+    victims = [job.pid, *ranks().values()]
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
+    job.wait(30)
+    assert f"resumes at step {last + 1} from".encode() in stoker.result().log(0, attempt=2)
+
+    job = go()
+    assert job.wait(90) == 0, (stoker.cwd / "out.txt").read_text()[-3000:]
+    assert len(list((stoker.cwd / "runs").iterdir())) == 2, "one run, and the link to it"
+    assert losses(stoker.latest) == unharmed, "not the same bits"
+    assert "refused" not in (out := (stoker.cwd / "out.txt").read_text()) and "not a sound" not in out
+    lines = [json.loads(line) for line in (stoker.latest / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(160)) and all(line["tokens"] == 224 * (line["step"] + 1) for line in lines)
+    assert all({"step", "loss", "tokens", "grad_norm", "lr", "tokens_per_s"} <= line.keys() for line in lines) and lines[-1]["tokens_per_s"] > 0
+    assert len(STEP_LINE.findall(out)) >= 160, out[:2000]
+    config = (stoker.latest / "config.yaml").read_text()
+    assert "  max_steps: 160\n" in config and "  context_length: 32\n" in config
+
+
+# ---- no number ----
+
+
+def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_command(stoker: Stoker, text: Path) -> None:
+    words = command("--max-steps", "6", "--nproc-per-node", "2", "--nan.inject", "layers.1.attention@3@1", "--every_steps", "1", data=text)
+    done = stoker.torch(*words, env={"OMP_NUM_THREADS": "1"})
+    assert done.code == 1 and done.verdict["cause"] == "nan.traced" and done.verdict["rank"] == 1 and not done.verdict["retryable"], done.err
+    for words_ in ("step 3: NaN first in ", "layers.1.attention", "(forward) on rank 1, sample"):
+        assert words_ in done.verdict["summary"] and words_ in done.out
+    dump = done.run_dir / "nan_step_3"
+    assert {"report.json", "batch.json", "activations.safetensors", "gradients.safetensors"} <= {path.name for path in (dump / "rank-1").iterdir()}
+    assert (dump / "rank-0" / "parameters.safetensors").exists() and "NaN GRADIENT DETECTED [CPU 1]" in done.out
+    assert sorted(path.name for path in (done.run_dir / "checkpoints").glob("step-*"))[-1] == "step-00000003", "the bad step is in no checkpoint"
+    shown = stoker("nan")
+    assert shown.code == 0 and done.verdict["summary"] in shown.out and "rank 0 [CPU 0]: fine here" in shown.out
+    report = json.loads(stoker("nan", "--json").out)["reports"][1]
+    assert (report["step"], report["rank"], report["module"], report["phase"], report["what"]) == (3, 1, "layers.1.attention", "forward", "NaN")
+
+
+def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks, stoker: Stoker) -> None:
+    for where, ranks in (("grad:layers.0.mlp.down.weight@3@1", "on rank 1"), ("grad:layers.0.mlp.down.weight@3", "on rank 0 and all others")):
+        job = forks(2, stoker.cwd / ranks, "--max-steps", "6", "--nan.inject", where)
+        summary = rf"step 3: Inf first in the gradient of layers\.0\.mlp\.down\.weight \(\S+\) {ranks}"
+        assert job.codes == [1, 1] and re.search(summary, job.said(1 if "@1" in where else 0)), job.said()
+        assert sorted(job.losses) == [0, 1, 2]
+        shown = stoker("nan", str(job.folder / "runs" / "torchrun" / "nan_step_3"))
+        assert shown.code == 0 and re.search(summary, shown.out), shown.out + shown.err
+
+
+# ---- beside the launcher ----
+
+
+def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) -> None:
+    pytest.importorskip("tensorboard")
+    words = ("--preset", "debug", "--data", str(text), "--cache", str(text.parent / "cache"), "--tokenizer.path", "bytes", "--context_length", "32")
+    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stoker.training.recipes.pretrain", *words]
+    env = {**stoker.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run([*argv, "--profile", "--log-to", "tensorboard", "--export", "false"], cwd=stoker.cwd, env=env, capture_output=True, timeout=120, check=False)
+    done = Done(ran.returncode, ran.stdout, ran.stderr, stoker.cwd)
+    run = stoker.cwd / "runs" / "torchrun"
+    assert done.code == 0 or "terminate called without an active exception" in done.err, done.err  # torch 2.13's gloo at exit
+    assert len(losses(run)) == 10 and "Validation after step 5" in done.out and (run / "config.yaml").exists()
+    assert len(re.findall(r"Step \[\d+/10\]", done.out)) == 20, "each rank has its lines"
+    trace = json.loads((run / "profile.json").read_text())
+    assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
+    assert len(re.findall(r"\] +\d+\.\d% +\d+\.\d\d ms +\d+ × \S+", done.out)) == 10, done.out
+    (events,) = (run / "tensorboard").glob("events.out.tfevents.*")
+    assert events.stat().st_size > 500
+
+
+# ---- what can't be trained ----
+
+
+def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:
+    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [0]
+    stoker.script("empty.txt", "")
+    stoker.script("short.txt", "twenty-one letters !!")
+    kept = ("--checkpoint.folder", "kept")
+    cases: list[tuple[list[str], int, str]] = [
+        (["--lerning_rate", "1"], 64, "unknown option --lerning_rate; did you mean --learning_rate?"),
+        (["--data", "empty.txt"], 65, "empty.txt is empty"),
+        (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
+        (["--data", "absent.txt"], 66, "--data absent.txt: no such file or folder"),
+        (["--model.vocab_size", "100"], 64, "model.vocab_size 100 is too small for the tokenizer's 260 tokens"),
+        (["--batch.tokens", "64", "--nproc-per-node", "3"], 64, "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough"),
+        ([*kept, "--model.depth", "3"], 78, "is of another model: model.layers is 2 there and 3 here"),
+        ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "300"], 78, "was trained with another tokenizer"),
+        ([*kept, "--optimizer", "muon"], 78, "has the state of optim.kind adamw, not muon"),
+        (["--checkpoint.resume", "nowhere"], 66, "nowhere is no checkpoint"),
+        (["--nan.inject", "layers.1"], 64, "is not WHERE@STEP"),
+    ]  # fmt: skip
+    for words, code, says in cases:
+        data = Path(words[1]) if words[0] == "--data" else text
+        done = stoker(*command("--max-steps", "4", *(words[2:] if words[0] == "--data" else words), data=data))
+        lines = [line for line in done.err.splitlines() if line.startswith("stoker: ")]
+        assert done.code == code and len(lines) == 1 and says in lines[0] and lines[0] == done.err.splitlines()[-1], (words, done.code, done.err)
+        assert not (stoker.cwd / "runs").exists(), words

@@ -54,7 +54,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
         if not steps:
             return
-        where = os.path.join(told.folder, steps[max(steps)])
+        where = steps[max(steps)]
     try:
         with open(os.path.join(where, "manifest.json"), "rb") as file:
             found = manifest.decode(file.read())

@@ -23,13 +23,13 @@ def kernels(which: str) -> Iterator[None]:
         yield
 
 
-def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, segments: Tensor | None) -> Tensor:
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, segments: Tensor | None, dropout: float = 0.0) -> Tensor:
     """[B, T, H, D], causal; with `segments` only within one of them. Grouped heads stay grouped: no copies of keys and values."""
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
     if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)
     T = q.shape[2]
     causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
     mask = causal & (segments[:, :, None] == segments[:, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=grouped).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)

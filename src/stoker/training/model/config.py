@@ -27,4 +27,4 @@ class ModelConfig:
     qk_norm: bool = option("normalise queries and keys, as Qwen3 does", default=False)
     tied: bool = option("one matrix for embedding and head", default=True)
     init_std: float = option("standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it", default=0.02)
-    dropout: float = option("share of activations dropped in training, after the embedding and each sub-layer", default=0.0)
+    dropout: float = option("share dropped in training: after the embedding, of the attention's weights, after each sub-layer", default=0.0)

@@ -66,7 +66,7 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = c.heads, c.kv_heads, c.head_dim
+        self.heads, self.kv_heads, self.head_dim, self.dropout = c.heads, c.kv_heads, c.head_dim, c.dropout
         self.qkv = Linear(c.dim, c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim)
         self.out = Linear(c.heads * c.head_dim, c.dim)
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
@@ -78,7 +78,7 @@ class Attention(nn.Module):
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments, self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.reshape(B, T, -1))
         return out
 

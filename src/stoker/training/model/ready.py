@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,18 @@ def environment(cache: str) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(COMPILE_THREADS, len(os.sched_getaffinity(0)))))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fragments don't add up over evaluations and restarts
+
+
+def warm_compiler() -> threading.Thread:
+    """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before anything is compiled."""
+
+    def load() -> None:
+        importlib.import_module("torch._inductor.compile_fx")
+        importlib.import_module("torch._inductor.async_compile")  # starts its pool
+
+    thread = threading.Thread(target=load, name="compiler", daemon=True)
+    thread.start()
+    return thread
 
 
 def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:

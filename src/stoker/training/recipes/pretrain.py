@@ -41,6 +41,7 @@ from stoker.training.loop.profiling import Profile
 from stoker.training.loop.samplelog import SampleLog
 from stoker.training.loop.say import Voice, where_runs_go
 from stoker.training.loop.speed import Speed
+from stoker.training.loop.stages import Stages
 from stoker.training.loop.step import Numbers, Pending, Stepper
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
@@ -57,8 +58,8 @@ GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by 
 class Run:
     """What the parts of a run share. Built in order; `train` is the loop."""
 
-    def __init__(self, c: Config, prepared: Prepared, group: Group) -> None:
-        self.c, self.prepared, self.group = c, prepared, group
+    def __init__(self, c: Config, prepared: Prepared, group: Group, stages: Stages) -> None:
+        self.c, self.prepared, self.group, self.stages = c, prepared, group, stages
         self.folder = where_runs_go()
         self.dtype = ready.dtype_of(c.compute, group.device)
         if c.compute.deterministic:
@@ -266,6 +267,9 @@ class Loop:
 
     def _hear(self, pending: Pending, batch: StepBatch, share: float) -> Numbers:
         numbers = pending.read()
+        if batch.step == self.first:
+            self.run_.stages.done("first step")
+            self.voice.say_once(f"first step after {self.run_.stages.said()}")
         if numbers.bad:
             folder = self.run_.folder if self.c.nan.dump else None
             text = load_tokenizer(self.run_.prepared.tokenizer)
@@ -332,20 +336,29 @@ class Loop:
 
 def main(argv: list[str]) -> int:
     try:
+        stages = Stages()
+        stages.done("imports")
         c = recipe_config(argv, torch.cuda.is_available(), say=lambda line: print(line, flush=True))
         check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
         check_loggers(c.train.log_to)
         ready.environment(c.data.cache)
+        on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"
+        compiler = ready.warm_compiler() if on_gpu and c.compute.compile != "off" and not c.nan.inject else None
         prepared = prepare(c.data, c.tokenizer, _quiet)  # `stoker train` has done it: this only opens it. Under torchrun one rank builds, the others wait.
         check_data(c, prepared.train_tokens, prepared.vocab_size)
+        stages.done("data")
         group = Group(c.parallel)
-        run = Run(c, prepared, group)
+        stages.done("ranks")
+        run = Run(c, prepared, group, stages)
         if group.first:
             os.makedirs(run.folder, exist_ok=True)
             with open(os.path.join(run.folder, "config.yaml"), "w", encoding="utf-8") as file:
                 file.write(as_yaml(c))
         with kernels("flash" if c.compute.deterministic and c.compute.attention == "auto" and group.device.type == "cuda" else c.compute.attention):
+            if compiler is not None:
+                compiler.join()
             run.build()
+            stages.done("model")
             if run.position.step >= run.steps:
                 run.voice.say_once(f"nothing to do: {run.position.step} of {run.steps} steps are done")
             else:
