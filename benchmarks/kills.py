@@ -1,6 +1,6 @@
 """SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and never from a damaged file?
 
-    python benchmarks/kills.py                  200 kills: about 15 minutes on 2 quiet cores
+    python benchmarks/kills.py                  200 kills: 20 to 25 minutes on 2 cores
     python benchmarks/kills.py --kills 10       a try
 
 A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again. Most kills come while a

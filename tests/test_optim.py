@@ -219,7 +219,9 @@ def test_an_update_of_muon_has_singular_values_near_one(size: tuple[int, ...], d
     values = torch.linalg.svdvals(found)
     assert found.shape == x.shape and float(values.min()) > 0.4 and float(values.max()) < 1.3, values
     left, _, right = torch.linalg.svd(x, full_matrices=False)
-    assert float(torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), dim=0)) > 0.95, "it points where the nearest orthogonal one does"
+    assert float(torch.nn.functional.cosine_similarity(found.flatten(), (left @ right).flatten(), dim=0)) > 0.95, (
+        "it points where the nearest orthogonal one does"
+    )
 
 
 def muon_step(change: Callable[[Any], None]) -> dict[str, Any]:

@@ -117,6 +117,9 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     if strategy == "fsdp" and compute.cuda_graphs == "on":
         line = "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
         checking.refuse(("compute.cuda_graphs", "parallel.strategy"), line)
+    if strategy == "fsdp" and config.optim.kind != "adamw":
+        line = f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or optim.kind adamw"
+        checking.refuse(("optim.kind", "parallel.strategy"), line)
     if not on_cpu:
         return
     only_gpu = {"compute.fp8": (compute.fp8, "tensorwise"), "compute.cuda_graphs": (compute.cuda_graphs, "on"),

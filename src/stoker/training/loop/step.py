@@ -93,12 +93,14 @@ class Stepper:
                 total += self._micro(micro)
         self._after_backward()
         flags = torch.tensor([float(stop), float(save), float(busy)], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
-        values = self._group.sum(torch.cat([(total / self._group.world)[None], flags]))
         norm = gradient_norm(self._optimizer.parameters)
+        # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the same step, or wait for each other.
+        spoiled = (~torch.isfinite(norm)).float()
+        values = self._group.sum(torch.cat([(total / self._group.world)[None], flags, spoiled[None]]))
         if self._check:
-            finite = torch.isfinite(norm) & torch.isfinite(values[0])
+            finite = (values[4] == 0) & torch.isfinite(values[0])
             self.bad.copy_(torch.maximum(self.bad, (~finite).float()))
         self._before_update()
         self._optimizer.step(share, norm, self.bad)
         self._optimizer.zero(keep=self._micro.graphed)
-        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[1:]]))
+        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[1:4]]))

@@ -43,9 +43,11 @@ from stoker.training.loop.say import Voice, where_runs_go
 from stoker.training.loop.speed import Speed
 from stoker.training.loop.stages import Stages
 from stoker.training.loop.step import Numbers, Pending, Stepper
-from stoker.training.model import ready
+from stoker.training.model import hf_config, hf_hub, ready
 from stoker.training.model.attention import kernels
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, flops_per_token
+from stoker.training.model.rows import with_rows
 from stoker.training.optim import schedule
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group, wrap
@@ -88,17 +90,14 @@ class Run:
         b, context = self.c.batch, self.c.data.context_length
         return b.tokens // context if b.tokens else max(b.micro, 1) * b.accumulation * self.group.world
 
-    def _model_shape(self) -> Any:
+    def _model_shape(self) -> ModelConfig:
         told = self.c.model
+        self.weights = ""
         if told.load:
-            from stoker.training.model import hf
-
-            told = hf.shape_of(told.load)
-        rows = told.vocab_size or -(-self.prepared.vocab_size // 64) * 64
-        if rows < self.prepared.vocab_size:
-            line = f"the model has {rows} rows of embedding and the tokenizer {self.prepared.vocab_size} tokens: they don't belong together"
-            raise Refusal(line, names.EX_CONFIG)
-        return replace(told, vocab_size=rows, dropout=self.c.model.dropout)
+            self.weights = hf_hub.folder_of(told.load, _quiet)
+            told = hf_config.shape_of(self.weights)
+            told = replace(told, vocab_size=self.c.model.vocab_size or told.vocab_size, dropout=self.c.model.dropout)
+        return with_rows(told, self.prepared.vocab_size)
 
     def build(self) -> Checkpoint | None:
         """Weights, optimizer, checkpoint. The voice begins here: it must know at which step."""
@@ -123,10 +122,10 @@ class Run:
         self.wrapped = wrap(self.model, group, self.dtype)
         if found is None:
             self.model.start(c.train.seed)
-            if c.model.load:
+            if self.weights:
                 from stoker.training.model import hf
 
-                hf.load(self.model, c.model.load, voice.say_once)
+                hf.load(self.model, self.weights, voice.say_once)
         self.optimizer = Optimizer(self.model, c.optim)
         self.tensors = state.tensors(self.model, self.optimizer)
         if found is not None:
@@ -220,6 +219,7 @@ class Loop:
         self.told_to_stop = False
         self.score: float | None = None  # the newest validation's
         self.best = run.position.best
+        self.skipped = False  # a checkpoint was left out, and that was said
         self.busy = False  # somebody's save is under way, as of the last numbers
         self.saved_at, self.saved_step = time.monotonic(), self.done
         self.speed = Speed(flops_per_token(run.shape, self.c.data.context_length), self.group.world, self.group.device)
@@ -240,13 +240,13 @@ class Loop:
                 self.saver.prepare_buffers_aside(self.run_.tensors)
             before = (pending, batch, share)
             self.profile.step()
-            if told is not None and told.stop:
-                break
             save = (told is not None and told.save) or (self.c.checkpoint.every_steps > 0 and self.done % self.c.checkpoint.every_steps == 0)
-            if save or self._validation_due():
+            if (told is None or not told.stop) and (save or self._validation_due()):
                 # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
                 told = self._hear(*before)
                 before = None
+            if told is not None and told.stop:
+                break
             self.busy = told is not None and told.busy
             if self._validation_due():
                 self._validate()
@@ -295,10 +295,11 @@ class Loop:
 
     def _save_if_free(self) -> None:
         """At a step that all ranks know."""
-        if self.busy:
-            self.voice.say_once(f"no checkpoint at step {self.done}: the one before is still being written")
-        else:
+        if not self.busy:
             self._save(wait=False)
+        elif not self.skipped:
+            self.skipped = True
+            self.voice.say_once(f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written; save less often")
 
     def _validate(self) -> None:
         run = self.run_
