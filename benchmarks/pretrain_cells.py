@@ -108,6 +108,7 @@ def loader(cell: Cell) -> Any:
 def stoker(cell: Cell, fp8: bool = False) -> None:
     """The recipe itself; its data is there already, and its stepper also marks."""
     from stoker.training.data.prepared import open_prepared
+    from stoker.training.loop import job
     from stoker.training.loop.step import Pending, Stepper
     from stoker.training.recipes import pretrain as recipe
 
@@ -127,7 +128,7 @@ def stoker(cell: Cell, fp8: bool = False) -> None:
         "checkpoint.export": "false", "checkpoint.resume": "never",
     }  # fmt: skip
     words = ["--preset", "production", *(f"--{name}={value}" for name, value in keys.items())]
-    with patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)), patch.object(recipe, "Stepper", Marked):
+    with patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)), patch.object(job, "Stepper", Marked):
         code = recipe.main(words)
     if code:
         raise SystemExit(code)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.contract.shape import replace
 from stoker.training.model import loss
-from stoker.training.model.attention import attend, kernels
+from stoker.training.model.attention import attend, kernels, mask_of
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, flops_per_token, matmul_parameters, rotary_table, rotate
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
@@ -135,7 +135,7 @@ def test_attention_sees_the_past_of_its_own_segment_and_shares_grouped_heads() -
     q, k, v = drawn(2, 9, 4, 8, seed=1), drawn(2, 9, 2, 8, seed=2), drawn(2, 9, 2, 8, seed=3)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
     with kernels("auto"):
-        plain, packed = attend(q, k, v, None), attend(q, k, v, segments)
+        plain, packed = attend(q, k, v, None), attend(q, k, v, mask_of(segments))
     for row in range(2):
         for place in range(9):
             for head in range(4):
@@ -172,8 +172,8 @@ def test_the_start_is_the_same_for_the_same_seed_and_of_the_stated_width() -> No
 
 def test_a_tied_head_is_the_embedding_and_an_untied_one_is_not() -> None:
     tied, untied = made(), made(replace(SMALL, tied=False))
-    assert tied.head.weight is tied.embed.weight
-    assert not torch.equal(untied.head.weight, untied.embed.weight)
+    assert tied.head is None and tied.head_weight is tied.embed.weight
+    assert untied.head is not None and not torch.equal(untied.head.weight, untied.embed.weight)
     assert "head.weight" not in dict(tied.named_parameters())
 
 

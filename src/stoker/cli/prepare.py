@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import time
 
+from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
+from stoker.training.config.check import check
+from stoker.training.config.flags import add_key_flags
+from stoker.training.config.layers import gather
+from stoker.training.config.resolve import settle
 
-_HELP = """usage: stoker prepare [--config FILE] [--preset NAME] [--data PATH ...] [any config key as a flag] [--verify] [--json]
-
-Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
-The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called.
-
-  --verify    compare every shard with its checksum, even where nothing changed; a damaged one is made again
-  --json      what was made, as JSON
-
-examples:
+_HELP = """Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
+The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called."""
+_EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
   stoker prepare --data 'web/*.jsonl' --data more.parquet --data.text_key content
   stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
 """
 
 
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker prepare", usage="stoker prepare [options]", description=_HELP, epilog=_EXAMPLES, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    made.add_argument("--verify", action="store_true", help="compare every shard with its checksum, even where nothing changed; a damaged one is made again")
+    made.add_argument("--json", action="store_true", help="what was made, as JSON")
+    add_key_flags(made)
+    return made
+
+
 def main(argv: list[str]) -> int:
-    if "-h" in argv or "--help" in argv:
-        print(_HELP, end="")
-        return 0
-    from stoker.training.config.resolve import resolve
+    reader = parser()
+    told, extra = reader.parse_known_args(argv)
+    if extra:
+        reader.unknown(extra)
     from stoker.training.data.prepare import prepare
 
-    as_data, verify = "--json" in argv, "--verify" in argv
-    words = [word for word in argv if word not in ("--json", "--verify")]
-    resolved = resolve(words, os.environ, gpus_present=True)  # a config for GPUs may be prepared where there are none
+    as_data, verify = told.json, told.verify
+    resolved = settle(gather(getattr(told, "keys", ()), os.environ), gpus_present=True)  # a config for GPUs may be prepared where there are none
+    check(resolved.config, resolved.given)
     began = time.monotonic()
     made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
     seconds = time.monotonic() - began

@@ -19,6 +19,7 @@ from stoker.training.config.check import check, check_data, check_needs, check_r
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
+from stoker.training.loop.loggers import check_loggers
 
 STAGES = {"pretrain": "stoker.training.recipes.pretrain"}
 
@@ -142,6 +143,7 @@ def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machin
             check_ranks(config, int(options.nproc_per_node), given)
     elif config.needs.gpus or config.needs.vram:
         _say("needs: not checked, the GPUs are those of other hosts")
+    check_loggers(config.train.log_to)
     if not config.data.path:
         raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
     for path in config.data.path:

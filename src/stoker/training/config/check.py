@@ -120,6 +120,9 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     if strategy == "fsdp" and config.optim.kind != "adamw":
         line = f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or optim.kind adamw"
         checking.refuse(("optim.kind", "parallel.strategy"), line)
+    if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
+        line = f"compute.attention {compute.attention} takes neither fp32 nor packed conversations: use auto"
+        checking.refuse(("compute.attention", "compute.dtype", "data.kind"), line)
     if not on_cpu:
         return
     only_gpu = {"compute.fp8": (compute.fp8, "tensorwise"), "compute.cuda_graphs": (compute.cuda_graphs, "on"),

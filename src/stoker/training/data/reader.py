@@ -38,6 +38,7 @@ class Samples:
         self.end_id = int(told["end_id"])
         about = told["splits"][split]
         self.tokens = int(about["tokens"])
+        self.bytes_per_target = int(about["bytes"]) / max(int(about.get("learned") or self.tokens) if self.chat else self.tokens, 1)
         self._shards = [_map(folder, one["file"], told["dtype"], one["bytes"]) for one in about["shards"]]
         self._masks = [_map(folder, one["file"], "u1", one["bytes"]) for one in about.get("masks", ())]
         self._starts = np.cumsum([0, *(len(one) for one in self._shards)], dtype=np.int64)

@@ -21,7 +21,7 @@ class Validation:
 
 
 @torch.no_grad()
-def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, bytes_per_token: float, micro: int) -> Validation:
+def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, micro: int) -> Validation:
     """Rank r takes samples r, r + ranks, …; every rank makes the same number of calls, as FSDP needs."""
     count = min(len(samples), max(tokens // samples.context, 1)) if tokens else len(samples)
     mine = np.arange(group.rank, count, group.world, dtype=np.int64)
@@ -38,7 +38,7 @@ def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, b
     model.train(training)
     total, learned = group.sum(totals).tolist()
     nats = total / learned if learned else math.nan
-    return Validation(nats, nats / math.log(2) / bytes_per_token, int(learned))
+    return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
 def _padded(samples: Samples, ids: np.ndarray, micro: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:

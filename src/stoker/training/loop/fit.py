@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import even_micro
 
 SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation
@@ -15,23 +16,27 @@ WITHOUT_GPU = 8
 
 
 def largest_micro(
-    forward_backward: Callable[[Tensor, Tensor], None], optimizer: Optimizer, *, share: int, context: int, vocabulary: int, device: torch.device,
-    say: Callable[[str], None],
-) -> int:  # fmt: skip
-    """Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller until it fits."""
+    forward_backward: Callable[[Tensor], None], optimizer: Optimizer, group: Group, *, share: int, context: int, vocabulary: int, say: Callable[[str], None]
+) -> int:
+    """Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller until it fits.
+
+    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can.
+    """
+    device = group.device
     if device.type != "cuda":
         found = even_micro(share, min(share, WITHOUT_GPU))
         say(f"micro-batch auto: {found} (no GPU to fill)")
         return found
 
     def peak(micro: int) -> int | None:
+        found = 0
         try:
-            return _trial(forward_backward, optimizer, micro, context, vocabulary, device)
+            found = _trial(forward_backward, optimizer, micro, context, vocabulary, device)
         except torch.OutOfMemoryError:
-            return None
-        finally:
-            optimizer.zero()
-            torch.cuda.empty_cache()
+            found = 0
+        optimizer.zero()
+        torch.cuda.empty_cache()
+        return found if group.smallest(found) else None
 
     one = peak(1)
     if one is None:
@@ -41,7 +46,7 @@ def largest_micro(
         return 1
     free, _ = torch.cuda.mem_get_info(device)
     room = (free + torch.cuda.memory_reserved(device)) * SPARE
-    guess = min(share, max(2, int((room - one) // max(two - one, 1)) + 1))
+    guess = group.smallest(min(share, max(2, int((room - one) // max(two - one, 1)) + 1)))
     guess = even_micro(share, guess)
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))
@@ -49,13 +54,10 @@ def largest_micro(
     return guess
 
 
-def _trial(
-    forward_backward: Callable[[Tensor, Tensor], None], optimizer: Optimizer, micro: int, context: int, vocabulary: int, device: torch.device
-) -> int:
+def _trial(forward_backward: Callable[[Tensor], None], optimizer: Optimizer, micro: int, context: int, vocabulary: int, device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # the second with the gradients of the first
-        inputs = torch.randint(0, vocabulary, (micro, context), device=device)
-        forward_backward(inputs, inputs)
+        forward_backward(torch.randint(0, vocabulary, (micro, context), device=device))
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)

@@ -54,6 +54,7 @@ class MicroStep:
     def _capture(self) -> None:
         """The gradients of the eager calls are the buffers the graph adds to."""
         assert self._inputs is not None
+        dice = torch.cuda.get_rng_state()  # a drawn number here would make other dropout than the replay of this step draws
         kept = [p.grad.clone() if p.grad is not None else None for p in self._wrapped.parameters()]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -61,10 +62,11 @@ class MicroStep:
             self._wrapped(self._inputs, self._targets, self._scale, None).backward()
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile
             loss = self._wrapped(self._inputs, self._targets, self._scale, None)
             loss.backward()
             self._loss = loss.detach()
         for parameter, before in zip(self._wrapped.parameters(), kept, strict=True):
             if parameter.grad is not None:
                 parameter.grad.zero_() if before is None else parameter.grad.copy_(before)
+        torch.cuda.set_rng_state(dice)

@@ -35,6 +35,8 @@ class Profile:
 
     def close(self) -> None:
         if self._profiler is None:
+            if self._left and self._wait:
+                self._say(f"profile: the run was over before its {WARM_UP} steps of warm-up: nothing was traced")
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -15,21 +15,30 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import with_rows
 
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
-_SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size", "rope_theta", "rope_factor", "norm_eps", "qk_norm", "tied")
+_SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
+          "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied")  # fmt: skip
+
+
+@shape
+class Data:
+    """What a sample's global index counts in."""
+
+    key: str
+    seed: int
+    context: int
+    count: int  # samples an epoch has
 
 
 @shape
 class Position:
     step: int  # optimizer steps that are done
     samples: int  # global index of the next sample
+    tokens: int  # learned so far
     best: float | None  # lowest validation loss so far
 
 
-def meta(position: Position, model: ModelConfig, prepared: Prepared, optimizer: str, seed: int) -> dict[str, Any]:
-    return {
-        "step": position.step, "samples": position.samples, "best": position.best, "model": as_json(model), "tokenizer_digest": prepared.tokenizer_digest,
-        "data_key": prepared.key, "data_seed": seed, "optimizer": optimizer,
-    }  # fmt: skip
+def meta(position: Position, data: Data, model: ModelConfig, prepared: Prepared, optimizer: str) -> dict[str, Any]:
+    return {**as_json(position), "data": as_json(data), "model": as_json(model), "tokenizer_digest": prepared.tokenizer_digest, "optimizer": optimizer}
 
 
 def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Prepared, optimizer: str) -> None:
@@ -65,9 +74,11 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
     check(found.meta, where, with_rows(model, prepared.vocab_size), prepared, optimizer)
 
 
-def position(found: Mapping[str, Any], prepared: Prepared, seed: int) -> tuple[Position, str]:
+def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     """(where to go on, a line to say or nothing)."""
     best = found.get("best")
-    same = found.get("data_key") == prepared.key and found.get("data_seed") == seed
-    line = "" if same else "the data or its order is another than the checkpoint's: it begins at its first sample"
-    return Position(int(found["step"]), int(found["samples"]) if same else 0, float(best) if best is not None else None), line
+    theirs, mine = found.get("data", {}), as_json(data)
+    other = [key for key in mine if theirs.get(key) != mine[key]]
+    words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
+    line = f"{', '.join(words[key] for key in other)} differs from the checkpoint's: the data begins at its first sample" if other else ""
+    return Position(int(found["step"]), 0 if other else int(found["samples"]), int(found["tokens"]), float(best) if best is not None else None), line

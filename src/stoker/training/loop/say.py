@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import sys
 import time
@@ -9,6 +11,9 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.control.record.metrics import Metrics
+from stoker.training.config.resolve import flags
+from stoker.training.config.schema import Config
+from stoker.training.loop.evaluate import Validation
 from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
 from stoker.training.loop.step import Numbers
@@ -17,22 +22,29 @@ from stoker.training.parallel.group import Group
 REDRAW_S = 0.5
 
 
-def where_runs_go() -> str:
-    """The run directory; under plain torchrun, which has none, the working directory's runs/torchrun."""
-    return os.environ.get(names.RUN_DIR) or os.path.join("runs", "torchrun")
+def where_runs_go(c: Config) -> str:
+    """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
+    given = os.environ.get(names.RUN_DIR)
+    if given:
+        return given
+    digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
+    return os.path.join("runs", f"torchrun-{digest}")
 
 
 class Voice:
-    def __init__(self, group: Group, steps: int, log_every: int, log_to: str, config: dict[str, Any], resumed_at: int) -> None:
-        self._group, self._steps, self._every = group, steps, log_every
+    def __init__(self, group: Group, log_every: int) -> None:
+        self._group, self._steps, self._every = group, 0, log_every
+        self._last: dict[str, Any] = {}  # the newest metrics line: a validation's repeats it
         self._metrics: Metrics | None = None
         self._loggers: list[Logger] = []
         self._own_terminal = sys.stderr.isatty()
         self._bar = group.first and (self._own_terminal or os.environ.get(names.TERMINAL) == "1")
         self._drawn = 0.0
-        if group.first:
-            folder = where_runs_go()
-            os.makedirs(folder, exist_ok=True)
+
+    def begin(self, folder: str, steps: int, log_to: str, config: dict[str, Any], resumed_at: int) -> None:
+        """Metrics, from here on: now it is known at which step."""
+        self._steps = steps
+        if self._group.first:
             self._metrics = Metrics(folder, resumed_at)
             self._loggers = open_loggers(log_to, folder, config, self.say)
 
@@ -58,10 +70,15 @@ class Voice:
             f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {clock(left)}"
             f" | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
         )
-        self.metrics(
-            numbers.step, loss=numbers.loss, tokens=tokens, grad_norm=numbers.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
+        self._last = dict(
+            loss=numbers.loss, tokens=tokens, grad_norm=numbers.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
             mfu=round(mfu, 4) if mfu else None, memory=memory, seconds_per_step=round(per_step, 6) if per_step else None,
         )  # fmt: skip
+        self.metrics(numbers.step, **self._last)
+
+    def validation(self, done: int, found: Validation, best: float) -> None:
+        self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f} | Bits per byte: {found.bits_per_byte:.4f} | best {best:.4f}")
+        self.metrics(done - 1, **self._last, val_loss=found.loss, val_bits_per_byte=found.bits_per_byte)
 
     def metrics(self, step: int, **values: Any) -> None:
         if self._metrics is None:

@@ -25,7 +25,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 class Speed:
-    """Over the last steps whose numbers have come: the first one, with its compilation, is no measure."""
+    """Over the last steps whose numbers have come. The very first rate holds the compilation."""
 
     def __init__(self, flops_per_token: int, ranks: int, device: torch.device, window: int = 20) -> None:
         self._flops, self._ranks, self._device = flops_per_token, ranks, device
@@ -33,13 +33,15 @@ class Speed:
         self._seen: deque[tuple[float, int]] = deque(maxlen=window + 1)
         self._tokens = 0
 
-    def step(self, tokens: int) -> None:
-        self._tokens += tokens
+    def begin(self) -> None:
+        """From here on it is training: after the start, or after a validation."""
+        self._seen.clear()
         self._seen.append((time.perf_counter(), self._tokens))
 
-    def pause(self) -> None:
-        """An evaluation or a save that was waited for: not training."""
-        self._seen.clear()
+    def step(self, tokens: int, when: float | None) -> None:
+        """`when` it was done; None: just now."""
+        self._tokens += tokens
+        self._seen.append((time.perf_counter() if when is None else when, self._tokens))
 
     @property
     def tokens_per_s(self) -> float | None:

@@ -6,6 +6,8 @@ changes nothing, and neither does any after it: the weights stay those that made
 
 from __future__ import annotations
 
+import hashlib
+import time
 from collections.abc import Callable
 
 import torch
@@ -36,6 +38,7 @@ class Pending:
 
     def __init__(self, step: int, values: Tensor) -> None:
         self.step = step
+        self.when: float | None = None  # done; on GPUs that is when it is read
         self._event = None
         if values.is_cuda:
             self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -44,6 +47,7 @@ class Pending:
             self._event.record()
         else:
             self._host = values.clone()
+            self.when = time.perf_counter()
 
     def read(self) -> Numbers:
         """Waits for the step, while the GPU already works on the next."""
@@ -56,11 +60,11 @@ class Pending:
 class Stepper:
     def __init__(
         self, wrapped: nn.Module, optimizer: Optimizer, group: Group, *, seed: int, dropout: bool, chat: bool, check: bool,
-        before_update: Callable[[], None], after_backward: Callable[[], None], graph: bool = False,
+        before_update: Callable[[], None], after_backward: Callable[[], None], graph: bool = False, look: Callable[[int], None] | None = None,
     ) -> None:  # fmt: skip
         self._wrapped, self._optimizer, self._group = wrapped, optimizer, group
         self._seed, self._dropout, self._chat, self._check = seed, dropout, chat, check
-        self._before_update, self._after_backward = before_update, after_backward
+        self._before_update, self._after_backward, self._look = before_update, after_backward, look
         self.bad = torch.zeros((), device=group.device)
         self._scale = torch.ones((), device=group.device)
         self._micro = MicroStep(wrapped, self._scale, optimizer if graph else None)
@@ -68,7 +72,8 @@ class Stepper:
     def set_seed(self, step: int, number: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-batch): nothing to save, and a replay repeats it."""
         if self._dropout:
-            torch.manual_seed((self._seed * 1_000_003 + step) * 65_537 + self._group.rank * 1009 + number)
+            text = f"{self._seed} {step} {self._group.rank} {number}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def scale(self, batch: StepBatch) -> Tensor:
         """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens, however uneven the split."""
@@ -100,6 +105,8 @@ class Stepper:
         if self._check:
             finite = (values[4] == 0) & torch.isfinite(values[0])
             self.bad.copy_(torch.maximum(self.bad, (~finite).float()))
+        if self._look is not None:
+            self._look(batch.step)
         self._before_update()
         self._optimizer.step(share, norm, self.bad)
         self._optimizer.zero(keep=self._micro.graphed)

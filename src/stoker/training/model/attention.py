@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _KERNELS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION], "math": [SDPBackend.MATH],
+    "deterministic": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }  # fmt: skip
 
@@ -23,13 +24,15 @@ def kernels(which: str) -> Iterator[None]:
         yield
 
 
-def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, segments: Tensor | None, dropout: float = 0.0) -> Tensor:
-    """[B, T, H, D], causal; with `segments` only within one of them. Grouped heads stay grouped: no copies of keys and values."""
+def mask_of(segments: Tensor) -> Tensor:
+    """[B, 1, T, T]: a token sees what comes before it in its own segment."""
+    T = segments.shape[1]
+    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
+
+
+def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """[B, T, H, D], causal, or by `mask`. Grouped heads stay grouped: no copies of keys and values."""
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-    if segments is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)
-    T = q.shape[2]
-    causal = torch.ones(T, T, dtype=torch.bool, device=q.device).tril()
-    mask = causal & (segments[:, :, None] == segments[:, None, :])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)

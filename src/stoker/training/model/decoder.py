@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.training.forensics.scopes import scope
-from stoker.training.model.attention import attend
+from stoker.training.model.attention import attend, mask_of
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.fp8 import fp8_linear
 from stoker.training.model.loss import linear_cross_entropy
@@ -72,13 +72,13 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(c.head_dim, c.norm_eps) if c.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         B, T, _ = x.shape
         parts = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, segments, self.dropout if self.training else 0.0)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.reshape(B, T, -1))
         return out
 
@@ -102,8 +102,8 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = c.dropout
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: Tensor | None) -> Tensor:
-        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, segments))
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -120,12 +120,21 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.head = Linear(c.dim, c.vocab_size)
-        if c.tied:
-            self.head.weight = self.embed.weight
-        cos, sin = rotary_table(context_length, c)
+        self.head = None if c.tied else Linear(c.dim, c.vocab_size)  # one parameter has one name: sharding and `to_empty` part what is shared
         # Not buffers: DDP would send them around before every forward.
-        self.cos, self.sin = cos.to(self.embed.weight.device), sin.to(self.embed.weight.device)
+        self.cos, self.sin = rotary_table(context_length, c)
+        if self.embed.weight.device.type != "meta":
+            self.place(self.embed.weight.device)
+
+    def place(self, device: torch.device) -> None:
+        """Onto its device; a model that was built on the meta device gets its memory here, and its numbers from `start` or a checkpoint."""
+        if self.embed.weight.is_meta:
+            self.to_empty(device=device)
+        self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embed.weight if self.head is None else self.head.weight
 
     @torch.no_grad()
     def start(self, seed: int) -> None:
@@ -145,8 +154,9 @@ class Decoder(nn.Module):
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
         cos, sin = self._angles(inputs.shape[1], segments)
+        mask = mask_of(segments) if segments is not None else None  # once, not in each block
         for block in self.layers:
-            x = block(x, cos, sin, segments)
+            x = block(x, cos, sin, mask)
         normed: Tensor = self.norm(x)
         return normed
 
@@ -161,10 +171,9 @@ class Decoder(nn.Module):
     def forward(self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
         x = self.hidden(inputs, segments)
         if targets is None:
-            logits: Tensor = self.head(x)
-            return logits
+            return F.linear(x, self.head_weight.to(x.dtype))
         with scope("loss"):
-            return linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), scale, self.loss)
+            return linear_cross_entropy(x.flatten(0, 1), self.head_weight, targets.flatten(), scale, self.loss)
 
 
 def like(whole: Tensor, parameter: Tensor) -> Tensor:

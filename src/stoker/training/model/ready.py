@@ -32,6 +32,19 @@ def environment(cache: str) -> None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fragments don't add up over evaluations and restarts
 
 
+def arithmetic(c: ComputeConfig, dtype: torch.dtype) -> None:
+    if c.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # 15 % of a small step, and we read nothing unwritten
+    torch.set_float32_matmul_precision("highest" if c.deterministic or dtype == torch.float32 else "high")
+
+
+def attention(c: ComputeConfig, device: torch.device) -> str:
+    """cuDNN's backward adds in any order."""
+    return "deterministic" if c.deterministic and c.attention == "auto" and device.type == "cuda" else c.attention
+
+
 def warm_compiler() -> threading.Thread:
     """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before anything is compiled."""
 
@@ -94,6 +107,11 @@ def _keep_products_only(yes: bool) -> None:
 
     if hasattr(functorch, "ban_recompute_materialized_backward"):
         functorch.ban_recompute_materialized_backward = not yes
+    import torch._dynamo.config as dynamo
+
+    for limit in ("recompile_limit", "cache_size_limit"):  # by version: the sizes micro_batch auto tries are graphs of their own
+        if hasattr(dynamo, limit):
+            setattr(dynamo, limit, 64)
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import Tensor, nn
 from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.training.parallel.config import ParallelConfig
+
+T = TypeVar("T")
 
 
 class Group:
@@ -59,6 +62,21 @@ class Group:
         dist.broadcast_object_list(box, src=0, device=self.device)
         return box[0]
 
+    def agreed(self, work: Callable[[], T]) -> T:
+        """Rank 0 does it, all get its result; if it refuses, all refuse with its line, and nobody waits for anybody."""
+        found: Any = None
+        refusal: tuple[str, int] | None = None
+        if self.first:
+            try:
+                found = work()
+            except Refusal as problem:
+                refusal = (problem.line, problem.code)
+        found, refusal = self.from_first((found, refusal))
+        if refusal is not None:
+            raise Refusal(*refusal)
+        result: T = found
+        return result
+
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
         if self.world == 1:
@@ -97,24 +115,24 @@ def _backend(device: torch.device) -> str:
     return "cpu:gloo,cuda:nccl" if _own_nccl(device) else "gloo"
 
 
-def wrap(model: nn.Module, group: Group, dtype: torch.dtype) -> nn.Module:
-    """The module to call: DDP around it, FSDP2 inside it, or the model itself on one rank."""
-    if group.strategy == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:
+    """FSDP2, in place: block by block, then the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(group.device.type, (group.world,))
-        policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
-        for block in model.layers:  # type: ignore[union-attr]
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        # Our loss is already weighted by all ranks' tokens × ranks; the mean over the ranks undoes the latter, as with DDP.
+    mesh = init_device_mesh(group.device.type, (group.world,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    for block in model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def wrap(model: nn.Module, group: Group) -> nn.Module:
+    """The module to call. DDP and FSDP2 both take the mean over the ranks: the loss is scaled by their number (Stepper.scale)."""
+    if group.world == 1 or group.strategy == "fsdp":
         return model
-    if group.world == 1:
-        return model
-    return nn.parallel.DistributedDataParallel(
-        model, device_ids=[group.device.index] if group.device.type == "cuda" else None, gradient_as_bucket_view=True
-    )
+    devices = [group.device.index] if group.device.type == "cuda" else None
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
 
 def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:

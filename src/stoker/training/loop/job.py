@@ -1,0 +1,244 @@
+"""A run's parts, built in order: data, model, optimizer, micro-batch, checkpoint; then the steps. Every stage that trains shares it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import stoker
+from stoker.contract import layout, names
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import as_json, replace
+from stoker.training.checkpoint.folders import write_whole
+from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
+from stoker.training.checkpoint.saver import Saver
+from stoker.training.config.schema import Config
+from stoker.training.config.yamlform import as_yaml
+from stoker.training.data.order import Order
+from stoker.training.data.prepared import Prepared
+from stoker.training.data.reader import Samples
+from stoker.training.forensics.inject import Drill, parse
+from stoker.training.loop import resume as going_on
+from stoker.training.loop import state
+from stoker.training.loop.feeder import Course, Feeder
+from stoker.training.loop.fit import largest_micro
+from stoker.training.loop.say import Voice, where_runs_go
+from stoker.training.loop.stages import Stages
+from stoker.training.loop.step import Stepper
+from stoker.training.loop.steps import Loop
+from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.rows import with_rows
+from stoker.training.optim.optimizer import Optimizer
+from stoker.training.parallel.group import Group, shard, wrap
+from stoker.training.parallel.split import even_micro, largest_share
+
+GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
+MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
+
+
+class Job:
+    def __init__(self, c: Config, prepared: Prepared, group: Group, stages: Stages) -> None:
+        self.c, self.prepared, self.group, self.stages = c, prepared, group, stages
+        self.folder = where_runs_go(c)
+        self.voice = Voice(group, c.train.log_every)
+        if group.first:
+            os.makedirs(self.folder, exist_ok=True)
+            write_whole(os.path.join(self.folder, "config.yaml"), as_yaml(c).encode())
+        self.dtype = ready.dtype_of(c.compute, group.device)
+        ready.arithmetic(c.compute, self.dtype)
+        self.samples = Samples(prepared, "train", c.data.context_length)
+        self.held_out = Samples(prepared, "validation", c.data.context_length) if prepared.validation_tokens > 1 else None
+        self.order = Order(min(len(self.samples), c.data.max_samples or len(self.samples)), c.data.seed)
+
+    def build(self) -> None:
+        c, group, voice = self.c, self.group, self.voice
+        weights, self.shape = self._model_shape()
+        found = self._find()
+        spoils = parse(c.nan.inject)
+        compute = replace(c.compute, compile="off", cuda_graphs="off") if spoils else c.compute
+        if spoils and ready.compiled(c.compute, group.device):
+            voice.say_once("nan.inject: without compilation, so that the drill can reach into the blocks")
+
+        with torch.device("meta" if group.strategy == "fsdp" else group.device):  # sharded: no rank ever holds the whole model
+            self.model = Decoder(self.shape, c.data.context_length, self.dtype)
+        ready.make_ready(self.model, compute, group.device, voice.say_once)
+        if group.strategy == "fsdp":
+            shard(self.model, group, self.dtype)
+        self.model.place(group.device)
+        if found is None:
+            self.model.start(c.train.seed)
+            if weights:
+                hf.load(self.model, weights, voice.say_once)
+        self.optimizer = Optimizer(self.model, c.optim)
+        self.micro = self._fit_micro()
+        self.batch = self._samples_per_step()
+        self.wrapped = wrap(self.model, group)
+        self.drill = Drill(spoils, self.model, group.rank)
+        self._go_on(found)
+        size = ready.parameters(self.model)
+        self.graph = self._graph(compute.cuda_graphs, size)
+        voice.say_once(f"model: {size:,} parameters, {str(self.dtype)[6:]} on {group.world} × {group.device.type}, {c.parallel.strategy}")
+        voice.say_once(f"data: {self.order.count:,} samples of {c.data.context_length} tokens, {self.batch} a step, {self.steps} steps")
+
+    def _model_shape(self) -> tuple[str, ModelConfig]:
+        """(folder of the weights to begin with or nothing, shape)."""
+        told = self.c.model
+        if not told.load:
+            return "", with_rows(told, self.prepared.vocab_size)
+        weights = hf_hub.folder_of(told.load, self.voice.say_once)
+        loaded = hf_config.shape_of(weights)
+        return weights, with_rows(replace(loaded, vocab_size=told.vocab_size or loaded.vocab_size, dropout=told.dropout), self.prepared.vocab_size)
+
+    def _find(self) -> Checkpoint | None:
+        """Rank 0 looks and checks every byte; the others take its word, or refuse with it."""
+        c, voice = self.c.checkpoint, self.voice
+        self.checkpoints = os.path.abspath(c.folder or os.path.join(self.folder, layout.CHECKPOINTS))
+
+        def look() -> str | None:
+            if c.resume == "auto":
+                best = find(self.checkpoints, voice.say) if os.path.isdir(self.checkpoints) else None
+                return best.path if best else None
+            wrong = verify(c.resume)
+            if wrong:
+                raise Refusal(f"checkpoint.resume {c.resume} is damaged: {wrong[0]}", EX_DATAERR)
+            return c.resume
+
+        path = self.group.agreed(look) if c.resume != "never" else None
+        return open_checkpoint(path) if path else None
+
+    def _fit_micro(self) -> int:
+        """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
+        c, group = self.c, self.group
+        tokens = c.batch.tokens
+        share = largest_share(tokens // c.data.context_length, group.world) if tokens else MANY
+        micro = c.batch.micro
+        if not micro:
+            chat = self.samples.chat
+
+            def forward_backward(inputs: torch.Tensor) -> None:
+                segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
+                self.model(inputs, inputs, torch.zeros((), device=group.device), segments).backward()
+
+            micro = largest_micro(
+                forward_backward, self.optimizer, group, share=share, context=c.data.context_length, vocabulary=self.shape.vocab_size, say=self.voice.say_once
+            )
+        halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
+        if halvings:
+            micro = max(micro >> halvings, 1)
+            self.voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
+        micro = group.smallest(even_micro(share, min(micro, share)))
+        if micro > 1:
+            stoker.mark("CAN-HALVE-MICRO-BATCH")
+        return micro
+
+    def _samples_per_step(self) -> int:
+        b = self.c.batch
+        return b.tokens // self.c.data.context_length if b.tokens else (b.micro or self.micro) * b.accumulation * self.group.world
+
+    def _go_on(self, found: Checkpoint | None) -> None:
+        c = self.c
+        self.tensors = state.tensors(self.model, self.optimizer)
+        course = going_on.Data(self.prepared.key, c.data.seed, c.data.context_length, self.order.count)
+        self.position = going_on.Position(0, 0, 0, None)
+        if found is not None:
+            going_on.check(found.meta, found.path, self.shape, self.prepared, c.optim.kind)
+            self.position, line = going_on.position(found.meta, course)
+            self.voice.say_once(f"resumes at step {self.position.step} from {found.path}")
+            if line:
+                self.voice.say_once(line)
+            found.read_into(self.tensors)
+            self.optimizer.set_count(self.position.step)
+        total = 0 if c.train.max_steps else max(round(c.train.epochs * self.order.count), 1)
+        left = max(total - self.position.samples, 0)
+        self.steps = c.train.max_steps or self.position.step + -(-left // self.batch)
+        self.course, self.data = Course(self.batch, self.position.samples, total), course
+        self.voice.begin(self.folder, self.steps, c.train.log_to, as_json(c), self.position.step)
+
+    def _graph(self, told: str, size: int) -> bool:
+        possible = self.group.device.type == "cuda" and self.group.world == 1 and self.group.strategy == "ddp" and not self.samples.chat
+        if told == "on" and not possible:
+            self.voice.say_once("compute.cuda_graphs on: not with several ranks, fsdp, chat data or a drill; steps are launched kernel by kernel")
+        return possible and (told == "on" or (told == "auto" and size < GRAPH_PARAMETERS))
+
+    def settle(self) -> None:
+        """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume would add in another order."""
+        if not self.c.compute.deterministic or self.group.world < 3 or self.group.strategy != "ddp":
+            return
+        inputs = torch.zeros(self.micro, self.c.data.context_length, dtype=torch.int64, device=self.group.device)
+        for _ in range(2):
+            self.wrapped(inputs, inputs, torch.zeros((), device=self.group.device)).backward()
+        self.optimizer.zero()
+
+    def train(self) -> int:
+        """Gives the exit code."""
+        c, group = self.c, self.group
+        saver = self._saver()
+        stepper = Stepper(
+            self.wrapped, self.optimizer, group, seed=c.train.seed, dropout=self.shape.dropout > 0, chat=self.samples.chat, check=c.nan.check,
+            before_update=saver.before_update, after_backward=self.drill.spoil_gradients, graph=self.graph, look=self._look() if c.train.debug else None,
+        )  # fmt: skip
+        self.settle()
+        feeder = Feeder(
+            self.samples, self.order, self.course, first_step=self.position.step, steps=self.steps, ranks=group.world, rank=group.rank, micro=self.micro,
+            equal_steps=group.strategy == "fsdp", pinned=group.device.type == "cuda",
+        )  # fmt: skip
+        loop = Loop(self, saver, stepper)
+        stoker.mark("POST-MODEL")
+        stoker.phase("train")
+        try:
+            loop.run(feeder)
+        finally:
+            feeder.close()
+        saver.close()  # after an exception the interpreter's end does it, which does not wait for the part of a rank that is gone
+        if loop.done >= self.steps:
+            self.export()
+        return loop.code
+
+    def _saver(self) -> Saver:
+        """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""
+        c, group = self.c.checkpoint, self.group
+        token = group.from_first(os.urandom(4).hex())
+        made: list[Saver] = []
+
+        def make() -> None:
+            saver = Saver(self.checkpoints, rank=group.rank, world=group.world, token=token, say=self.voice.say, keep=c.keep, keep_best=c.keep_best)
+            made.append(saver)
+
+        group.agreed(make)
+        if not group.first:
+            make()
+        return made[0]
+
+    def _look(self) -> Callable[[int], None]:
+        """train.debug: where the largest gradient and weight are, at every step. It waits for the GPU."""
+        named = dict(self.model.named_parameters())
+
+        def largest(of: Callable[[Any], torch.Tensor]) -> str:
+            found = {name: float(of(p).abs().max()) for name, p in named.items() if p.grad is not None and of(p).numel()}
+            name = max(found, key=lambda one: found[one])
+            return f"{found[name]:.3e} in {name}"
+
+        def look(step: int) -> None:
+            self.voice.say(f"Debug [{step}] | largest gradient {largest(lambda p: _own(p.grad))} | largest weight {largest(lambda p: _own(p.detach()))}")
+
+        return look
+
+    def export(self) -> None:
+        where = os.path.join(self.folder, "hf")
+        if self.c.checkpoint.export:
+            hf.save(self.model, where, tokenizer_folder=self.prepared.tokenizer, say=self.voice.say_once, write=self.group.first)
+
+    def export_if_missing(self) -> None:
+        """A run that was killed between its last checkpoint and its export."""
+        if not self.group.from_first(os.path.isdir(os.path.join(self.folder, "hf"))):
+            self.export()
+
+
+def _own(tensor: Any) -> torch.Tensor:
+    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return found

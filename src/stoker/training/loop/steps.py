@@ -1,0 +1,170 @@
+"""The steps of a run. Each one is launched before the numbers of the one before are read; all ranks act on the same numbers at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any
+
+import stoker
+from stoker.contract.names import EX_CANTCREAT
+from stoker.training.loop import resume as going_on
+from stoker.training.loop import trip
+from stoker.training.loop.evaluate import validate
+from stoker.training.loop.feeder import Feeder, StepBatch
+from stoker.training.loop.profiling import Profile
+from stoker.training.loop.samplelog import SampleLog
+from stoker.training.loop.speed import Speed
+from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.model.decoder import flops_per_token
+from stoker.training.optim import schedule
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+if TYPE_CHECKING:
+    from stoker.training.checkpoint.saver import Saver
+    from stoker.training.loop.job import Job
+
+BUFFERS_AFTER = 5  # steps: past the capture of a CUDA graph, which pinning memory would disturb
+
+
+class Loop:
+    def __init__(self, job: Job, saver: Saver, stepper: Stepper) -> None:
+        self.job, self.c, self.group, self.voice, self.saver, self.stepper = job, job.c, job.group, job.voice, saver, stepper
+        self.first = self.done = job.position.step
+        self.code = 0
+        self.loss = float("nan")
+        self.tokens = job.position.tokens  # since the beginning of the run
+        self.told_to_stop = False
+        self.score: float | None = None  # the validation of this very step
+        self.best = job.position.best
+        self.skipped = False  # a checkpoint was left out, and that was said
+        self.busy = False  # somebody's save is under way, as of the last numbers
+        self.saved_at, self.saved_step = time.monotonic(), self.done
+        self.speed = Speed(flops_per_token(job.shape, self.c.data.context_length), self.group.world, self.group.device)
+        self.profile = Profile(self.c.train.profile_steps if self.c.train.profile and self.group.first else 0, job.folder, self.group.device, self.voice.say)
+        self.sample_log = SampleLog(job.folder, self.group.rank, job.position.step) if self.c.train.log_samples else None
+
+    def run(self, feeder: Feeder) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        before: tuple[Pending, StepBatch, float] | None = None
+        self.speed.begin()
+        for batch in feeder:
+            self.job.drill.step = batch.step
+            share = schedule.share(self.c.optim, batch.step, self.job.steps)
+            pending = self.stepper.step(batch, share, stop=self.told_to_stop, save=self._due(), busy=self.saver.busy())
+            self.done, self.score = batch.step + 1, None
+            told = self._hear(*before) if before is not None else None
+            if batch.step == self.first + BUFFERS_AFTER and self._saves():
+                self.saver.prepare_buffers_aside(self.job.tensors)
+            before = (pending, batch, share)
+            self.profile.step()
+            save = (told is not None and told.save) or self._step_to_save()
+            if (told is None or not told.stop) and (save or self._validation_due()):
+                # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
+                told = self._hear(*before)
+                before = None
+            if told is not None and told.stop:
+                break
+            self.busy = told is not None and told.busy
+            if self._validation_due():
+                save = self._validate() or save
+            if save:
+                self._save_if_free()
+        if before is not None:
+            self._hear(*before)
+        self.profile.close()
+        self._end()
+
+    def _stop(self, number: int, frame: Any) -> None:
+        """Ctrl-C or a launcher's stop: all ranks agree on the step, then save. A second one means now."""
+        if self.told_to_stop:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.told_to_stop = True
+
+    def _due(self) -> bool:
+        every = self.c.checkpoint.every
+        return self.group.first and every > 0 and not self.saver.busy() and time.monotonic() - self.saved_at >= every
+
+    def _saves(self) -> bool:
+        c = self.c.checkpoint
+        return c.every > 0 or c.every_steps > 0 or c.at_end
+
+    def _step_to_save(self) -> bool:
+        """The last one comes after its validation: `_end` makes it."""
+        every = self.c.checkpoint.every_steps
+        return every > 0 and self.done % every == 0 and not (self.done == self.job.steps and self.c.checkpoint.at_end)
+
+    def _validation_due(self) -> bool:
+        every = self.c.train.eval_every
+        return every > 0 and self.done % every == 0 and self.done < self.job.steps and self.job.held_out is not None
+
+    def _hear(self, pending: Pending, batch: StepBatch, share: float) -> Numbers:
+        numbers = pending.read()
+        if batch.step == self.first:
+            self.job.stages.done("first step")
+            self.voice.say_once(f"first step after {self.job.stages.said()}")
+        if numbers.bad:
+            text = load_tokenizer(self.job.prepared.tokenizer)
+            folder = self.job.folder if self.c.nan.dump else None
+            raise trip.explain(
+                numbers, batch, self.stepper, self.job.model, self.job.wrapped, self.job.drill, self.group, self.voice, folder=folder, decode=text.decode
+            )
+        self.loss = numbers.loss
+        self.tokens += batch.tokens
+        self.speed.step(batch.tokens, pending.when)
+        stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
+        if self.sample_log is not None:
+            self.sample_log.write(batch.step, batch.ids)
+        self.voice.step(numbers, self.c.optim.learning_rate * share, self.speed, self.tokens)
+        return numbers
+
+    def _validate(self) -> bool:
+        """Whether it is the best so far, and worth a checkpoint."""
+        job = self.job
+        if job.held_out is None:
+            return False
+        stoker.phase("eval")
+        found = validate(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        better = self.best is None or found.loss < self.best
+        self.score, self.best = found.loss, found.loss if self.best is None else min(self.best, found.loss)
+        self.voice.validation(self.done, found, self.best)
+        self.speed.begin()
+        stoker.phase("train")
+        return better and self.c.checkpoint.keep_best and self._saves()
+
+    @property
+    def micro(self) -> int:
+        return self.job.micro
+
+    def _save_if_free(self) -> None:
+        """At a step that all ranks know."""
+        if not self.busy:
+            self._save(wait=False)
+        elif not self.skipped:
+            self.skipped = True
+            self.voice.say_once(f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written; save less often")
+
+    def _save(self, wait: bool) -> bool:
+        job = self.job
+        samples = job.course.of_step(self.done - self.first - 1)[1]
+        position = going_on.Position(self.done, samples, self.tokens, self.best)
+        taken = self.saver.save(self.done, job.tensors, going_on.meta(position, job.data, job.shape, job.prepared, self.c.optim.kind), self.score, wait=wait)
+        self.saved_at, self.saved_step = time.monotonic(), self.done
+        return taken
+
+    def _end(self) -> None:
+        whole = self.done >= self.job.steps
+        if whole:
+            self._validate()
+        if (self.c.checkpoint.at_end or not whole) and self.done > self.first:
+            stoker.phase("save")
+            if not self._save(wait=True):
+                self.voice.say_once(f"the last checkpoint could not be written: {self.saver.problem() or 'another rank failed'}")
+                self.code = EX_CANTCREAT
+        if self.sample_log is not None:
+            self.sample_log.close()
+        best = f", best validation {self.best:.4f}" if self.best is not None else ""
+        self.voice.say_once(f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss {self.loss:.4f}{best}")
