@@ -496,13 +496,13 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         (["--lerning_rate", "1"], 64, "unknown option --lerning_rate; did you mean --learning_rate?"),
         (["--data", "empty.txt"], 65, "empty.txt is empty"),
         (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
-        (["--data", "absent.txt"], 66, "--data absent.txt: no such file or folder"),
+        (["--data", "absent.txt"], 66, "absent.txt is not there"),
         (["--model.vocab_size", "100"], 64, "model.vocab_size 100 is too small for the tokenizer's 260 tokens"),
         (["--batch.tokens", "64", "--nproc-per-node", "3"], 64, "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough"),
         ([*kept, "--model.depth", "3"], 78, "is of another model: model.layers is 2 there and 3 here"),
         ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "300"], 78, "was trained with another tokenizer"),
         ([*kept, "--optimizer", "muon"], 78, "has the state of optim.kind adamw, not muon"),
-        (["--checkpoint.resume", "nowhere"], 66, "nowhere is no checkpoint"),
+        (["--checkpoint.resume", "nowhere"], 66, "checkpoint.resume nowhere: there is no checkpoint"),
         (["--nan.inject", "layers.1"], 64, "is not WHERE@STEP"),
     ]  # fmt: skip
     for words, code, says in cases:

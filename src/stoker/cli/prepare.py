@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s" if made.fresh else f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
     print(f"{tokens:,} tokens of {documents:,} {'conversations' if made.kind == 'chat' else 'documents'}, {how}")
     held = f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)" if made.validation_tokens else "nothing held out"
-    print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}; {size / max(tokens, 1):.2f} bytes/token")
+    density = f"; {size / max(tokens, 1):.2f} bytes/token" if made.kind == "stream" else ""
+    print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}{density}")
     if made.kind == "chat":
         print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {made.cut:,} cut, {made.dropped:,} with nothing to learn")
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import glob
 import os
-import re
 import sys
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
+from stoker.contract.shape import replace
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_needs, check_ranks
 from stoker.training.config.flags import add_key_flags
+from stoker.training.config.lasting import lasting, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
 from stoker.training.loop.loggers import check_loggers
@@ -28,7 +28,7 @@ _HELP = """usage: stoker train STAGE [options]
 
 stages: {stages}
 
-  stoker train pretrain --data texts/*.txt                  production where there are GPUs, small on a CPU
+  stoker train pretrain --data 'texts/*.txt'                production where there are GPUs, small on a CPU
   stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
   stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
 
@@ -81,6 +81,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     _refuse_what_can_be(resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
+    if resolved.config.model.load and not resolved.config.tokenizer.path:
+        resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
         _prepare(resolved, options)
     elif not options.json:
@@ -96,7 +98,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    return start(Request(options, STAGES[stage], tuple(flags(resolved.config)), given))
+    return start(Request(options, STAGES[stage], tuple(flags(resolved.config)), given, tuple(flags(lasting(resolved.config)))))
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -134,7 +136,9 @@ def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machin
     remote = options.hosts is not None
     check(config, given, on_cpu(config, gpus or remote))
     if config.parallel.device == "cuda" and not gpus and not remote:
-        raise Refusal("parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU", EX_UNAVAILABLE, cause="gpu.too-few")
+        origin = given.get("parallel.device")
+        line = "parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU"
+        raise Refusal(f"{origin.words}: {line}" if origin else line, EX_UNAVAILABLE, cause="gpu.too-few")
     if config.parallel.device == "cpu" and (options.gpus or options.gpu):
         raise Refusal(f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out", EX_USAGE)
     if not remote:
@@ -146,14 +150,9 @@ def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machin
     check_loggers(config.train.log_to)
     if not config.data.path:
         raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
-    for path in config.data.path:
-        if not os.path.exists(path) and not glob.has_magic(path) and not _may_be_hub_id(path):
-            origin = given.get("data.path")
-            raise Refusal(f"{origin.words if origin else 'data.path'} {path}: no such file or folder", EX_NOINPUT)
+    from stoker.training.data.sources import check_there
 
-
-def _may_be_hub_id(path: str) -> bool:
-    return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", path)) and not path.endswith((".txt", ".json", ".jsonl", ".parquet", ".md", ".gz", ".zst"))
+    check_there(config.data.path)
 
 
 def _prepare(resolved: Resolved, options: RunOptions) -> None:
@@ -174,7 +173,6 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
 
 def _check_weights(load: str, rows: int, tokens: int) -> None:
     """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
-    from stoker.contract.shape import replace
     from stoker.training.model import hf_config, hf_files, hf_hub
     from stoker.training.model.rows import with_rows
 

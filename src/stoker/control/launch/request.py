@@ -26,6 +26,7 @@ class Request:
     script: str
     args: tuple[str, ...]
     given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
+    identity: tuple[str, ...] | None = None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
 
 
 def notices(request: Request) -> list[str]:

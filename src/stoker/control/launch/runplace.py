@@ -39,10 +39,11 @@ class Complete(Exception):
 
 
 def config_hash(request: Request) -> str:
-    told = {key: value for key, value in as_json(request.options).items() if key not in _VOLATILE}
+    passing = _VOLATILE if request.identity is None else _VOLATILE | {"nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus"}
+    told = {key: value for key, value in as_json(request.options).items() if key not in passing}
     import hashlib  # loads OpenSSL: 8 ms, and only a named run needs it before the start
 
-    text = json.dumps([told, request.script, list(request.args)], sort_keys=True, default=str)
+    text = json.dumps([told, request.script, list(request.args if request.identity is None else request.identity)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -67,6 +68,8 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
                 notice = f"run {name} ({last.id}) is complete: this is a new run of that name"
             elif last.data.get("config_hash") != config_hash(request):
                 notice = f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name"
+                if request.identity is not None and os.path.isdir(os.path.join(last.dir, layout.CHECKPOINTS)):
+                    notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} goes on with its weights"
             else:
                 attempts = last.attempts
                 return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")

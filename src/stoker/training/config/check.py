@@ -45,7 +45,7 @@ RANGES: dict[str, Range] = {
                      "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps", "parallel.timeout"), _POSITIVE),
     **dict.fromkeys(("optim.min_ratio", "optim.cooldown"), _SHARE),
     **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),
-    "data.context_length": _TWO, "tokenizer.vocab_size": Range(257), "model.head_dim": _ANY,
+    "data.context_length": _TWO, "tokenizer.vocab_size": Range(260), "model.head_dim": _ANY,
 }  # fmt: skip
 
 

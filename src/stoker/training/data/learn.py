@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from stoker.contract.names import Refusal
 from stoker.contract.quantities import span as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
@@ -24,9 +26,9 @@ def trained(told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable
     parts = {**learned_from, "vocab_size": told.vocab_size, "megabytes": told.train_megabytes, "version": VERSION}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     folder = os.path.join(data.cache, "tokenizers", key)
-    if not os.path.exists(os.path.join(folder, FILES[0])):
+    if not _sound(folder, say):
         with alone(folder, say):
-            if not os.path.exists(os.path.join(folder, FILES[0])):
+            if not _sound(folder, lambda line: None):
                 chosen = spread(spans(), told.train_megabytes * 1_000_000)
                 limit = min(sum(span.size for span in chosen), told.train_megabytes * 1_000_000)
                 say(f"training a tokenizer of {told.vocab_size} tokens on {limit / 1e6:.1f} MB of the data")
@@ -37,6 +39,19 @@ def trained(told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable
                 if made.vocab_size < told.vocab_size:
                     say(f"the data gives {made.vocab_size} tokens, not the {told.vocab_size} of tokenizer.vocab_size")
     return load(folder)
+
+
+def _sound(folder: str, say: Say) -> bool:
+    """A cached tokenizer that a crash or a disk has damaged is made again, as shards are."""
+    if not os.path.exists(os.path.join(folder, FILES[0])):
+        return False
+    try:
+        load(folder)
+    except Refusal as problem:
+        say(f"{problem.line}: it is trained again")
+        shutil.rmtree(folder)
+        return False
+    return True
 
 
 def spread(spans: Sequence[Span], limit: int) -> list[Span]:

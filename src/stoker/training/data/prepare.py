@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
@@ -46,6 +47,23 @@ class Given:
 
 
 def prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool = False) -> Prepared:
+    try:
+        return _prepare(data, tokenizer, say, verify)
+    except OSError as problem:
+        where = f" {problem.filename}" if problem.filename else ""
+        place = f"the cache is in {data.cache} ({_room(data.cache)}); --data.cache names another place"
+        line = f"preparing data failed: {problem.strerror or problem}{where}; {place}"
+        raise Refusal(line, EX_CANTCREAT) from problem
+
+
+def _room(folder: str) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e9:.1f} GB free"
+    except OSError as problem:
+        return f"not usable: {problem.strerror}"
+
+
+def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool) -> Prepared:
     if data.context_length < 1:
         raise Refusal(f"data.context_length is {data.context_length}: a sample has at least one token", EX_CONFIG)
     workers = data.num_workers or cores()

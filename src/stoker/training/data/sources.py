@@ -54,7 +54,13 @@ def _source(path: str) -> Source:
     return Source(path, form, os.path.getsize(path))
 
 
-def _files(path: str, cache: str, say: Callable[[str], None]) -> Iterable[str]:
+def check_there(paths: Sequence[str]) -> None:
+    """The same refusals, without asking the hub: for a look before anything is done."""
+    for path in paths:
+        _files(path, "", lambda line: None, hub=lambda *_: "")
+
+
+def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[..., str] = fetch) -> Iterable[str]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
         return _inside(path)
@@ -67,7 +73,7 @@ def _files(path: str, cache: str, say: Callable[[str], None]) -> Iterable[str]:
         return found
     above = os.path.dirname(path)
     if _HUB.fullmatch(path) and not os.path.isdir(above) and os.path.splitext(path)[1].lower() not in (*FORMS, *PACKED):
-        return [fetch(path, cache, say)]
+        return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
     raise Refusal(f"{path} is not there{suggest(os.path.basename(path), near)}", EX_NOINPUT)
 

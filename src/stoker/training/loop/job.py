@@ -12,6 +12,7 @@ import stoker
 from stoker.contract import layout, names
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import as_json, replace
+from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
 from stoker.training.checkpoint.saver import Saver
@@ -99,16 +100,25 @@ class Job:
         c, voice = self.c.checkpoint, self.voice
         self.checkpoints = os.path.abspath(c.folder or os.path.join(self.folder, layout.CHECKPOINTS))
 
-        def look() -> str | None:
-            if c.resume == "auto":
-                best = find(self.checkpoints, voice.say) if os.path.isdir(self.checkpoints) else None
-                return best.path if best else None
-            wrong = verify(c.resume)
-            if wrong:
-                raise Refusal(f"checkpoint.resume {c.resume} is damaged: {wrong[0]}", EX_DATAERR)
-            return c.resume
+        # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it began.
+        own = not c.folder or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
-        path = self.group.agreed(look) if c.resume != "never" else None
+        def look() -> str | None:
+            if (c.resume == "auto" or own) and os.path.isdir(self.checkpoints):
+                best = find(self.checkpoints, voice.say)
+                if best is not None:
+                    return best.path
+                if folders.steps_in(self.checkpoints):
+                    voice.say(f"no sound checkpoint in {self.checkpoints}: it begins anew")
+            if c.resume in ("auto", "never"):
+                return None
+            path = going_on.located(c.resume)
+            wrong = verify(path)
+            if wrong:
+                raise Refusal(f"checkpoint.resume {path} is damaged: {wrong[0]}", EX_DATAERR)
+            return path
+
+        path = self.group.agreed(look)
         return open_checkpoint(path) if path else None
 
     def _fit_micro(self) -> int:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_NOINPUT, Refusal
+from stoker.contract import layout
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
+from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
@@ -54,11 +56,28 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Pr
         raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
 
 
+def located(told: str) -> str:
+    """A checkpoint's folder; of a run directory or its checkpoints/, the newest in it."""
+    if os.path.exists(os.path.join(told, "manifest.json")):
+        return told
+    for folder in (told, os.path.join(told, layout.CHECKPOINTS)):
+        steps = folders.steps_in(folder)
+        if steps:
+            return steps[max(steps)]
+    near = suggest(told, ("auto", "never")) if os.sep not in told else ""
+    raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a step-N folder, a run directory, auto or never'}", EX_NOINPUT)
+
+
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, prepared: Prepared) -> None:
     """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks."""
-    if told.resume == "never" or model.load or (told.resume == "auto" and not told.folder):
+    if told.folder:
+        try:
+            os.makedirs(told.folder, exist_ok=True)
+        except OSError as problem:
+            raise Refusal(f"checkpoint.folder {told.folder} can't be made: {problem.strerror}", EX_CANTCREAT) from problem
+    if told.resume == "never" or (told.resume == "auto" and (model.load or not told.folder)):
         return
-    where = told.resume
+    where = told.resume if told.resume == "auto" else located(told.resume)
     if where == "auto":
         steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
         if not steps:
@@ -71,7 +90,8 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         if told.resume == "auto":
             return  # damaged: the ranks say so and take the one before
         raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
-    check(found.meta, where, with_rows(model, prepared.vocab_size), prepared, optimizer)
+    if not model.load:  # else its shape is in a file that the ranks read
+        check(found.meta, where, with_rows(model, prepared.vocab_size), prepared, optimizer)
 
 
 def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:

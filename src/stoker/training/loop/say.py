@@ -63,21 +63,22 @@ class Voice:
         left = per_step * (self._steps - done) if per_step is not None else None
         if self._bar:
             self._draw(done, numbers.loss, left)
-        if numbers.step % self._every and done != self._steps:
-            return
         mfu, memory, fast = speed.mfu, speed.memory(), speed.tokens_per_s
-        self.say(
-            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {clock(left)}"
-            f" | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
-        )
         self._last = dict(
             loss=numbers.loss, tokens=tokens, grad_norm=numbers.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
             mfu=round(mfu, 4) if mfu else None, memory=memory, seconds_per_step=round(per_step, 6) if per_step else None,
         )  # fmt: skip
+        if numbers.step % self._every and done != self._steps:
+            return
+        self.say(
+            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {clock(left)}"
+            f" | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+        )
         self.metrics(numbers.step, **self._last)
 
-    def validation(self, done: int, found: Validation, best: float) -> None:
-        self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f} | Bits per byte: {found.bits_per_byte:.4f} | best {best:.4f}")
+    def validation(self, done: int, found: Validation, best: float | None) -> None:
+        lowest = "n/a" if best is None else f"{best:.4f}"
+        self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f} | Bits per byte: {found.bits_per_byte:.4f} | best {lowest}")
         self.metrics(done - 1, **self._last, val_loss=found.loss, val_bits_per_byte=found.bits_per_byte)
 
     def metrics(self, step: int, **values: Any) -> None:

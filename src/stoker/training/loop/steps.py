@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -128,8 +129,10 @@ class Loop:
             return False
         stoker.phase("eval")
         found = validate(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
-        better = self.best is None or found.loss < self.best
-        self.score, self.best = found.loss, found.loss if self.best is None else min(self.best, found.loss)
+        better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
+        self.score = found.loss
+        if better:
+            self.best = found.loss
         self.voice.validation(self.done, found, self.best)
         self.speed.begin()
         stoker.phase("train")

@@ -15,8 +15,10 @@ import torch
 
 from stoker.contract.names import Refusal
 from stoker.training.config.check import check_data, check_ranks
+from stoker.training.config.lasting import with_tokenizer
 from stoker.training.config.resolve import recipe_config
 from stoker.training.data.prepare import prepare
+from stoker.training.forensics.culprit import NonFinite
 from stoker.training.loop.job import Job
 from stoker.training.loop.loggers import check_loggers
 from stoker.training.loop.stages import Stages
@@ -38,6 +40,8 @@ def main(argv: list[str]) -> int:
         compiler = ready.warm_compiler() if on_gpu and c.compute.compile != "off" and not c.nan.inject else None
 
         # Data: `stoker train` has prepared it, and this only opens it. Under torchrun one rank builds it and the others wait: there is no process group yet.
+        if c.model.load and not c.tokenizer.path:
+            c = with_tokenizer(c, _from_rank_0)
         prepared = prepare(c.data, c.tokenizer, _from_rank_0)
         check_data(c, prepared.train_tokens, prepared.vocab_size)
         stages.done("data")
@@ -61,6 +65,8 @@ def main(argv: list[str]) -> int:
         job.voice.close()
         group.close()
         return code
+    except NonFinite as found:
+        raise found.with_traceback(None) from None  # the banner has said it: no page of frames behind it
     except Refusal as refusal:
         print(f"stoker: {refusal.line}", file=sys.stderr, flush=True)
         return refusal.code

@@ -1,0 +1,25 @@
+"""What makes a run the same run when it is started again, and what belongs to it though nobody said it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stoker.contract.shape import replace
+from stoker.training.config.keys import DEFAULTS, config_of, values_of
+from stoker.training.config.schema import Config
+from stoker.training.model import hf_hub
+
+# A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what is learned.
+PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_tokens", "checkpoint.every_steps",
+           "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache", "parallel.timeout",
+           "parallel.strategy", "batch.micro", "compute.compile", "compute.recompute", "compute.cuda_graphs", "needs.gpus", "needs.vram")  # fmt: skip
+
+
+def lasting(c: Config) -> Config:
+    values = values_of(c)
+    return config_of(c.preset, {**values, **{name: DEFAULTS[name] for name in PASSING}})
+
+
+def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:
+    """Loaded weights bring their own tokenizer."""
+    return replace(c, tokenizer=replace(c.tokenizer, path=hf_hub.tokenizer_of(c.model.load, say)))
