@@ -511,3 +511,28 @@ def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
     assert done.code == 0 and "--nproc-per-node" in done.out and "--optim.learning_rate RATE" in done.out and "(default: 0.0003; debug 0.001" in done.out
     assert all(f"  --{name} " in done.out for name in KEYS) and "--no-python" not in done.out
     assert stoker("train", "--help").code == 0 and stoker("train").code == 64
+
+
+def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not_with_another_rate() -> None:
+    from stoker.control.launch.request import Request
+    from stoker.control.launch.runplace import config_hash
+    from stoker.training.config.lasting import lasting
+
+    def of(ranks: str, *argv: str) -> str:
+        found = config("--preset", "small", *argv)
+        return config_hash(Request(RunOptions(nproc_per_node=ranks), "recipe", tuple(flags(found)), frozenset(), tuple(flags(lasting(found)))))
+
+    assert of("2") == of("3", "--log_every", "7", "--keep", "5", "--strategy", "fsdp", "--resume", "never")
+    assert of("2") != of("2", "--learning_rate", "1e-5") and of("2") != of("2", "--max-steps", "9")
+    plain = [config_hash(Request(RunOptions(nproc_per_node=ranks), "train.py", (), frozenset())) for ranks in "23"]
+    assert plain[0] != plain[1], "a script that is not ours may not go on with other ranks"
+
+
+def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Stoker) -> None:
+    (stoker.cwd / "weights").mkdir()
+    stoker.script("text.txt", "some words " * 500)
+    done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
+    assert done.code == 66 and "model.load weights has no tokenizer.json: name the tokenizer it was trained with" in done.err
+    stoker.script("weights/tokenizer.json", "{}")
+    done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
+    assert done.code == 0 and "the tokenizer is that of model.load: weights" in done.err and "path: weights" in done.out, done.err
