@@ -34,7 +34,7 @@ from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
-from stoker.training.optim.optimizer import Optimizer
+from stoker.training.optim.optimizer import Optimizer, local
 from stoker.training.parallel.group import Group, shard, wrap
 from stoker.training.parallel.split import even_micro, largest_share
 
@@ -234,7 +234,7 @@ class Job:
             return f"{found[name]:.3e} in {name}"
 
         def look(step: int) -> None:
-            self.voice.say(f"Debug [{step}] | largest gradient {largest(lambda p: _own(p.grad))} | largest weight {largest(lambda p: _own(p.detach()))}")
+            self.voice.say(f"Debug [{step}] | largest gradient {largest(lambda p: local(p.grad))} | largest weight {largest(lambda p: local(p.detach()))}")
 
         return look
 
@@ -247,8 +247,3 @@ class Job:
         """A run that was killed between its last checkpoint and its export."""
         if not self.group.from_first(os.path.isdir(os.path.join(self.folder, "hf"))):
             self.export()
-
-
-def _own(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return found
