@@ -25,6 +25,7 @@ def explain(
 ) -> NonFinite:  # fmt: skip
     """All ranks call this at the same step. Gives what to raise."""
     drill.step = batch.step
+    model.fuse(False)  # type: ignore[operator]  # module by module, so that the first bad operation has a name
     stepper.scale(batch)
 
     def run(number: int, micro: Fed) -> Tensor:

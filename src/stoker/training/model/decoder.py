@@ -7,6 +7,7 @@ matrix, gate and up another: one large product instead of three or two. Names of
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -101,8 +102,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(c.dim, c.norm_eps)
         self.mlp = MLP(c)
         self.dropout = c.dropout
+        self.fused = False  # our own kernels, see fused.py
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, delta: Tensor | None = None) -> Any:
+        """Fused: takes and gives (residual stream, what is still to be added to it)."""
+        if self.fused:
+            from stoker.training.model import fused  # Triton: on GPUs only
+
+            return fused.block(self, x, delta, cos, sin, mask)
         x = x + self._drop(self.attention(self.attention_norm(x), cos, sin, mask))
         return x + self._drop(self.mlp(self.mlp_norm(x)))
 
@@ -155,10 +162,30 @@ class Decoder(nn.Module):
             x = F.dropout(x, self.config.dropout, self.training)
         cos, sin = self._angles(inputs.shape[1], segments)
         mask = mask_of(segments) if segments is not None else None  # once, not in each block
+        if self.fused:
+            return self._fused(x, cos, sin, mask)
         for block in self.layers:
             x = block(x, cos, sin, mask)
         normed: Tensor = self.norm(x)
         return normed
+
+    @property
+    def fused(self) -> bool:
+        return self.layers[0].fused is True
+
+    def fuse(self, yes: bool) -> None:
+        """Blocks by our own kernels, or by plain torch: what a replay or a drill looks into."""
+        for block in self.layers:
+            block.fused = yes
+
+    def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        from stoker.training.model import fused
+
+        delta: Tensor | None = None
+        for block in self.layers:
+            x, delta = block(x, cos, sin, mask, delta)
+        assert delta is not None
+        return fused.add_norm(x, delta, self.norm)
 
     def _angles(self, length: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
         if segments is None:

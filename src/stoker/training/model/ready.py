@@ -64,7 +64,17 @@ def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
 
 
 def compiled(c: ComputeConfig, device: torch.device) -> bool:
-    return c.compile == "on" or (c.compile == "auto" and device.type == "cuda")
+    return c.compile == "on" or (c.compile == "auto" and device.type == "cuda" and c.fp8 != "off")
+
+
+def fused(c: ComputeConfig, head_dim: int, device: torch.device, say: Callable[[str], None]) -> bool:
+    if c.compile == "fused" and device.type != "cuda":
+        raise Refusal("compute.compile fused needs a GPU: its kernels are Triton's", EX_UNAVAILABLE)
+    wanted = c.compile == "fused" or (c.compile == "auto" and device.type == "cuda" and c.fp8 == "off")
+    if wanted and head_dim & (head_dim - 1):
+        say(f"heads of {head_dim} are no power of two: blocks run as plain torch; compute.compile on compiles them")
+        return False
+    return wanted
 
 
 def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
@@ -72,6 +82,7 @@ def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Call
     if c.fp8 != "off":
         _use_fp8(model, device, say)
     compile_it = compiled(c, device)
+    model.fuse(fused(c, model.config.head_dim, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:
             block.forward = functools.partial(_checkpointed, block.forward, c.recompute == "selective")

@@ -17,7 +17,10 @@ class ParallelConfig:
 class ComputeConfig:
     dtype: str = option("auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32", default="auto",
                         choices=("auto", "bf16", "fp32"))  # fmt: skip
-    compile: str = option("compile each block: auto (on GPUs), on, off", default="auto", choices=("auto", "on", "off"))
+    compile: str = option(
+        "how a block runs: auto (on GPUs fused, or compiled with fp8), on (compiled), fused (our own kernels, nothing to compile), off (plain torch)",
+        default="auto", choices=("auto", "on", "fused", "off"),
+    )  # fmt: skip
     recompute: str = option(
         "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the same without a compiler), full",
         default="auto", choices=("auto", "off", "selective", "full"),

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         check_loggers(c.train.log_to)
         ready.environment(c.data.cache)
         on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"
-        compiler = ready.warm_compiler() if on_gpu and c.compute.compile != "off" and not c.nan.inject else None
+        compiler = ready.warm_compiler() if on_gpu and ready.compiled(c.compute, torch.device("cuda")) and not c.nan.inject else None
 
         # Data: `stoker train` has prepared it, and this only opens it. Under torchrun one rank builds it and the others wait: there is no process group yet.
         if c.model.load and not c.tokenizer.path:
