@@ -171,12 +171,12 @@ class Decoder(nn.Module):
 
     @property
     def fused(self) -> bool:
-        return self.layers[0].fused is True
+        return bool(self.layers[0].fused)
 
     def fuse(self, yes: bool) -> None:
         """Blocks by our own kernels, or by plain torch: what a replay or a drill looks into."""
         for block in self.layers:
-            block.fused = yes
+            block.fused = yes  # type: ignore[assignment]
 
     def _fused(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         from stoker.training.model import fused

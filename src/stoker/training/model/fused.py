@@ -170,8 +170,8 @@ def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
         turned = rotate(qkv, cos, sin, heads + kv_heads, head_dim)
         qk, v = turned[:, :both], turned[:, both:]
     q, k = qk[:, : heads * head_dim], qk[:, heads * head_dim :]
-    parts = (part.unflatten(1, (-1, head_dim)).unflatten(0, (B, T)) for part in (q, k, v))
-    y = attend(*parts, mask, attention.dropout if module.training else 0.0)
+    q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
+    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)
     out = module._drop(linear(y.reshape(B * T, -1), attention.out.weight))
     rows, wide = norm_linear(rows, out, module.mlp_norm.weight, mlp.gate_up.weight, module.mlp_norm.eps)
     return rows.view(B, T, -1), module._drop(swiglu_linear(wide, mlp.down.weight))

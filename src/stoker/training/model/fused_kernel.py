@@ -121,8 +121,10 @@ def _warps(block: int) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_rotate(qkv, cos, sin, weight, out, rstd, start, heads, in_width, out_width, all_heads, length, eps,
-                 per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr):  # fmt: skip  # type: ignore[no-untyped-def]
+def _norm_rotate(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, weight, out, rstd, start, heads, in_width, out_width, all_heads, length, eps,
+    per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = row if per_row else row % length
     pair = tl.arange(0, half)
@@ -141,8 +143,10 @@ def _norm_rotate(qkv, cos, sin, weight, out, rstd, start, heads, in_width, out_w
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_rotate_backward(g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, heads, in_width, out_width, all_heads, length, rows,
-                          per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr):  # fmt: skip  # type: ignore[no-untyped-def]
+def _norm_rotate_backward(  # type: ignore[no-untyped-def]
+    g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, heads, in_width, out_width, all_heads, length, rows,
+    per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     pair = tl.arange(0, half)
     wa, wb = tl.load(weight + pair).to(tl.float32)[None, :], tl.load(weight + half + pair).to(tl.float32)[None, :]
@@ -173,7 +177,7 @@ def _norm_rotate_backward(g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, 
 
 
 def _heads_at_once(heads: int, half: int) -> int:
-    return max(min(triton.next_power_of_2(heads), 2048 // half), 1)
+    return max(min(int(triton.next_power_of_2(heads)), 2048 // half), 1)
 
 
 def norm_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor]:
