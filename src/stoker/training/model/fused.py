@@ -41,21 +41,30 @@ class _NormLinear(torch.autograd.Function):
         return dx, dx if ctx.added else None, dscale.to(scale.dtype), _weight_gradient(g, normed, weight), None
 
 
-class _Rotate(torch.autograd.Function):
+class _NormQkv(torch.autograd.Function):
+    """(x + delta, queries, keys, values): norm, product and rotation; the three are parts of one buffer."""
+
     @staticmethod
-    def forward(ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int) -> Tensor:
-        kernel.rotate_in_place(qkv, cos, sin, heads, head_dim, 1.0)
-        ctx.mark_dirty(qkv)
-        ctx.save_for_backward(cos, sin)
-        ctx.heads, ctx.head_dim = heads, head_dim
-        return qkv
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
+    ) -> tuple[Tensor, ...]:
+        out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
+        qkv = normed @ weight.to(normed.dtype).t()
+        kernel.rotate_in_place(qkv, cos, sin, heads + kv_heads, head_dim, 1.0)
+        ctx.save_for_backward(out, rstd, scale, weight, cos, sin)
+        ctx.added, ctx.heads, ctx.kv_heads, ctx.head_dim = delta is not None, heads, kv_heads, head_dim
+        q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        return (out if delta is not None else x.view_as(x)), q, k, v
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        turned = gradients[0].clone()  # it may be somebody else's, too
-        kernel.rotate_in_place(turned, cos, sin, ctx.heads, ctx.head_dim, -1.0)
-        return turned, None, None, None, None
+        onward, dq, dk, dv = gradients
+        x, rstd, scale, weight, cos, sin = ctx.saved_tensors
+        g = torch.cat([dq, dk, dv], dim=1)
+        kernel.rotate_in_place(g, cos, sin, ctx.heads + ctx.kv_heads, ctx.head_dim, -1.0)
+        dx, normed, dscale = kernel.norm_backward(g @ weight.to(g.dtype), x, rstd, scale, onward)
+        dweight = _weight_gradient(g, normed, weight)
+        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, None, None, None, None, None, None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -134,8 +143,10 @@ def norm_linear(x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, 
     return found
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int) -> Tensor:
-    found: Tensor = _Rotate.apply(qkv, cos, sin, heads, head_dim)  # type: ignore[no-untyped-call]
+def norm_qkv(x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = _NormQkv.apply(  # type: ignore[no-untyped-call]
+        x, delta, norm.weight, attention.qkv.weight, norm.eps, cos, sin, attention.heads, attention.kv_heads, attention.head_dim
+    )
     return found
 
 
@@ -162,14 +173,12 @@ def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     B, T = x.shape[0], x.shape[1]
     rows = x.view(B * T, -1)
-    rows, qkv = norm_linear(rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps)
-    both = (heads + kv_heads) * head_dim
-    if attention.q_norm is not None:
-        qk, v = norm_rotate(qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps)
+    if attention.q_norm is None:
+        rows, q, k, v = norm_qkv(rows, delta, module.attention_norm, attention, cos, sin)
     else:
-        turned = rotate(qkv, cos, sin, heads + kv_heads, head_dim)
-        qk, v = turned[:, :both], turned[:, both:]
-    q, k = qk[:, : heads * head_dim], qk[:, heads * head_dim :]
+        rows, qkv = norm_linear(rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps)
+        qk, v = norm_rotate(qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps)
+        q, k = qk.split([heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
     y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)
     out = module._drop(linear(y.reshape(B * T, -1), attention.out.weight))
