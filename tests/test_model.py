@@ -10,13 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import loss
+from stoker.training.model import loss, ready
 from stoker.training.model.attention import attend, kernels, mask_of
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, flops_per_token, matmul_parameters, rotary_table, rotate
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
 from stoker.training.model.swiglu import swiglu_linear
+from stoker.training.parallel.config import ComputeConfig
 
 SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.2)
 
@@ -217,3 +219,39 @@ def test_the_llama_3_2_1b_shape_has_its_published_size() -> None:
     c = ModelConfig(layers=16, dim=2048, heads=32, kv_heads=8, head_dim=64, ff=8192, vocab_size=128256)
     assert matmul_parameters(c) == 1_235_814_400 - 33 * 2048  # as published, less the norms
     assert flops_per_token(c, 2048) == 6 * 1_235_746_816 + 805_306_368
+
+
+def test_how_a_block_runs_by_device_fp8_and_heads() -> None:
+    gpu, cpu, said = torch.device("cuda"), torch.device("cpu"), list[str]()
+    auto, fp8 = ComputeConfig(), ComputeConfig(fp8="tensorwise")
+    assert ready.fused(auto, 64, gpu, said.append) and not ready.compiled(auto, gpu)
+    assert not ready.fused(fp8, 64, gpu, said.append) and ready.compiled(fp8, gpu)
+    assert not ready.fused(auto, 64, cpu, said.append) and not ready.compiled(auto, cpu)
+    assert not said
+    assert not ready.fused(auto, 96, gpu, said.append) and ready.compiled(auto, gpu, 96)
+    assert "96" in said[0] and "compiled" in said[0]
+    with pytest.raises(Refusal, match="needs a GPU"):
+        ready.fused(ComputeConfig(compile="fused"), 64, cpu, said.append)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused blocks are Triton's: needs a GPU")
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, packed: bool) -> None:
+    device = torch.device("cuda")
+    c = ModelConfig(layers=3, dim=192, heads=6, kv_heads=2, head_dim=64, ff=320, vocab_size=512, qk_norm=qk_norm)
+    with torch.device(device):
+        model = Decoder(c, 128)
+    model.start(0)
+    inputs = tokens(4, 128, seed=1, below=512).to(device)
+    segments = (torch.arange(128, device=device) // 50).expand(4, 128).contiguous() if packed else None
+    found = []
+    for yes in (False, True):
+        model.fuse(yes)
+        model.zero_grad()
+        value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 512, device=device), segments)
+        value.backward()
+        found.append({"loss": value.detach()} | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert len(found[0]) == 1 + len(list(model.parameters()))
+    for name, want in found[0].items():
+        assert ((found[1][name] - want).norm() / want.norm()).item() < 1e-4, name

@@ -62,8 +62,8 @@ class Job:
         found = self._find()
         spoils = parse(c.nan.inject)
         compute = replace(c.compute, compile="off", cuda_graphs="off") if spoils else c.compute
-        if spoils and ready.compiled(c.compute, group.device):
-            voice.say_once("nan.inject: without compilation, so that the drill can reach into the blocks")
+        if spoils and c.compute.compile != "off" and group.device.type == "cuda":
+            voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
 
         with torch.device("meta" if group.strategy == "fsdp" else group.device):  # sharded: no rank ever holds the whole model
             self.model = Decoder(self.shape, c.data.context_length, self.dtype)

@@ -53,7 +53,7 @@ class _NormQkv(torch.autograd.Function):
         kernel.rotate_in_place(qkv, cos, sin, heads + kv_heads, head_dim, 1.0)
         ctx.save_for_backward(out, rstd, scale, weight, cos, sin)
         ctx.added, ctx.heads, ctx.kv_heads, ctx.head_dim = delta is not None, heads, kv_heads, head_dim
-        q, k, v = qkv.split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
+        q, k, v = torch.split(qkv, [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], dim=1)
         return (out if delta is not None else x.view_as(x)), q, k, v
 
     @staticmethod
@@ -178,7 +178,7 @@ def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
     else:
         rows, qkv = norm_linear(rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps)
         qk, v = norm_rotate(qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps)
-        q, k = qk.split([heads * head_dim, kv_heads * head_dim], dim=1)
+        q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
     y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)
     out = module._drop(linear(y.reshape(B * T, -1), attention.out.weight))

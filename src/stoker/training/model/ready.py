@@ -63,25 +63,32 @@ def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if c.dtype == "bf16" else torch.float32
 
 
-def compiled(c: ComputeConfig, device: torch.device) -> bool:
-    return c.compile == "on" or (c.compile == "auto" and device.type == "cuda" and c.fp8 != "off")
-
-
 def fused(c: ComputeConfig, head_dim: int, device: torch.device, say: Callable[[str], None]) -> bool:
+    """Blocks by our own kernels."""
     if c.compile == "fused" and device.type != "cuda":
         raise Refusal("compute.compile fused needs a GPU: its kernels are Triton's", EX_UNAVAILABLE)
     wanted = c.compile == "fused" or (c.compile == "auto" and device.type == "cuda" and c.fp8 == "off")
-    if wanted and head_dim & (head_dim - 1):
-        say(f"heads of {head_dim} are no power of two: blocks run as plain torch; compute.compile on compiles them")
+    if wanted and not _power_of_two(head_dim):
+        say(f"heads of {head_dim} are no power of two, as the fused kernels need: blocks are compiled instead")
         return False
     return wanted
+
+
+def compiled(c: ComputeConfig, device: torch.device, head_dim: int = 64) -> bool:
+    if c.compile in ("auto", "fused") and device.type == "cuda":
+        return c.fp8 != "off" or not _power_of_two(head_dim)
+    return c.compile == "on"
+
+
+def _power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
 
 
 def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
     model.loss = _loss(c, device)
     if c.fp8 != "off":
         _use_fp8(model, device, say)
-    compile_it = compiled(c, device)
+    compile_it = compiled(c, device, model.config.head_dim)
     model.fuse(fused(c, model.config.head_dim, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:

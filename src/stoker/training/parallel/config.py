@@ -18,7 +18,7 @@ class ComputeConfig:
     dtype: str = option("auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32", default="auto",
                         choices=("auto", "bf16", "fp32"))  # fmt: skip
     compile: str = option(
-        "how a block runs: auto (on GPUs fused, or compiled with fp8), on (compiled), fused (our own kernels, nothing to compile), off (plain torch)",
+        "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on (compiled), off (plain torch)",
         default="auto", choices=("auto", "on", "fused", "off"),
     )  # fmt: skip
     recompute: str = option(

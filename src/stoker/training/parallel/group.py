@@ -121,7 +121,8 @@ def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(group.device.type, (group.world,))
-    policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
+    # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
+    policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
