@@ -121,12 +121,12 @@ def stoker(cell: Cell, fp8: bool = False) -> None:
     size = cell.size
     keys = {
         "model.load": cell.weights, "tokenizer.path": "bytes", "data.path": cell.data, "data.cache": str(cell.work / "cache"), "data.validation": "0",
-        "data.context_length": size.context, "data.seed": SEED, "batch.tokens": size.step_tokens, "batch.micro": size.micro, "optim.learning_rate": LEARNING_RATE, "optim.schedule": "constant",
-        "optim.warmup_steps": 0, "optim.warmup_ratio": 0, "optim.beta1": BETAS[0], "optim.beta2": BETAS[1], "optim.eps": 1e-8, "optim.weight_decay": DECAY,
-        "optim.max_grad_norm": CLIP, "compute.dtype": "bf16",
-        "compute.fp8": "tensorwise" if fp8 else "off", "compute.compile": "auto" if cell.compile else "off",
-        "train.max_steps": cell.steps, "train.log_every": 1, "train.eval_every": 0, "checkpoint.every": 0, "checkpoint.at_end": "false",
-        "checkpoint.export": "false", "checkpoint.resume": "never",
+        "data.context_length": size.context, "data.seed": SEED, "batch.tokens": size.step_tokens, "batch.micro": size.micro,
+        "optim.learning_rate": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.warmup_ratio": 0, "optim.beta1": BETAS[0],
+        "optim.beta2": BETAS[1], "optim.eps": 1e-8, "optim.weight_decay": DECAY, "optim.max_grad_norm": CLIP, "compute.dtype": "bf16",
+        "compute.fp8": "tensorwise" if fp8 else "off", "compute.compile": "auto" if cell.compile else "off", "train.max_steps": cell.steps,
+        "train.log_every": 1, "train.eval_every": 0, "checkpoint.every": 0, "checkpoint.at_end": "false", "checkpoint.export": "false",
+        "checkpoint.resume": "never",
     }  # fmt: skip
     words = ["--preset", "production", *(f"--{name}={value}" for name, value in keys.items())]
     with patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)), patch.object(job, "Stepper", Marked):
