@@ -25,6 +25,7 @@ from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import combine, flags, recipe_config, resolve, settle
 from stoker.training.config.schema import Config, NeedsConfig
+from stoker.training.config.stages import STAGES
 from stoker.training.config.yamlform import as_yaml
 from stoker.training.model.config import ModelConfig
 
@@ -291,6 +292,14 @@ def test_bare_names_mean_one_thing() -> None:
     assert all(name in RANGES for name, key in KEYS.items() if key.kind in ("int", "float"))
 
 
+def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_presets() -> None:
+    defaults = STAGES["sft"].defaults
+    assert settle(gather(parse([]), {}), False, defaults).config.data.kind == "chat"
+    told = settle(gather(parse(["--data.kind", "stream"]), {}), False, defaults).config
+    assert told.data.kind == "stream"
+    assert recipe_config(flags(told, defaults), False, {}, defaults=defaults) == told  # what the ranks of `stoker train sft` make of it
+
+
 # ---- refusals ----
 
 
@@ -483,7 +492,12 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
     ],
 )
 def test_what_cannot_be_trained_is_one_line_before_anything_starts(trainer: Stoker, words: list[str], code: int, says: str) -> None:
-    for name, text in (("typo.yaml", "lerning_rate: 1\n"), ("run.yaml", "run: {max_restart: 3}\n"), ("needs.yaml", "needs: {gpus: 4, vram: 40GB}\n"), ("module.yaml", "run: {module: true}\n")):
+    for name, text in (
+        ("typo.yaml", "lerning_rate: 1\n"),
+        ("run.yaml", "run: {max_restart: 3}\n"),
+        ("needs.yaml", "needs: {gpus: 4, vram: 40GB}\n"),
+        ("module.yaml", "run: {module: true}\n"),
+    ):
         trainer.script(name, text)
     before = sorted(path.name for path in trainer.cwd.iterdir())
     done = trainer("train", *words)
@@ -500,7 +514,9 @@ def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str,
 
 
 def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "stoker", *DRY], cwd=trainer.cwd, env=trainer.env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "stoker", *DRY], cwd=trainer.cwd, env=trainer.env, capture_output=True, text=True, check=False
+    )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 0 and "stoker.training.config.resolve" in imported
     assert not {"torch", "numpy", "yaml", "transformers"} & imported

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
 from stoker.contract.shape import replace
 from stoker.control.launch.options import RunOptions
@@ -16,17 +16,19 @@ from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_needs, check_ranks
 from stoker.training.config.flags import add_key_flags
+from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.lasting import lasting, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
+from stoker.training.config.schema import Config
+from stoker.training.config.stages import STAGES, module
 from stoker.training.loop.loggers import check_loggers
-
-STAGES = {"pretrain": "stoker.training.recipes.pretrain"}
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
 _HELP = """usage: stoker train STAGE [options]
 
-stages: {stages}
+stages:
+{stages}
 
   stoker train pretrain --data 'texts/*.txt'                production where there are GPUs, small on a CPU
   stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
@@ -55,7 +57,7 @@ def parser(stage: str | None = None) -> Parser:
 
 def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
-        print(_HELP.format(stages=", ".join(STAGES)), end="")
+        print(_HELP.format(stages="\n".join(f"  {name:<10} {kind.about}" for name, kind in STAGES.items())), end="")
         return 0 if argv else EX_USAGE
     stage, words = argv[0], argv[1:]
     if stage not in STAGES:
@@ -74,17 +76,18 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     outside = _run_layers(layers.run, layers.path, told)
     machine = _look()
     gpus = _gpus_wanted(build(RunOptions, *outside), machine)
-    resolved = settle(layers, gpus)
+    resolved = settle(layers, gpus, STAGES[stage].defaults)
     named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
     outside = _run_layers(named, layers.path, told)  # with the GPU that the file's device_id names, unless --gpus names others
     options = build(RunOptions, {"module": True}, *outside)
-    _refuse_what_can_be(resolved, options, machine, gpus)
+    _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     if not options.dry_run:
-        _prepare(resolved, options)
+        if STAGES[stage].prepares:
+            _prepare(resolved, options)
     elif not options.json:
         from stoker.training.config.yamlform import as_yaml
 
@@ -98,7 +101,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    return start(Request(options, STAGES[stage], tuple(flags(resolved.config)), given, tuple(flags(lasting(resolved.config)))))
+    return start(Request(options, module(stage), tuple(flags(resolved.config, STAGES[stage].defaults)), given, tuple(flags(lasting(resolved.config)))))
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -130,7 +133,7 @@ def _gpus_wanted(options: RunOptions, machine: Machine) -> bool:
     return bool(machine.gpus or machine.gpu_error) and not hidden and asked.strip().lower() != "cpu"
 
 
-def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
+def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
     """All that can be said before the data is read."""
     config, given = resolved.config, resolved.given
     remote = options.hosts is not None
@@ -148,11 +151,24 @@ def _refuse_what_can_be(resolved: Resolved, options: RunOptions, machine: Machin
     elif config.needs.gpus or config.needs.vram:
         _say("needs: not checked, the GPUs are those of other hosts")
     check_loggers(config.train.log_to)
-    if not config.data.path:
-        raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
-    from stoker.training.data.sources import check_there
+    _check_inputs(stage, config)
 
-    check_there(config.data.path)
+
+def _check_inputs(stage: str, config: Config) -> None:
+    kind, values = STAGES[stage], values_of(config)
+    if "data.path" in kind.inputs:
+        if not config.data.path:
+            raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
+        from stoker.training.data.sources import check_there
+
+        check_there(config.data.path)
+    if "model.load" in kind.inputs and not config.model.load:
+        raise Refusal(f"no model: stage {stage} begins with one; name its folder or hub id with --model.load", EX_USAGE)
+    for key, path in kind.files(values):
+        if not path:
+            raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
+        if not os.path.exists(path):
+            raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
 
 
 def _prepare(resolved: Resolved, options: RunOptions) -> None:

@@ -43,3 +43,18 @@ class Metrics:
 
     def close(self) -> None:
         os.close(self._handle)
+
+
+def read_metrics(run_dir: str) -> list[dict[str, Any]]:
+    """The whole lines, oldest first; none where there is no file yet."""
+    path = os.path.join(run_dir, layout.METRICS)
+    if not os.path.exists(path):
+        return []
+    found = []
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue  # a line that is being written, or that a crash cut
+    return [one for one in found if isinstance(one, dict)]

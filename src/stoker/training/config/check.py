@@ -45,6 +45,12 @@ RANGES: dict[str, Range] = {
                      "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps", "parallel.timeout"), _POSITIVE),
     **dict.fromkeys(("optim.min_ratio", "optim.cooldown"), _SHARE),
     **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),
+    **dict.fromkeys(("generate.temperature", "generate.top_k", "density.power", "grpo.reward_weight", "grpo.kl", "grpo.breaker_steps", "grpo.breaker_kl",
+                     "grpo.breaker_entropy", "evaluate.most", "evaluate.draws", "evaluate.shots"), _ANY),
+    **dict.fromkeys(("generate.new_tokens", "generate.rows", "density.neighbours", "density.clusters", "density.most", "grpo.prompts_per_step", "grpo.updates",
+                     "diversity.most", "diversity.clusters", "diversity.rounds"), _ONE),
+    **dict.fromkeys(("generate.top_p", "grpo.breaker_length"), _SHARE),
+    "grpo.clip_ratio": _POSITIVE, "grpo.group": _TWO, "diversity.answers": _TWO,
     "data.context_length": _TWO, "tokenizer.vocab_size": Range(260), "model.head_dim": _ANY,
 }  # fmt: skip
 

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.settings import suggest
 
+_NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENT = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
 _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
 
 
+def shipped() -> list[str]:
+    """Names of the configs that come with Stoker."""
+    return sorted(name.removesuffix(".yaml") for name in os.listdir(_NAMED) if name.endswith(".yaml"))
+
+
 def load(path: str) -> dict[str, Any]:
+    """A file, or the name of a config that comes with Stoker."""
     where = f"config file {path}"
+    if path in shipped() and not os.path.exists(path):
+        path = os.path.join(_NAMED, f"{path}.yaml")
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except FileNotFoundError as problem:
-        raise Refusal(f"{where} is not there", EX_NOINPUT) from problem
+        names = ", ".join(shipped())
+        raise Refusal(f"{where} is not there{suggest(path, shipped())}; by name there are {names}", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except UnicodeDecodeError as problem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import Refusal
@@ -39,11 +39,12 @@ def resolve(argv: Sequence[str], environment: Mapping[str, str], gpus_present: b
     return found
 
 
-def settle(layers: Layers, gpus_present: bool) -> Resolved:
+def settle(layers: Layers, gpus_present: bool, defaults: Mapping[str, Any] | None = None) -> Resolved:
+    """`defaults`: a stage's, over the preset's and below all that was said."""
     device = layers.told("parallel.device")
     cpu = not gpus_present or (device is not None and device[0] == "cpu")
     preset, line = _preset(layers, cpu)
-    values = combine(preset, [layer.values for layer in layers.all])
+    values = combine(preset, [*([defaults] if defaults else []), *(layer.values for layer in layers.all)])
     given = {name: origin for layer in layers.all for name, origin in layer.origins.items() if name in KEYS}
     lines = [line]
     if "batch.tokens" not in given and values["batch.tokens"] not in (0, PRESETS[preset].get("batch.tokens")):
@@ -88,8 +89,8 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return values | {f"model.{name}": getattr(model, name) for name in names}
 
 
-def flags(config: Config) -> list[str]:
-    """For the ranks: no file and no environment needed, and two equal configurations give equal words."""
+def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
+    """For the ranks: no file and no environment needed, and two equal configurations give equal words. `keep`: said in any case, being a stage's defaults."""
     wanted = values_of(config)
     base = combine(config.preset, [])
     told = {name: wanted[name] for name in KEYS if name in COUPLED or wanted[name] != base[name]}
@@ -97,6 +98,7 @@ def flags(config: Config) -> list[str]:
         fewer = {other: value for other, value in told.items() if other != name}
         if combine(config.preset, [fewer]) == wanted:
             told = fewer
+    told |= {name: wanted[name] for name in keep}
     assert combine(config.preset, [told]) == wanted, "flags that do not lead back"
     words = ["--preset", config.preset]
     for name, value in told.items():
@@ -110,11 +112,14 @@ def on_cpu(config: Config, gpus_present: bool) -> bool:
     return config.parallel.device == "cpu" or (config.parallel.device == "auto" and not gpus_present)
 
 
-def recipe_config(argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None) -> Config:
+def recipe_config(
+    argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:  # fmt: skip
     """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker run` have no meaning here."""
     told = parse(argv)
     layers = gather(told, os.environ if environment is None else environment)
-    found = settle(layers, gpus_present)
+    found = settle(layers, gpus_present, defaults)
     check(found.config, found.given, on_cpu(found.config, gpus_present))
     if say is not None and not any(flag.name == aliases.PRESET for flag in told):
         for line in found.lines:

@@ -8,11 +8,17 @@ from stoker.contract.quantities import size
 from stoker.contract.shape import option, shape
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.data.config import DataConfig
+from stoker.training.density.config import DensityConfig
+from stoker.training.diversity.config import DiversityConfig
+from stoker.training.evaluate.config import EvaluateConfig
 from stoker.training.forensics.config import NanConfig
+from stoker.training.generate.config import GenerateConfig
 from stoker.training.loop.config import TrainConfig
 from stoker.training.model.config import ModelConfig
 from stoker.training.optim.config import BatchConfig, OptimConfig
 from stoker.training.parallel.config import ComputeConfig, ParallelConfig
+from stoker.training.reward.config import RewardConfig
+from stoker.training.rl.config import GrpoConfig
 from stoker.training.tokenizer.config import TokenizerConfig
 
 
@@ -35,16 +41,26 @@ class Config:
     train: TrainConfig
     checkpoint: CheckpointConfig
     nan: NanConfig
+    reward: RewardConfig
+    generate: GenerateConfig
+    density: DensityConfig
+    grpo: GrpoConfig
+    evaluate: EvaluateConfig
+    diversity: DiversityConfig
     needs: NeedsConfig
 
 
 SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig, "tokenizer": TokenizerConfig, "data": DataConfig, "batch": BatchConfig, "optim": OptimConfig, "parallel": ParallelConfig,
-    "compute": ComputeConfig, "train": TrainConfig, "checkpoint": CheckpointConfig, "nan": NanConfig, "needs": NeedsConfig,
+    "compute": ComputeConfig, "train": TrainConfig, "checkpoint": CheckpointConfig, "nan": NanConfig, "reward": RewardConfig,
+    "generate": GenerateConfig, "density": DensityConfig, "grpo": GrpoConfig, "evaluate": EvaluateConfig, "diversity": DiversityConfig, "needs": NeedsConfig,
 }  # fmt: skip
 ABOUT = {
     "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
     "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is said",
     "checkpoint": "what is kept, and where a run goes on", "nan": "numbers that are no numbers",
+    "reward": "stage reward: which of two answers is the better", "generate": "how answers are written",
+    "density": "stage density: weights of prompts", "grpo": "stage grpo: learning from rewards", "evaluate": "stage evaluate: questions with answers",
+    "diversity": "stage diversity: two models' answers compared",
     "needs": "what a machine must have: refused before the start otherwise",
 }  # fmt: skip

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
-from stoker.training.data.reader import IGNORED, Samples
+from stoker.training.data.reader import IGNORED
+from stoker.training.loop.material import Rows
 from stoker.training.parallel.group import Group
 
 
 @shape
 class Validation:
     loss: float  # nats per token
-    bits_per_byte: float
+    bits_per_byte: float | None  # None: not of text
     tokens: int
+    right: float | None = None  # share of pairs whose better answer scores higher
+
+
+class Measure(Protocol):
+    def __call__(self, model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation: ...
 
 
 @torch.no_grad()
-def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, micro: int) -> Validation:
+def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
     """Rank r takes samples r, r + ranks, …; every rank makes the same number of calls, as FSDP needs."""
     count = min(len(samples), max(tokens // samples.context, 1)) if tokens else len(samples)
     mine = np.arange(group.rank, count, group.world, dtype=np.int64)
@@ -32,7 +39,7 @@ def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, m
     model.eval()
     for call in range(calls):
         ids = mine[call * micro : (call + 1) * micro]
-        inputs, targets, segments = _padded(samples, ids, micro, group.device)
+        inputs, targets, segments = padded(samples, ids, micro, group.device)
         loss = model(inputs, targets, None, segments)
         totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
     model.train(training)
@@ -41,7 +48,7 @@ def validate(model: nn.Module, samples: Samples, group: Group, *, tokens: int, m
     return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
-def _padded(samples: Samples, ids: np.ndarray, micro: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def padded(samples: Rows, ids: np.ndarray, micro: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
     rows = batch.inputs.shape[0]
     more = ((0, micro - rows), (0, 0))

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.data.order import Order
-from stoker.training.data.reader import IGNORED, Samples
+from stoker.training.data.reader import IGNORED
+from stoker.training.loop.material import Rows
 from stoker.training.parallel.split import Share, split
 
 AHEAD = 2  # steps
@@ -57,7 +58,7 @@ class Course:
 
 class Feeder:
     def __init__(
-        self, samples: Samples, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool
+        self, samples: Rows, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool
     ) -> None:
         self._samples, self._order, self._course = samples, order, course
         self._steps = range(first_step, steps)

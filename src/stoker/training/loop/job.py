@@ -19,20 +19,19 @@ from stoker.training.checkpoint.saver import Saver
 from stoker.training.config.schema import Config
 from stoker.training.config.yamlform import as_yaml
 from stoker.training.data.order import Order
-from stoker.training.data.prepared import Prepared
-from stoker.training.data.reader import Samples
 from stoker.training.forensics.inject import Drill, parse
 from stoker.training.loop import resume as going_on
 from stoker.training.loop import state
 from stoker.training.loop.feeder import Course, Feeder
 from stoker.training.loop.fit import largest_micro
+from stoker.training.loop.learner import Learner
+from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice, where_runs_go
 from stoker.training.loop.stages import Stages
 from stoker.training.loop.step import Stepper
 from stoker.training.loop.steps import Loop
-from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model import hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
 from stoker.training.optim.optimizer import Optimizer, local
 from stoker.training.parallel.group import Group, shard, wrap
@@ -43,17 +42,17 @@ MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
 
 
 class Job:
-    def __init__(self, c: Config, prepared: Prepared, group: Group, stages: Stages) -> None:
-        self.c, self.prepared, self.group, self.stages = c, prepared, group, stages
+    def __init__(self, c: Config, material: Material, group: Group, stages: Stages, learner: Learner | None = None) -> None:
+        self.c, self.material, self.group, self.stages, self.learner = c, material, group, stages, learner or Learner()
         self.folder = where_runs_go(c)
         self.voice = Voice(group, c.train.log_every)
         if group.first:
             os.makedirs(self.folder, exist_ok=True)
             write_whole(os.path.join(self.folder, "config.yaml"), as_yaml(c).encode())
+        self.last: Loop | None = None  # once it has run
         self.dtype = ready.dtype_of(c.compute, group.device)
         ready.arithmetic(c.compute, self.dtype)
-        self.samples = Samples(prepared, "train", c.data.context_length)
-        self.held_out = Samples(prepared, "validation", c.data.context_length) if prepared.validation_tokens > 1 else None
+        self.samples, self.held_out = material.train, material.held_out
         self.order = Order(min(len(self.samples), c.data.max_samples or len(self.samples)), c.data.seed)
 
     def build(self) -> None:
@@ -66,7 +65,7 @@ class Job:
             voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
 
         with torch.device("meta" if group.strategy == "fsdp" else group.device):  # sharded: no rank ever holds the whole model
-            self.model = Decoder(self.shape, c.data.context_length, self.dtype)
+            self.model = self.learner.kind(self.shape, c.data.context_length, self.dtype)
         ready.make_ready(self.model, compute, group.device, voice.say_once)
         if group.strategy == "fsdp":
             shard(self.model, group, self.dtype)
@@ -74,7 +73,7 @@ class Job:
         if found is None:
             self.model.start(c.train.seed)
             if weights:
-                hf.load(self.model, weights, voice.say_once)
+                self.learner.load(self.model, weights, voice.say_once)
         self.optimizer = Optimizer(self.model, c.optim)
         self.micro = self._fit_micro()
         self.batch = self._samples_per_step()
@@ -90,10 +89,10 @@ class Job:
         """(folder of the weights to begin with or nothing, shape)."""
         told = self.c.model
         if not told.load:
-            return "", with_rows(told, self.prepared.vocab_size)
+            return "", with_rows(told, self.material.vocab_size)
         weights = hf_hub.folder_of(told.load, self.voice.say_once)
         loaded = hf_config.shape_of(weights)
-        return weights, with_rows(replace(loaded, vocab_size=told.vocab_size or loaded.vocab_size, dropout=told.dropout), self.prepared.vocab_size)
+        return weights, with_rows(replace(loaded, vocab_size=told.vocab_size or loaded.vocab_size, dropout=told.dropout), self.material.vocab_size)
 
     def _find(self) -> Checkpoint | None:
         """Rank 0 looks and checks every byte; the others take its word, or refuse with it."""
@@ -153,10 +152,10 @@ class Job:
     def _go_on(self, found: Checkpoint | None) -> None:
         c = self.c
         self.tensors = state.tensors(self.model, self.optimizer)
-        course = going_on.Data(self.prepared.key, c.data.seed, c.data.context_length, self.order.count)
+        course = going_on.Data(self.material.key, c.data.seed, c.data.context_length, self.order.count)
         self.position = going_on.Position(0, 0, 0, None)
         if found is not None:
-            going_on.check(found.meta, found.path, self.shape, self.prepared, c.optim.kind)
+            going_on.check(found.meta, found.path, self.shape, self.material, c.optim.kind)
             self.position, line = going_on.position(found.meta, course)
             self.voice.say_once(f"resumes at step {self.position.step} from {found.path}")
             if line:
@@ -174,6 +173,14 @@ class Job:
         if told == "on" and not possible:
             self.voice.say_once("compute.cuda_graphs on: not with several ranks, fsdp, chat data or a drill; steps are launched kernel by kernel")
         return possible and (told == "on" or (told == "auto" and size < GRAPH_PARAMETERS))
+
+    def train_or_finish(self) -> int:
+        """The steps that are left, if any are."""
+        if self.position.step < self.steps:
+            return self.train()
+        self.voice.say_once(f"nothing to do: {self.position.step} of {self.steps} steps are done")
+        self.export_if_missing()
+        return 0
 
     def settle(self) -> None:
         """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume would add in another order."""
@@ -205,9 +212,15 @@ class Job:
         finally:
             feeder.close()
         saver.close()  # after an exception the interpreter's end does it, which does not wait for the part of a rank that is gone
+        self.last = loop
         if loop.done >= self.steps:
             self.export()
         return loop.code
+
+    @property
+    def whole(self) -> bool:
+        """Whether the run has come to its end, in this attempt or one before."""
+        return self.position.step >= self.steps or (self.last is not None and self.last.done >= self.steps)
 
     def _saver(self) -> Saver:
         """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""
@@ -241,7 +254,7 @@ class Job:
     def export(self) -> None:
         where = os.path.join(self.folder, "hf")
         if self.c.checkpoint.export:
-            hf.save(self.model, where, tokenizer_folder=self.prepared.tokenizer, say=self.voice.say_once, write=self.group.first)
+            self.learner.save(self.model, where, self.material.tokenizer, self.voice.say_once, self.group.first)
 
     def export_if_missing(self) -> None:
         """A run that was killed between its last checkpoint and its export."""

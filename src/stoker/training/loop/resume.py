@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
@@ -12,13 +12,22 @@ from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
-from stoker.training.data.prepared import Prepared
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import with_rows
 
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
           "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied")  # fmt: skip
+
+
+class Worded(Protocol):
+    """Data that was made with a tokenizer."""
+
+    @property
+    def tokenizer_digest(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 @shape
@@ -39,17 +48,17 @@ class Position:
     best: float | None  # lowest validation loss so far
 
 
-def meta(position: Position, data: Data, model: ModelConfig, prepared: Prepared, optimizer: str) -> dict[str, Any]:
-    return {**as_json(position), "data": as_json(data), "model": as_json(model), "tokenizer_digest": prepared.tokenizer_digest, "optimizer": optimizer}
+def meta(position: Position, data: Data, model: ModelConfig, made: Worded, optimizer: str) -> dict[str, Any]:
+    return {**as_json(position), "data": as_json(data), "model": as_json(model), "tokenizer_digest": made.tokenizer_digest, "optimizer": optimizer}
 
 
-def check(found: Mapping[str, Any], where: str, model: ModelConfig, prepared: Prepared, optimizer: str) -> None:
+def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded, optimizer: str) -> None:
     """One line per mismatch would be a list; the first is enough to know."""
     theirs, mine = found.get("model", {}), as_json(model)
     for key in _SHAPE:
         if key in theirs and theirs[key] != mine[key]:
             raise Refusal(f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here", EX_CONFIG)
-    if found.get("tokenizer_digest") not in (None, prepared.tokenizer_digest):
+    if found.get("tokenizer_digest") not in (None, made.tokenizer_digest):
         hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
         raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     if found.get("optimizer") not in (None, optimizer):
@@ -68,7 +77,7 @@ def located(told: str) -> str:
     raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a step-N folder, a run directory, auto or never'}", EX_NOINPUT)
 
 
-def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, prepared: Prepared) -> None:
+def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> None:
     """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks."""
     if told.folder:
         try:
@@ -91,7 +100,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             return  # damaged: the ranks say so and take the one before
         raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
     if not model.load:  # else its shape is in a file that the ranks read
-        check(found.meta, where, with_rows(model, prepared.vocab_size), prepared, optimizer)
+        check(found.meta, where, with_rows(model, made.vocab_size), made, optimizer)
 
 
 def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:

@@ -78,8 +78,11 @@ class Voice:
 
     def validation(self, done: int, found: Validation, best: float | None) -> None:
         lowest = "n/a" if best is None else f"{best:.4f}"
-        self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f} | Bits per byte: {found.bits_per_byte:.4f} | best {lowest}")
-        self.metrics(done - 1, **self._last, val_loss=found.loss, val_bits_per_byte=found.bits_per_byte)
+        more = {"val_bits_per_byte": found.bits_per_byte, "val_right": found.right}
+        bits = f" | Bits per byte: {found.bits_per_byte:.4f}" if found.bits_per_byte is not None else ""
+        right = f" | Right: {found.right:.1%}" if found.right is not None else ""
+        self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f}{bits}{right} | best {lowest}")
+        self.metrics(done - 1, **self._last, val_loss=found.loss, **{name: value for name, value in more.items() if value is not None})
 
     def metrics(self, step: int, **values: Any) -> None:
         if self._metrics is None:

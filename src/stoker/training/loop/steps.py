@@ -12,7 +12,7 @@ import stoker
 from stoker.contract.names import EX_CANTCREAT
 from stoker.training.loop import resume as going_on
 from stoker.training.loop import trip
-from stoker.training.loop.evaluate import validate
+from stoker.training.loop.evaluate import Validation
 from stoker.training.loop.feeder import Feeder, StepBatch
 from stoker.training.loop.profiling import Profile
 from stoker.training.loop.samplelog import SampleLog
@@ -39,6 +39,7 @@ class Loop:
         self.told_to_stop = False
         self.score: float | None = None  # the validation of this very step
         self.best = job.position.best
+        self.validation: Validation | None = None  # the newest
         self.skipped = False  # a checkpoint was left out, and that was said
         self.busy = False  # somebody's save is under way, as of the last numbers
         self.saved_at, self.saved_step = time.monotonic(), self.done
@@ -108,7 +109,7 @@ class Loop:
             self.job.stages.done("first step")
             self.voice.say_once(f"first step after {self.job.stages.said()}")
         if numbers.bad:
-            text = load_tokenizer(self.job.prepared.tokenizer)
+            text = load_tokenizer(self.job.material.tokenizer)
             folder = self.job.folder if self.c.nan.dump else None
             raise trip.explain(
                 numbers, batch, self.stepper, self.job.model, self.job.wrapped, self.job.drill, self.group, self.voice, folder=folder, decode=text.decode
@@ -128,7 +129,8 @@ class Loop:
         if job.held_out is None:
             return False
         stoker.phase("eval")
-        found = validate(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        found = job.learner.measure(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
         if better:
@@ -154,7 +156,7 @@ class Loop:
         job = self.job
         samples = job.course.of_step(self.done - self.first - 1)[1]
         position = going_on.Position(self.done, samples, self.tokens, self.best)
-        taken = self.saver.save(self.done, job.tensors, going_on.meta(position, job.data, job.shape, job.prepared, self.c.optim.kind), self.score, wait=wait)
+        taken = self.saver.save(self.done, job.tensors, going_on.meta(position, job.data, job.shape, job.material, self.c.optim.kind), self.score, wait=wait)
         self.saved_at, self.saved_step = time.monotonic(), self.done
         return taken
 

@@ -22,7 +22,7 @@ from stoker.training.model.hf_files import Stored, check
 from stoker.training.model.hf_names import Place, places
 from stoker.training.model.hf_write import DTYPES, Export
 
-__all__ = ["load", "named", "save", "save_from", "shape_of"]
+__all__ = ["load", "load_named", "named", "save", "save_from", "shape_of"]
 
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
@@ -36,12 +36,17 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter
 
 
-@torch.no_grad()
 def load(model: Decoder, folder: str, say: Callable[[str], None]) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
+    load_named(model, named(model), folder, say)
+
+
+@torch.no_grad()
+def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Callable[[str], None]) -> None:
+    """Of a model that has more than a decoder: `some` are the decoder's."""
     c = model.config
     stored = check(folder, c)
-    parameters = dict(named(model))
+    parameters = dict(some)
     assert not any(parameter.is_meta for parameter in parameters.values()), "the model is on the meta device: to_empty() first"
     assert len(parameters) == sum(1 for _ in places(c)), "the head is no longer the embedding: to_empty() unties them, tie them again"
     for place in places(c):
@@ -75,16 +80,17 @@ def _read(one: Stored) -> Tensor:
 
 def save(
     model: Decoder, folder: str, *, say: Callable[[str], None], dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None,
-    end_ids: Sequence[int] = (), write: bool = True,
+    end_ids: Sequence[int] = (), write: bool = True, without: Sequence[str] = (), more: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
-    """Of a sharded model every rank calls this, and one of them with `write`."""
+    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `more` puts it into the folder beside."""
     module: Any
     for module in model.modules():
         if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered, in the compute dtype
             module.reshard()
+    tensors = ((name, tensor) for name, tensor in named(model) if name not in without)
     save_from(
-        named(model), model.config, folder, context_length=model.context_length, say=say, dtype=dtype, tokenizer_folder=tokenizer_folder,
-        end_ids=end_ids, write=write,
+        tensors, model.config, folder, context_length=model.context_length, say=say, dtype=dtype, tokenizer_folder=tokenizer_folder,
+        end_ids=end_ids, write=write, more=more,
     )  # fmt: skip
 
 
@@ -92,6 +98,7 @@ def save(
 def save_from(
     tensors: Iterable[tuple[str, Tensor]], c: ModelConfig, folder: str, *, context_length: int, say: Callable[[str], None],
     dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None, end_ids: Sequence[int] = (), write: bool = True,
+    more: Callable[[str], None] | None = None,
 ) -> None:  # fmt: skip
     """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the tokenizer's folder says."""
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
@@ -101,7 +108,7 @@ def save_from(
             with Export(folder, c, dtype) as export:
                 for name, whole in gathered:
                     export.put(name, whole)
-                export.finish(config, tokenizer_folder)
+                export.finish(config, tokenizer_folder, more)
             say(f"wrote {folder}: {gb(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem

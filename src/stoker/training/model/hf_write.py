@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import IO, Any
 
@@ -26,6 +26,7 @@ from stoker.training.model.hf_names import Part, places
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
 GENERATION = "generation_config.json"
+SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
 
 @shape
@@ -127,7 +128,8 @@ class Export:
             row += part.shape[0]
         self._waiting.remove(name)
 
-    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | None) -> None:
+    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | None, more: Callable[[str], None] | None = None) -> None:
+        """`more` may put files of its own beside the weights."""
         if self._waiting:
             raise Refusal(f"{self.folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among them")
         for file in self._files.values():
@@ -141,6 +143,8 @@ class Export:
             if os.path.isfile(path):
                 with open(path, "rb") as beside:
                     write_whole(os.path.join(self._fresh, name), beside.read())
+        if more is not None:
+            more(self._fresh)
         sync_folder(self._fresh)
         put_in_place(self._fresh, self.folder)
 
@@ -154,7 +158,7 @@ def _refuse_foreign_files(folder: str) -> None:
         return
     if not os.path.isdir(folder):
         raise Refusal(f"{folder} is a file: give a folder for the model", EX_CANTCREAT)
-    ours = (CONFIG, GENERATION, INDEX, *TOKENIZER_FILES)
+    ours = (CONFIG, GENERATION, INDEX, SCORE, *TOKENIZER_FILES)
     for name in sorted(os.listdir(folder)):
         if name not in ours and not (name.startswith("model") and name.endswith(".safetensors")):
             raise Refusal(f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder", EX_CANTCREAT)

@@ -1,0 +1,1 @@
+"""How crowded a prompt's neighbourhood is, and what weight it gets."""

@@ -1,0 +1,1 @@
+"""How unlike each other a model's answers are."""

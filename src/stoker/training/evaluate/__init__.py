@@ -1,0 +1,1 @@
+"""Questions with answers: asked, marked, counted with their confidence."""

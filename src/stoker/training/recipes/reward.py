@@ -1,0 +1,82 @@
+"""The reward model: which of two answers is the better, learned from pairs (prompt, chosen, rejected).
+
+    stoker train reward --model.load runs/latest/hf --reward.pairs pairs.jsonl --reward.held_out pairs-held-out.jsonl
+
+data.context_length must hold both answers of a pair with their prompt. Ends with the share of held-out pairs in the right order, by kind, and how far
+the model's own probabilities can be trusted (calibration).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from stoker.training.config.check import check_ranks
+from stoker.training.evaluate.confidence import wilson
+from stoker.training.loop.job import Job
+from stoker.training.loop.material import Material
+from stoker.training.loop.stages import Stages
+from stoker.training.model import ready
+from stoker.training.model.attention import kernels
+from stoker.training.parallel.group import Group
+from stoker.training.recipes import stage
+from stoker.training.reward.calibration import calibration
+from stoker.training.reward.model import LEARNER, held_out_margins
+from stoker.training.reward.pairs import Pair, PairRows, read_pairs
+from stoker.training.tokenizer import chat
+
+
+def main(argv: list[str]) -> int:
+    stages = Stages()
+    stages.done("imports")
+    c = stage.settings(argv)
+    check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
+
+    # Pairs: read by every rank, before there is a process group.
+    tokenizer = stage.tokenizer_of(c)
+    pairs = read_pairs(stage.rows_of(c.reward.pairs, "reward.pairs"), tokenizer, c.data.context_length, c.reward.pairs, stage.from_rank_0)
+    if c.reward.held_out:
+        rows = stage.rows_of(c.reward.held_out, "reward.held_out")
+        held_out = read_pairs(rows, tokenizer, c.data.context_length, c.reward.held_out, stage.from_rank_0)
+    else:
+        kept = max(len(pairs) // 10, 1)
+        pairs, held_out = pairs[:-kept], pairs[-kept:]
+    train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))
+    stages.done("data")
+
+    group = Group(c.parallel)
+    stages.done("ranks")
+    folder = c.tokenizer.path or stage.weights_of(c.model.load)
+    material = Material(train.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train, other)
+    job = Job(c, material, group, stages, LEARNER)
+    with kernels(ready.attention(c.compute, group.device)):
+        job.build()
+        stages.done("model")
+        code = job.train_or_finish()
+        if job.whole:
+            margins = held_out_margins(job.wrapped, other, group, job.micro).tolist()
+            if group.first:
+                told = measured(held_out, margins)
+                job.voice.say(f"held-out pairs in the right order: {told['accuracy']:.1%} ({told['low']:.1%} – {told['high']:.1%}) of {told['total']}")
+                stage.finish(c, "reward", {**stage.learned(job), **told}, model="hf")
+    job.voice.close()
+    group.close()
+    return code
+
+
+def measured(pairs: list[Pair], margins: list[float]) -> dict[str, Any]:
+    by_kind: dict[str, list[bool]] = {}
+    for pair, margin in zip(pairs, margins, strict=True):
+        by_kind.setdefault(pair.kind, []).append(margin > 0)
+    every = [one for some in by_kind.values() for one in some]
+    return {**_share(every), "by_kind": {kind: _share(some) for kind, some in sorted(by_kind.items())}, "calibration": calibration(margins)}
+
+
+def _share(right: list[bool]) -> dict[str, Any]:
+    sure = wilson(sum(right), len(right))
+    return {"accuracy": sum(right) / len(right), "low": sure.low, "high": sure.high, "total": len(right)}
+
+
+if __name__ == "__main__":
+    sys.exit(stage.run(main))

@@ -1,0 +1,127 @@
+"""What the recipes that are no plain training share: their beginning, and result.json, written last, by which a stage is known to be done."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.control.record.metrics import read_metrics
+from stoker.training.checkpoint.folders import write_whole
+from stoker.training.config.resolve import recipe_config
+from stoker.training.config.schema import Config
+from stoker.training.forensics.culprit import NonFinite
+from stoker.training.loop.job import Job
+from stoker.training.loop.say import where_runs_go
+from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model.decoder import Decoder
+from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+RESULT = "result.json"
+SCHEMA = 1
+
+
+def settings(argv: list[str]) -> Config:
+    c = recipe_config(argv, torch.cuda.is_available(), say=from_rank_0)
+    ready.environment(c.data.cache)
+    return c
+
+
+def weights_of(load: str) -> str:
+    """The folder with the weights that `model.load` (or another key) names."""
+    if not load:
+        raise Refusal("no model: name a folder with model.load", EX_USAGE)
+    return hf_hub.folder_of(load, from_rank_0)
+
+
+def tokenizer_of(c: Config) -> Tokenizer:
+    return load_tokenizer(c.tokenizer.path or weights_of(c.model.load))
+
+
+def open_model(c: Config, folder: str, device: torch.device, context_length: int = 0) -> Decoder:
+    """The decoder of a folder as transformers writes it, on its device, ready to run there."""
+    shape = hf_config.shape_of(folder)
+    dtype = ready.dtype_of(c.compute, device)
+    ready.arithmetic(c.compute, dtype)
+    with torch.device(device):
+        model = Decoder(shape, context_length or c.data.context_length, dtype)
+    model.place(device)
+    hf.load(model, folder, from_rank_0)
+    return model
+
+
+def rows_of(path: str, key: str) -> list[dict[str, Any]]:
+    """A jsonl file's rows."""
+    if not path:
+        raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
+    found = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as problem:
+            raise Refusal(f"{key} {path}, line {number}: not JSON ({problem})", EX_NOINPUT) from problem
+        if not isinstance(row, dict):
+            raise Refusal(f"{key} {path}, line {number}: a row is an object, not {type(row).__name__}", EX_NOINPUT)
+        found.append(row)
+    if not found:
+        raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
+    return found
+
+
+def finish(c: Config, stage: str, metrics: dict[str, Any], *, model: str | None = None, more: dict[str, Any] | None = None) -> None:
+    """Rank 0 alone calls this."""
+    told = {"schema": SCHEMA, "stage": stage, "metrics": metrics, "model": model, **(more or {})}
+    write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
+
+
+def learned(job: Job) -> dict[str, Any]:
+    """The numbers of a stage that trained; of one that had been trained before, those it left in its metrics."""
+    last = job.last
+    if last is None or last.validation is None:
+        return {"steps": job.steps, "tokens": job.position.tokens, **_newest(job.folder)}
+    found = last.validation
+    return {
+        "steps": last.done, "tokens": last.tokens, "loss": last.loss, "val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte,
+        "val_right": found.right,
+    }  # fmt: skip
+
+
+def _newest(folder: str) -> dict[str, Any]:
+    wanted: dict[str, Any] = {}
+    for line in read_metrics(folder):
+        wanted |= {key: line[key] for key in ("loss", "val_loss", "val_bits_per_byte", "val_right") if key in line}
+    return wanted
+
+
+def from_rank_0(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
+
+
+def guarded(main: Callable[[], int]) -> int:
+    """Refusals are one line and a code; a traced NaN has said its own, and needs no page of frames behind it."""
+    try:
+        return main()
+    except NonFinite as found:
+        raise found.with_traceback(None) from None
+    except Refusal as refusal:
+        print(f"stoker: {refusal.line}", file=sys.stderr, flush=True)
+        return refusal.code
+
+
+def run(main: Callable[[list[str]], int]) -> int:
+    """What a recipe's last line calls."""
+    return guarded(lambda: main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""A model that scores answers, learned from pairs."""

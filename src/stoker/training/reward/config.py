@@ -1,0 +1,11 @@
+"""Pairs of answers, one better than the other."""
+
+from __future__ import annotations
+
+from stoker.contract.shape import option, shape
+
+
+@shape
+class RewardConfig:
+    pairs: str = option("jsonl rows with prompt, chosen and rejected", default="", metavar="PATH")
+    held_out: str = option("pairs to measure by; empty: the last tenth of `pairs`", default="", metavar="PATH")

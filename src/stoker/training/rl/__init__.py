@@ -1,0 +1,1 @@
+"""Learning from rewards: rollouts, advantages, the clipped loss, the breaker."""

@@ -1,0 +1,155 @@
+"""The reward model: its pairs, its loss, its head in a folder; and the recipe on one, two and three ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from conftest import Stoker
+from stoker.contract.names import Refusal
+from stoker.training.config.resolve import recipe_config
+from stoker.training.data.reader import IGNORED
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.reward.calibration import calibration
+from stoker.training.reward.model import RewardModel, load, margins, open_reward, save, score_ids
+from stoker.training.reward.pairs import PairRows, answered, read_pairs
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=320, init_std=0.2)
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """The better answer says yes."""
+    draw = random.Random(seed)
+    made = []
+    for number in range(count):
+        word = "".join(draw.choice("abcdef") for _ in range(draw.randint(2, 6)))
+        made.append({"prompt": f"is {word} {number % 7}?", "chosen": f"yes {word}", "rejected": f"no {word}", "kind": "right" if number % 2 else "form"})
+    return made
+
+
+def nothing(line: str) -> None:
+    raise AssertionError(line)
+
+
+def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
+    words = bytes_tokenizer()
+    pairs = read_pairs(rows(20), words, 160, "pairs", nothing)
+    packed = PairRows(pairs, 160, 0)
+    batch = packed.batch(np.arange(len(packed), dtype=np.int64))
+    seen = []
+    assert batch.segments is not None
+    for inputs, targets, segments in zip(batch.inputs, batch.targets, batch.segments, strict=True):
+        for place in np.flatnonzero(targets != IGNORED).tolist():
+            better, worse = segments[place], segments[targets[place]]
+            seen.append((inputs[segments == better].tolist(), inputs[segments == worse].tolist()))
+            assert targets[place] == np.flatnonzero(segments == worse).max() and place == np.flatnonzero(segments == better).max()
+    assert seen == [(pair.better, pair.worse) for pair in pairs] and 1 < len(packed) < 20
+    assert packed.digest() != PairRows(pairs[::-1], 160, 0).digest()
+
+
+def test_the_loss_is_bradley_and_terrys_of_each_answer_alone() -> None:
+    words = bytes_tokenizer()
+    pairs = read_pairs(rows(7), words, 200, "pairs", nothing)
+    packed = PairRows(pairs, 200, 0)
+    model = RewardModel(SMALL, 200)
+    model.start(1)
+    assert score_ids(model, [pairs[0].better], torch.device("cpu")) == [0.0]
+    with torch.no_grad():
+        model.score.normal_(generator=torch.Generator().manual_seed(1))
+    batch = packed.batch(np.arange(len(packed), dtype=np.int64))
+    inputs, targets, segments = (torch.from_numpy(one) for one in (batch.inputs, batch.targets, batch.segments))
+    got = model(inputs, targets, torch.tensor(0.5), segments)
+    alone = score_ids(model, [side for pair in pairs for side in (pair.better, pair.worse)], torch.device("cpu"), micro=3)
+    want = sum(F.softplus(torch.tensor(alone[at + 1] - alone[at])) for at in range(0, len(alone), 2)) * 0.5
+    torch.testing.assert_close(got, torch.as_tensor(want), rtol=1e-4, atol=1e-5)
+    found = margins(model(inputs, None, None, segments), targets)[targets != IGNORED]
+    torch.testing.assert_close(found, torch.tensor(alone[::2]) - torch.tensor(alone[1::2]), rtol=1e-4, atol=1e-4)
+
+
+def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path) -> None:
+    words = bytes_tokenizer()
+    words.save(str(tmp_path / "tokenizer"))
+    model = RewardModel(SMALL, 64)
+    model.start(1)
+    with torch.no_grad():
+        model.score.fill_(0.25)
+    save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
+    save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
+    c = recipe_config(["--preset", "small", "--context_length", "64"], False, {})
+    again = open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+    ids = answered(words, "hello?", "yes")
+    assert score_ids(again, [ids], torch.device("cpu")) == score_ids(model, [ids], torch.device("cpu")) != [0.0]
+    (tmp_path / "hf" / "score.safetensors").unlink()
+    with pytest.raises(Refusal, match="no reward model"):
+        open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+    begun = RewardModel(SMALL, 64)
+    begun.start(2)
+    load(begun, str(tmp_path / "hf"), lambda line: None)  # a decoder's folder: the head stays
+    assert not begun.score.any() and torch.equal(begun.embed.weight, model.embed.weight)
+
+
+def test_calibration_counts_how_often_it_was_right_when_it_was_sure() -> None:
+    found = calibration([3.0, 3.0, 3.0, -3.0, 0.01, -0.01])
+    assert [one["count"] for one in found] == [2, 4]
+    assert found[0]["observed"] == 0.5 and found[1]["observed"] == 0.75
+    assert found[1]["low"] <= found[1]["predicted"] <= found[1]["high"]
+    assert calibration([1000.0])[0]["predicted"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "line"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "the same text"),
+        ({"prompt": "a", "chosen": "b"}, "no rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": 3}, "must be texts"),
+        ({"prompt": [{"role": "robot", "content": "x"}], "chosen": "b", "rejected": "c"}, "role 'robot'"),
+        ({"prompt": "a" * 400, "chosen": "b", "rejected": "c"}, "more than data.context_length"),
+    ],
+)
+def test_rows_that_are_no_pairs_are_named_and_left_out_only_when_they_are_few(row: dict[str, Any], line: str) -> None:
+    said: list[str] = []
+    assert len(read_pairs([*rows(200), row], bytes_tokenizer(), 256, "p.jsonl", said.append)) == 200
+    assert "1 of 201" in said[0] and "row 201" in said[0] and line in said[0]
+    with pytest.raises(Refusal, match="2 of 42"):
+        read_pairs([*rows(40), row, row], bytes_tokenizer(), 256, "p.jsonl", said.append)
+
+
+def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker: Stoker, tmp_path: Path) -> None:
+    words = bytes_tokenizer()
+    words.save(str(tmp_path / "tokenizer"))
+    model = Decoder(SMALL, 128)
+    model.start(3)
+    from stoker.training.model import hf
+
+    hf.save(model, str(tmp_path / "begin"), say=lambda line: None, tokenizer_folder=str(tmp_path / "tokenizer"))
+    for name, some in (("pairs", rows(240)), ("other", rows(60, seed=9))):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps(row) for row in some))
+    curves, results = [], []
+    for ranks in (1, 2, 3):
+        done = stoker.torch(
+            "train", "reward", "--nproc-per-node", str(ranks), "--name", f"r{ranks}", "--runs-dir", str(tmp_path / "runs"), "--preset", "small",
+            "--model.load", str(tmp_path / "begin"), "--reward.pairs", str(tmp_path / "pairs.jsonl"), "--reward.held_out", str(tmp_path / "other.jsonl"),
+            "--context_length", "128", "--batch.tokens", "1152", "--batch.micro", "2", "--max-steps", "25", "--learning-rate", "3e-3", "--log_every", "1",
+            "--parallel.device", "cpu", "--eval_every", "0",
+        )  # fmt: skip
+        assert done.code == 0, done.out + done.err
+        (run,) = (tmp_path / "runs").glob(f"*-r{ranks}")
+        curves.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "val_loss" not in line])
+        results.append(json.loads((run / "result.json").read_text()))
+    assert len(curves[0]) == 25 and curves[0][0] == pytest.approx(0.6931, abs=1e-3)
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
+    told = results[0]["metrics"]
+    assert told["accuracy"] >= 0.95 and told["total"] == 60 and set(told["by_kind"]) == {"form", "right"} and told["low"] < told["accuracy"]
+    assert results[0]["model"] == "hf"
