@@ -7,7 +7,10 @@ import sys
 COMMANDS = {
     "run": "start a script on this machine's GPUs (or CPUs): torchrun's place, torchrun's flags",
     "train": "train a language model: checks, data, then a run of the stage's recipe",
+    "speedrun": "the whole chain, tokenizer to GRPO to report, in one command; goes on where it was",
     "prepare": "make data ready for training: tokenizer and token shards, once",
+    "chat": "talk to a model in the terminal",
+    "export": "write a model as a folder that transformers opens, with its chat template",
     "runs": "list the runs",
     "why": "how a run ended, and why",
     "logs": "what a rank printed",

@@ -10,12 +10,12 @@ import signal
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import data, environment, gpu, gpu_memory, hang, host, kernels, launch, memory, nccl, network, numbers, rank
+from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
-_FAMILIES = (numbers, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
+_FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
 
 def judge(evidence: Evidence) -> Verdict:

@@ -1,0 +1,101 @@
+"""stoker speedrun [options]: the whole chain, tokenizer to GRPO to report; goes on where it was"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from stoker.contract import names
+from stoker.contract.settings import Parser, add_flags, build
+from stoker.control.machine.model import Machine
+from stoker.speedrun.options import SpeedrunOptions
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.speedrun.drive import Tools
+
+_EPILOG = """stages, in this order: world, tokenizer, base, eval-base, midtrain, eval-midtrain, sft, eval-sft, reward, density, grpo-uniform,
+eval-grpo-uniform, grpo-density, eval-grpo-density, diversity, report
+
+  stoker speedrun                                       what this machine can do, on the built-in world
+  stoker speedrun --plan                                what it would run, and about how long
+  stoker speedrun --set sft:train.max_steps=500         runs sft again, and what is built on it
+  stoker speedrun --preset d20 --data my-data/          real data
+  stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
+
+The same command goes on where it was stopped or killed; when all is done it says so and exits 0.
+exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written,
+75 another speedrun works there."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker speedrun", usage="stoker speedrun [options]", epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report.",
+    )  # fmt: skip
+    add_flags(made, SpeedrunOptions)
+    return made
+
+
+def main(argv: list[str], tools: Tools | None = None) -> int:
+    """`tools`: what runs the stages; given by tests."""
+    made = parser()
+    told, extra = made.parse_known_args(argv)
+    if extra:
+        made.unknown(extra)
+    options = build(SpeedrunOptions, vars(told))
+    if options.json and not options.plan:
+        raise names.Refusal("--json goes with --plan", names.EX_USAGE)
+    from stoker.speedrun.course import refuse_missing_inputs, settle
+
+    machine = _look()
+    course = settle(options, machine, _gpus(machine, options.nproc_per_node), os.environ)
+    if options.plan:
+        from stoker.speedrun import plan
+
+        if options.json:
+            print(json.dumps(plan.as_data(course), indent=1, ensure_ascii=False))
+        else:
+            print("\n".join((*course.lines, "", plan.as_text(course))))
+        return 0
+    for line in course.lines:
+        _say(line)
+    if course.finished:
+        report = os.path.join(course.folder, "report.md")
+        where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
+        _say(f"finished: {len(course.selected)} stages are done in {os.path.relpath(course.folder)}{where}")
+        return 0
+    refuse_missing_inputs(course, argv)
+    from stoker.speedrun import state
+    from stoker.speedrun.drive import VARIABLES, Drive
+    from stoker.speedrun.drive import Tools as Real
+
+    for name in sorted(name for name in os.environ if name.startswith(VARIABLES)):
+        _say(f"{name} is not passed on to the stages: give it with --set")
+    lock = state.hold(course.folder)
+    try:
+        return Drive(course, tools or Real(), os.environ, _say).run()
+    finally:
+        os.close(lock)
+
+
+def _look() -> Machine:
+    """As `stoker train` will see it; a driver that hangs costs three seconds, not the launch."""
+    recorded = os.environ.get(names.MACHINE)
+    if recorded:
+        from stoker.control.machine.observe import read_recorded
+
+        return read_recorded(recorded)
+    from stoker.control.machine.examine import examine
+
+    return examine("", 0, frozenset()).machine
+
+
+def _gpus(machine: Machine, asked: str | None) -> bool:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    return bool(machine.gpus or machine.gpu_error) and not hidden and (asked or "").strip().lower() != "cpu"
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

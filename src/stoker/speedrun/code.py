@@ -1,0 +1,81 @@
+"""The version of a stage's code: a digest of its recipe's source and of all of Stoker that this imports. Found by reading, not by importing: no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+
+import stoker
+
+ROOT = os.path.dirname(os.path.abspath(stoker.__file__))
+# Launching and recording change nothing of what is learned.
+ROOMS = ("training", "speedrun")
+_NAMES = re.compile(r"\bstoker((?:\.[A-Za-z_]\w*)+)")
+_IMPORTED = re.compile(r"\bfrom\s+stoker((?:\.\w+)*)\s+import\s+(\([^)]*\)|[^\n#]+)")
+_OWN = {"world": "training.world.make", "report": "speedrun.report"}
+
+
+class Code:
+    """Everything is read once: a finished speedrun shall say so at once."""
+
+    def __init__(self, root: str = ROOT) -> None:
+        self._root = root
+        self._sums: dict[str, str] = {}
+        self._imports: dict[str, tuple[str, ...]] = {}
+        self._files: dict[str, str | None] = {}
+        self._digests: dict[str, str] = {}
+
+    def digest(self, recipe: str) -> str:
+        """Everything of `training` where there is no such recipe: rather too much is run again than too little."""
+        if recipe not in self._digests:
+            first = _OWN.get(recipe, f"training.recipes.{recipe}")
+            start = self._file(first)
+            found = self._reached(start) if start is not None else self._all("training")
+            told = "".join(f"{path}\0{self._sum(path)}\n" for path in sorted(found))
+            self._digests[recipe] = hashlib.sha256(told.encode()).hexdigest()
+        return self._digests[recipe]
+
+    def _reached(self, first: str) -> set[str]:
+        found = {first}
+        waiting = [first]
+        while waiting:
+            fresh = set(self._imported(waiting.pop())) - found
+            found |= fresh
+            waiting += fresh
+        return found
+
+    def _imported(self, path: str) -> tuple[str, ...]:
+        """The files that a file's imports name, wherever in it they stand."""
+        if path not in self._imports:
+            with open(os.path.join(self._root, path), "rb") as file:
+                data = file.read()
+            self._sums[path] = hashlib.sha256(data).hexdigest()
+            text = data.decode("utf-8", "replace")
+            names = {name[1:] for name in _NAMES.findall(text)}
+            for package, words in _IMPORTED.findall(text):
+                names |= {f"{package}.{word}"[1:] for word in re.findall(r"\w+", words)}
+            self._imports[path] = tuple({found for name in names if (found := self._file(name)) is not None})
+        return self._imports[path]
+
+    def _sum(self, path: str) -> str:
+        self._imported(path)
+        return self._sums[path]
+
+    def _all(self, room: str) -> set[str]:
+        return {
+            os.path.relpath(os.path.join(place, name), self._root)
+            for place, _, names in os.walk(os.path.join(self._root, room))
+            for name in names
+            if name.endswith(".py")
+        }
+
+    def _file(self, module: str) -> str | None:
+        """Of a module, or of the one that a name is inside of; None outside the rooms that matter."""
+        if not module or module.partition(".")[0] not in ROOMS:
+            return None
+        if module not in self._files:
+            base = module.replace(".", "/")
+            own = next((path for path in (base + ".py", base + "/__init__.py") if os.path.isfile(os.path.join(self._root, path))), None)
+            self._files[module] = own or self._file(module.rpartition(".")[0])
+        return self._files[module]

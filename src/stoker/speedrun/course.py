@@ -1,0 +1,117 @@
+"""A speedrun, settled: its stages and their keys, which of them are asked for, what is done. Made without starting anything."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.shape import shape
+from stoker.control.machine.model import Machine
+from stoker.speedrun import overrides
+from stoker.speedrun.code import Code
+from stoker.speedrun.estimate import Estimate, estimates, pace_of
+from stoker.speedrun.keys import keys_of
+from stoker.speedrun.options import SpeedrunOptions
+from stoker.speedrun.presets import Preset, choose, refuse_what_cannot_be
+from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, Stage, chain, selected
+from stoker.speedrun.state import Entry, entries
+
+CACHE = "cache"
+
+
+@shape
+class Course:
+    folder: str
+    preset: Preset
+    options: SpeedrunOptions
+    machine: Machine
+    stages: tuple[Stage, ...]
+    keys: Mapping[str, str]
+    selected: tuple[str, ...]
+    entries: Mapping[str, Entry]
+    estimates: Mapping[str, Estimate]
+    estimated_for: str  # what hardware
+    lines: tuple[str, ...]  # to be said
+    prepare: Callable[[], None]  # writes what stages read and is not there yet
+
+    @property
+    def finished(self) -> bool:
+        return all(self.entries[name].done for name in self.selected)
+
+    def about(self) -> dict[str, Any]:
+        """The head of chain.json."""
+        cards = [{"index": gpu.index, "name": gpu.name, "memory_total": gpu.memory_total} for gpu in self.machine.gpus]
+        box = self.machine
+        hardware = {"hostname": box.hostname, "cores": box.cores, "memory_total": box.memory_total, "gpus": cards, "driver": box.driver,
+                    "platform": box.platform, "python": box.python}  # fmt: skip
+        return {"preset": self.preset.name, "seed": self.options.seed, "hardware": hardware, "price_per_hour": self.options.price_per_hour}
+
+
+def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: Mapping[str, str]) -> Course:
+    preset, line = choose(options.preset, gpus)
+    if not options.plan:  # a plan for another machine may be made anywhere
+        refuse_what_cannot_be(preset, gpus, options.data is not None)
+    if "/" in options.name or options.name in (".", ".."):
+        raise Refusal(f"--name {options.name!r} can't be part of a folder's name", EX_USAGE)
+    root = layout.runs_root(options.runs_dir, dict(environment))
+    folder = os.path.abspath(os.path.join(root, f"speedrun-{preset.name}{f'-{options.name}' if options.name else ''}"))
+    data, prepare = _data(options, folder)
+    stages = _with_settings(chain(preset, data, options.seed), options)
+    keys = keys_of(stages, Code().digest)
+    ranks = _ranks(options.nproc_per_node, len(machine.gpus) if gpus else 1)
+    pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, gpus or preset.gpus)
+    return Course(
+        folder, preset, options, machine, stages, keys, selected(stages, options.begin, options.until, options.only),
+        entries(folder, stages, keys), estimates(stages, pace, ranks), f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", (line, *data.lines), prepare,
+    )  # fmt: skip
+
+
+def _data(options: SpeedrunOptions, folder: str) -> tuple[Data, Callable[[], None]]:
+    if options.data is None:
+        return OUR_WORLD, lambda: None
+    from stoker.speedrun.material import Digests, material
+
+    found = material(options.data, folder, Digests(CACHE), CACHE)
+    return found.data, found.make_copies
+
+
+def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[Stage, ...]:
+    if not options.set:
+        return tuple(stages)
+    from stoker.speedrun.material import Digests
+
+    return overrides.apply(stages, [overrides.parse(text, stages) for text in options.set], Digests(CACHE).of)
+
+
+def _ranks(asked: str | None, usual: int) -> int:
+    return int(asked) if asked is not None and asked.isdigit() and int(asked) > 0 else max(usual, 1)
+
+
+def refuse_missing_inputs(course: Course, argv: Sequence[str]) -> None:
+    """A stage that is asked for, whose inputs neither are there nor will be made first."""
+    chosen = set(course.selected)
+    for stage in course.stages:
+        if stage.name not in chosen or stage.stage == REPORT or course.entries[stage.name].done:
+            continue
+        for needed in stage.inputs:
+            if needed not in chosen and not course.entries[needed].done:
+                command = shlex.join(["stoker", "speedrun", *_without_choice(argv), "--until", needed])
+                raise Refusal(f"stage {stage.name} needs what {needed} makes, and with these settings that is not there: `{command}` makes it", EX_NOINPUT)
+
+
+def _without_choice(argv: Sequence[str]) -> list[str]:
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        name = word.partition("=")[0]
+        if skip:
+            skip = False
+        elif name in ("--from", "--begin", "--until", "--only"):
+            skip = "=" not in word
+        else:
+            kept.append(word)
+    return kept

@@ -1,0 +1,129 @@
+"""`--data FOLDER`: which file plays which role, by its name and by what its first row holds."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+
+TEXT, ROWS, PARQUET, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".parquet", ".csv"
+# A name that says a role must hold what the role needs; `test`, `train`, `val` only say which half of something it is.
+_ROLES = {
+    "base": "base", "pretrain": "base", "midtrain": "midtrain", "sft": "sft", "chat": "sft", "pair": "pairs", "preference": "pairs", "prompt": "prompts",
+    "question": "questions",
+}  # fmt: skip
+_FORMS = {"base": ("text",), "midtrain": ("chat",), "sft": ("chat",), "pairs": ("pair",), "prompts": ("prompt", "problem"),
+          "questions": ("prompt", "problem", "choice")}  # fmt: skip
+_OF_FORM = {"text": "base", "chat": "sft", "pair": "pairs", "prompt": "prompts", "problem": "prompts", "choice": "questions"}
+_WORDS = {"text": "text", "chat": "messages", "pair": "prompt, chosen and rejected", "prompt": "prompt and answer", "problem": "question and answer",
+          "choice": "question, choices and answer"}  # fmt: skip
+_HELD = re.compile(r"held.?out|(^|[-_.])(valid\w*|val|dev|test|eval)([-_.]|$)")
+_LOOKED_FOR = "base* or *.txt or rows with text; sft* or chat* with messages; pairs* with prompt, chosen, rejected; prompts* or GSM8K's train.jsonl; "\
+              "questions* or test* (GSM8K, ARC, MMLU)"  # fmt: skip
+LONGEST = 1 << 26
+HELD_OUT = "-held-out"
+QUESTIONS_HALVES = ("dev", "val", "train", "auxiliary_train")  # MMLU's folders beside test/
+
+
+@shape
+class Found:
+    roles: dict[str, tuple[str, ...]]  # role, or role-held-out -> paths
+    unused: tuple[str, ...]
+
+
+def find(folder: str) -> Found:
+    if not os.path.isdir(folder):
+        raise Refusal(f"--data {folder}: there is no such folder", EX_NOINPUT)
+    roles: dict[str, list[str]] = {}
+    unused: list[str] = []
+    tables: dict[str, list[str]] = {}
+    for path in _files(folder):
+        shown = os.path.relpath(path, folder)
+        if path.lower().endswith(CSV):
+            tables.setdefault(os.path.dirname(path), []).append(path)
+            continue
+        role = role_of(shown, form_of(path))
+        if role is None:
+            unused.append(shown)
+        else:
+            roles.setdefault(role, []).append(path)
+    for place, paths in tables.items():
+        if os.path.basename(place).lower() in QUESTIONS_HALVES or not all(_is_mmlu(path) for path in paths):
+            unused += [os.path.relpath(path, folder) for path in paths]
+        else:  # one folder of many subjects is one task
+            roles.setdefault("questions", []).append(place if len(paths) > 1 else paths[0])
+    if not roles:
+        there = f"found {', '.join(unused[:6])}{' …' if len(unused) > 6 else ''}" if unused else "it is empty"
+        raise Refusal(f"--data {folder}: nothing usable; looked for {_LOOKED_FOR}; {there}", EX_DATAERR)
+    return Found({role: tuple(paths) for role, paths in roles.items()}, tuple(unused))
+
+
+def _files(folder: str) -> Sequence[str]:
+    found = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
+    return found
+
+
+def role_of(shown: str, form: str | None) -> str | None:
+    """`shown`: the path inside the folder; `form`: what the first row holds. None: no role. Pure."""
+    parts = [os.path.splitext(part)[0].lower() for part in reversed(shown.split(os.sep))]
+    named = next((role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None)
+    if named is not None and shown.lower().endswith((*TEXT, *ROWS, PARQUET)) and form not in _FORMS[named]:
+        wanted = " or ".join(_WORDS[one] for one in _FORMS[named])
+        raise Refusal(f"--data: {shown} is called {named} and its first row has no {wanted}; mend it, or give it another name", EX_DATAERR)
+    if form is None or (named is None and shown.lower().endswith(".md")):
+        return None
+    held = any(_HELD.search(part) for part in parts)
+    role = named or ("questions" if held and form in _FORMS["questions"] else _OF_FORM[form])
+    return role + HELD_OUT if held and role not in ("questions", "prompts") else role
+
+
+def form_of(path: str) -> str | None:
+    ending = os.path.splitext(path)[1].lower()
+    if ending in TEXT:
+        return "text"
+    if ending == PARQUET:
+        from stoker.training.data.units import open_parquet
+
+        return form_of_row(dict.fromkeys(open_parquet(path).schema_arrow.names, ""))
+    return form_of_row(_first_row(path)) if ending in ROWS else None
+
+
+def form_of_row(row: Any) -> str | None:
+    if not isinstance(row, dict):
+        return None
+    for form, needed in (("chat", ("messages",)), ("pair", ("chosen", "rejected")), ("choice", ("question", "choices")), ("problem", ("question", "answer")),
+                         ("prompt", ("prompt", "answer")), ("text", ("text",))):  # fmt: skip
+        if all(name in row for name in needed):
+            return form
+    inside = row.get("question")
+    return "choice" if isinstance(inside, dict) and "choices" in inside else None  # ARC as AI2 publishes it
+
+
+def _first_row(path: str) -> Any:
+    try:
+        with open(path, "rb") as file:
+            for line in iter(lambda: file.readline(LONGEST), b""):
+                if not line.isspace():
+                    return json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+    except OSError as problem:
+        raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError:
+        return None  # said as a file that is not used, or refused by its name
+    return None
+
+
+def _is_mmlu(path: str) -> bool:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return len(next(csv.reader(file), [])) == 6
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem

@@ -1,0 +1,213 @@
+"""Runs a course: one stage after the other, each a child, until all are done or one fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_SOFTWARE, EX_TEMPFAIL, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import replace, shape
+from stoker.control.record import reader
+from stoker.control.record.writer import write_json
+from stoker.speedrun import energy, saying, state
+from stoker.speedrun.child import Children
+from stoker.speedrun.course import Course
+from stoker.speedrun.estimate import left
+from stoker.speedrun.keys import run_name
+from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage, dependents
+from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED, Entry
+from stoker.training.config.keys import KEYS
+
+STILL_ENDING_S = 60.0  # a launcher whose speedrun was killed: 30 s for its ranks to save, and a little
+VARIABLES = "STOKER_TRAIN_"
+
+
+def make_world(folder: str, keys: Mapping[str, Any]) -> None:
+    from stoker.training.world.make import make
+
+    make(folder, seed=keys["seed"], level=keys["level"], size=keys["size"])
+
+
+@shape
+class Tools:
+    """What does the work; tests put others in their place."""
+
+    train: tuple[str, ...] = (sys.executable, "-m", "stoker", "train")
+    report: tuple[str, ...] = (sys.executable, "-m", "stoker.speedrun.report")
+    world: Callable[[str, Mapping[str, Any]], None] = make_world
+
+
+class Drive:
+    def __init__(self, course: Course, tools: Tools, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
+        self.course, self.tools, self.say = course, tools, say
+        self.entries = dict(course.entries)
+        self._environment = {name: text for name, text in environment.items() if not name.startswith(VARIABLES)}
+        self._took: dict[str, float] = {}
+        self._bar = sys.stderr.isatty() and not course.options.verbose
+
+    def run(self) -> int:
+        course = self.course
+        waiting = [stage for stage in course.stages if stage.name in course.selected and not self.entries[stage.name].done]
+        self._took = {name: entry.seconds for name, entry in self.entries.items() if entry.done and entry.seconds}
+        before = [name for name in course.selected if self.entries[name].done]
+        if before:
+            self.say(f"done before: {', '.join(before)}")
+        course.prepare()
+        self._write()
+        with Children() as children:
+            for place, stage in enumerate(waiting):
+                code = self._stage(stage, children, [one.name for one in waiting[place + 1 :]])
+                if code or children.stopped:
+                    return self._ended_early(stage, waiting[place + 1 :], code, children.stopped)
+        return 0
+
+    def _stage(self, stage: Stage, children: Children, after: Sequence[str]) -> int:
+        name, options = stage.name, self.course.options
+        number = f"[{[one.name for one in self.course.stages].index(name) + 1}/{len(self.course.stages)}]"
+        self.say(f"{number} {name} … about {span(self.course.estimates[name].seconds)}")
+        self._await_end_of_former(stage)
+        used = energy.millijoules() if self.course.machine.gpus else None
+        began, clock = time.time(), time.monotonic()
+        self._note(name, status=RUNNING, began=began, trouble="")
+        log = os.path.join(self.course.folder, state.LOGS, f"{run_name(name, self.course.keys)}.log")
+        log_from = os.path.getsize(log) if os.path.exists(log) else 0
+        if stage.stage == WORLD:
+            code = self._world(stage)
+        else:
+            argv = self._report_command() if stage.stage == REPORT else self._command(stage)
+            code = children.run(argv, self._environment, None if options.verbose else log, lambda: self._draw(stage, clock))
+        self._wipe()
+        seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
+        spent = energy.watt_hours(used, energy.millijoules()) if used is not None else None
+        spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
+        cost = round(seconds / 3600 * options.price_per_hour, 4) if options.price_per_hour is not None else None
+        run = state.run_of(self.course.folder, stage, self.course.keys)
+        self._note(name, seconds=seconds, energy_wh=spent, cost=cost, began=None, run=self._relative(run, stage))
+        self.entries[name] = state.seen(self.course.folder, self.entries[name])
+        return self._judge(stage, run, code, log, log_from, children.stopped, number, after)
+
+    def _judge(self, stage: Stage, run: str | None, code: int, log: str, log_from: int, stopped: int, number: str, after: Sequence[str]) -> int:
+        """Exit code 0 alone proves nothing: a stage that was asked to stop saves and ends well, too."""
+        name = stage.name
+        result = state.result_of(run) if run is not None and stage.stage != REPORT else None
+        if stage.stage == REPORT and code == 0:
+            whole = all(entry.done for one, entry in self.entries.items() if one != name)
+            self._note(name, status=DONE if whole else PARTIAL)
+            self.say(f"{number} {name} ✓ {span(self.entries[name].seconds)} | {os.path.join(_shown(self.course.folder), stage.outputs[0])}")
+            return 0
+        if result is not None and (code == 0 or stopped):
+            self._note(name, status=DONE)
+            self._took[name] = self.entries[name].seconds
+            estimated = {one: about.seconds for one, about in self.course.estimates.items()}
+            told = (saying.headline(stage.stage, result.get("metrics") or {}), saying.rest(left(estimated, self._took, after)))
+            self.say(" | ".join(part for part in (f"{number} {name} ✓ {span(self.entries[name].seconds)}", *told) if part))
+            return 0
+        if stopped:
+            self._note(name, status=STOPPED)
+            return code or 128 + stopped
+        line, fix = saying.trouble(run if stage.stage != REPORT else None, code, log, log_from)
+        if code == 0:
+            line, fix = f"it ended with 0 and left no {state.RESULT}", ""
+        self._note(name, status=FAILED, trouble=line)
+        shown = "" if self.course.options.verbose else f"; log: {_shown(log)}"
+        self.say(f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}{f'; {fix}' if fix else ''}{shown}")
+        return code or EX_SOFTWARE
+
+    def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
+        if stopped:
+            self.say(f"stopped in stage {stage.name}; the same command goes on from there" if code else "stopped; the same command goes on from there")
+            return code or 128 + stopped
+        hindered = dependents(self.course.stages, stage.name)
+        others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
+        if hindered:
+            self.say(f"not run, because they need {stage.name}: {', '.join(one.name for one in unreached if one.name in hindered)}")
+        if others:
+            self.say(f"not reached, though they do not need it: {', '.join(others)} (--only STAGE runs one)")
+        self.say("the same command goes on from there; `stoker speedrun --only report` reports on what there is")
+        return code
+
+    def _command(self, stage: Stage) -> list[str]:
+        options = self.course.options
+        words = [*self.tools.train, stage.stage, "--preset", stage.below, "--runs-dir", state.runs_root(self.course.folder), "--name",
+                 run_name(stage.name, self.course.keys), "--max-restarts", str(options.max_restarts)]  # fmt: skip
+        words += ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node is not None else []
+        words += [] if options.verbose else ["--quiet", "--show", "none"]
+        former = state.run_of(self.course.folder, stage, self.course.keys)
+        said = reader.load(former) if former is not None else None
+        if said is not None and said.verdict is not None and said.verdict.status == "completed":
+            words.append("--again")  # complete, and without a result all the same: it would only say that there is nothing to do
+        for key, value in stage.keys.items():
+            for item in value if isinstance(value, tuple) else (value,):
+                text = self._path(item) if isinstance(item, (From, File)) else KEYS[key].text(item)
+                words.append(f"--{key}={text}")
+        return words
+
+    def _path(self, place: From | File) -> str:
+        if isinstance(place, File):
+            return place.path
+        stage = next(one for one in self.course.stages if one.name == place.stage)
+        run = state.run_of(self.course.folder, stage, self.course.keys)
+        found = os.path.join(run, place.path) if run is not None else ""
+        if not os.path.exists(found):
+            where = _shown(run) if run is not None else stage.name
+            raise Refusal(f"stage {stage.name} is done and its {place.path} is gone: remove {where}, and the same command makes it again", EX_SOFTWARE)
+        return found
+
+    def _report_command(self) -> list[str]:
+        return [*self.tools.report, self.course.folder]
+
+    def _world(self, stage: Stage) -> int:
+        folder = state.run_of(self.course.folder, stage, self.course.keys)
+        assert folder is not None
+        os.makedirs(folder, exist_ok=True)
+        self.tools.world(folder, stage.keys)
+        write_json(os.path.join(folder, state.RESULT), {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None})
+        return 0
+
+    def _await_end_of_former(self, stage: Stage) -> None:
+        """Its launcher gets SIGTERM when a speedrun is killed, and may still be letting its ranks save."""
+        path = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage not in (WORLD, REPORT) else None
+        former = reader.load(path) if path is not None else None
+        if former is None or not reader.alive(former):
+            return
+        self.say(f"stage {stage.name}: its former launcher (pid {former.launcher[0]}) is still ending: waiting for it")
+        deadline = time.monotonic() + STILL_ENDING_S
+        while reader.alive(former):
+            if time.monotonic() > deadline:
+                line = f"stage {stage.name} is running under another launcher (pid {former.launcher[0]}): `stoker stop {former.name}` in its folder ends it"
+                raise Refusal(f"{line}: --runs-dir {_shown(state.runs_root(self.course.folder))}", EX_TEMPFAIL)
+            time.sleep(0.1)
+
+    def _relative(self, run: str | None, stage: Stage) -> str:
+        return os.path.relpath(run, self.course.folder) if run is not None and os.path.isdir(run) and stage.stage != REPORT else ""
+
+    def _note(self, name: str, **changes: Any) -> None:
+        entry: Entry = self.entries[name]
+        self.entries[name] = replace(entry, **changes)
+        self._write()
+
+    def _write(self) -> None:
+        state.write_chain(self.course.folder, self.course.about(), self.entries)
+
+    def _draw(self, stage: Stage, began: float) -> None:
+        if not self._bar:
+            return
+        run = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage != REPORT else None
+        steps = stage.keys.get("train.max_steps", 0)
+        line = " | ".join(part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part)
+        sys.stderr.write(f"\r{line}\x1b[K")
+        sys.stderr.flush()
+
+    def _wipe(self) -> None:
+        if self._bar:
+            sys.stderr.write("\r\x1b[K")
+            sys.stderr.flush()
+
+
+def _shown(path: str) -> str:
+    near = os.path.relpath(path)
+    return path if near.startswith("..") else near

@@ -1,0 +1,242 @@
+"""Reads a speedrun directory into frozen shapes. A file or a field that is missing, cut or of another type is None: a partial chain has a report too."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+from stoker.control.record import reader
+from stoker.speedrun.significance import Measured, share
+from stoker.speedrun.stages import REPORT
+from stoker.speedrun.state import CHAIN, RESULT
+
+COMPLETIONS = "completions.jsonl"
+SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
+_TOLD = ("restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed")  # events worth a line in a report
+
+
+@shape
+class Sample:
+    prompt: str
+    answer: str
+    completion: str
+    correct: bool | None
+    kind: str
+
+
+@shape
+class Marks:
+    likeliest: Measured = Measured()
+    drawn: Measured = Measured()
+
+
+@shape
+class Evaluation:
+    everything: Marks
+    kinds: dict[str, Marks]
+    bits_per_byte: float | None
+    samples: tuple[Sample, ...]
+
+
+@shape
+class StageRecord:
+    name: str
+    stage: str
+    status: str
+    run: str  # relative to the speedrun directory; empty where it never started
+    done: bool  # result.json is there, and no circuit breaker stopped it
+    seconds: float | None
+    attempts: int | None
+    energy_wh: float | None
+    cost: float | None
+    metrics: dict[str, Any]  # of result.json
+    steps: tuple[dict[str, Any], ...]  # the lines of metrics.jsonl
+    evaluation: Evaluation | None
+    troubles: tuple[str, ...]
+    versions: dict[str, Any]
+
+    def number(self, *path: str) -> float | None:
+        return number_at(self.metrics, *path)
+
+    def curve(self, key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Steps and values of one metric, where it was logged."""
+        found = [(step, value) for row in self.steps if (step := number_at(row, "step")) is not None and (value := number_at(row, key)) is not None]
+        return tuple(step for step, _ in found), tuple(value for _, value in found)
+
+
+@shape
+class Chain:
+    folder: str
+    preset: str
+    seed: str
+    hardware: dict[str, Any]
+    stages: dict[str, StageRecord]
+
+    def result(self, name: str) -> StageRecord | None:
+        """The record of a stage that is done."""
+        found = self.stages.get(name)
+        return found if found is not None and found.done else None
+
+    def evaluation(self, name: str) -> Evaluation | None:
+        """Of the model that stage `name` made."""
+        found = self.result(f"eval-{name}")
+        return found.evaluation if found else None
+
+
+def number_at(data: Any, *path: str) -> float | None:
+    """A finite number, or None. NaN is written as a word in metrics.jsonl, and true is no number."""
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        return None
+    return float(data) if math.isfinite(data) else None
+
+
+def gather(folder: str) -> Chain:
+    chain = reader.read_json(os.path.join(folder, CHAIN))
+    if not isinstance(chain, dict):
+        raise Refusal(f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT)
+    rows = chain.get("stages")
+    records = [_stage(folder, row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict) and row.get("name") not in (None, REPORT)]
+    hardware = chain.get("hardware")
+    hardware = hardware if isinstance(hardware, dict) else {}
+    return Chain(folder, _text(chain.get("preset")), _text(chain.get("seed")), hardware, {record.name: record for record in records})
+
+
+def _stage(folder: str, row: dict[str, Any]) -> StageRecord:
+    run = row.get("run") if isinstance(row.get("run"), str) else ""
+    where = os.path.join(folder, run) if run else ""
+    result = _object(os.path.join(where, RESULT)) if where else {}
+    metrics = result.get("metrics")
+    metrics = metrics if isinstance(metrics, dict) else {}
+    about = _object(os.path.join(where, layout.RUN)) if where else {}
+    attempts = number_at(row, "attempts")
+    kind = _text(row.get("stage") or row.get("name"))
+    versions = about.get("versions")
+    return StageRecord(
+        name=str(row["name"]), stage=kind, status=_text(row.get("status")) or "unknown", run=str(run or ""), done=bool(result) and not metrics.get("stopped"),
+        seconds=number_at(row, "seconds"), attempts=None if attempts is None else int(attempts), energy_wh=number_at(row, "energy_wh"),
+        cost=number_at(row, "cost"), metrics=metrics, steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
+        troubles=tuple(_troubles(where, row, metrics)), evaluation=_evaluation(where, result, metrics) if kind == "evaluate" and result else None,
+        versions=versions if isinstance(versions, dict) else {},
+    )  # fmt: skip
+
+
+def _object(path: str) -> dict[str, Any]:
+    found = reader.read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def _lines(path: str) -> Iterator[dict[str, Any]]:
+    """Whole JSON objects only: a crash may have cut the last line."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    row = None
+                if isinstance(row, dict):
+                    yield row
+    except OSError:
+        return
+
+
+def _text(value: Any) -> str:
+    """A prompt may be a text or messages."""
+    if value is None:
+        return ""
+    if isinstance(value, list):
+        return "\n".join(_text(turn.get("content")) if isinstance(turn, dict) else _text(turn) for turn in value)
+    return str(value).encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, a file can't
+
+
+def marks(data: Any) -> Marks:
+    return Marks(_measured(data, ""), _measured(data, "drawn_"))
+
+
+def _measured(data: Any, prefix: str) -> Measured:
+    value, low, high = (number_at(data, prefix + key) for key in ("accuracy", "low", "high"))
+    right, total = number_at(data, prefix + "correct"), number_at(data, prefix + "total")
+    if right is not None and total and (value is None or low is None or high is None):
+        return share(right, total)
+    return Measured(value, low, high, None if total is None else int(total))
+
+
+def measured(data: Any, key: str) -> Measured:
+    """{"value", "low", "high"} under a metric's name."""
+    inside = data.get(key) if isinstance(data, dict) else None
+    return Measured(number_at(inside, "value"), number_at(inside, "low"), number_at(inside, "high"))
+
+
+def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> Evaluation:
+    kinds = metrics.get("kinds")
+    told = result.get("samples")
+    rows: Sequence[Any] = told if isinstance(told, list) and told else list(_first_of_each_kind(where))
+    samples = tuple(_sample(row) for row in rows if isinstance(row, dict))
+    return Evaluation(
+        marks(metrics.get("all")), {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
+        number_at(metrics, "bits_per_byte"), samples,
+    )  # fmt: skip
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    right = row.get("correct")
+    return Sample(
+        _text(row.get("prompt")), _text(row.get("answer")), _text(row.get("completion")), right if isinstance(right, bool) else None, _text(row.get("kind"))
+    )
+
+
+def _first_of_each_kind(where: str) -> Iterator[dict[str, Any]]:
+    seen: dict[str, int] = {}
+    for row in _lines(os.path.join(where, COMPLETIONS)):
+        kind = _text(row.get("kind"))
+        seen[kind] = seen.get(kind, 0) + 1
+        if seen[kind] <= SAMPLES_OF_A_KIND:
+            yield row
+
+
+def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Iterator[str]:
+    """What went wrong on the way, in order, each once: events, what the chain noted, how it ended, what stopped it."""
+    events = list(reader.events(where)) if where else []
+    said = [_event(event) for event in events if event.get("event") in _TOLD]
+    again = sum(event.get("event") == "run" for event in events) - 1
+    if again > 0:
+        said.append(f"the command was given again {'once' if again == 1 else f'{again} times'}, and the stage went on where it was")
+    noted = row.get("restarts")
+    said += [_note(one) for one in (noted if isinstance(noted, list) else ())]
+    verdict = _object(os.path.join(where, layout.VERDICT)) if where else {}
+    if not verdict and row.get("trouble"):
+        said.append(f"failed: {_text(row['trouble'])}")
+    said.append(_event({**verdict, "event": "verdict"}))
+    fix = verdict.get("fix")
+    if said[-1] and isinstance(fix, list) and fix:
+        said.append(f"what to do: {_text(fix[0])}")
+    if metrics.get("stopped"):
+        said.append(f"stopped by the circuit breaker: {_text(metrics['stopped'])}")
+    yield from dict.fromkeys(line for line in said if line)
+
+
+def _event(event: dict[str, Any]) -> str:
+    kind, rank = _text(event.get("event")), event.get("rank")
+    of = f" (rank {rank})" if rank is not None else ""
+    if kind == "restart":
+        return f"restarted as attempt {_text(event.get('attempt'))} after {_text(event.get('cause')) or 'a failure'}{of}"
+    if kind == "verdict":
+        fine = event.get("status") in (None, "completed")
+        return "" if fine else f"{_text(event['status'])}: {_text(event.get('summary') or event.get('cause'))}"
+    if kind == "stop":
+        return f"stopped by {_text(event.get('signal')) or 'a signal'}"
+    what = _text(event.get("summary") or event.get("why") or event.get("cause"))
+    return f"{kind}{of}: {what}" if what else f"{kind}{of}"
+
+
+def _note(noted: Any) -> str:
+    """The chain keeps restarts as their events; one that the events tell, too, is told once."""
+    return _event({"event": "restart", **noted}) if isinstance(noted, dict) else _text(noted)

@@ -1,0 +1,73 @@
+"""`--plan`: the chain as a table, or as JSON. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from stoker.contract.quantities import gb, span
+from stoker.contract.shape import as_json
+from stoker.speedrun.course import Course
+from stoker.speedrun.stages import File, Stage
+
+SCHEMA = 1
+
+
+def as_data(course: Course) -> dict[str, Any]:
+    rows = []
+    for stage in course.stages:
+        entry, about = course.entries[stage.name], course.estimates[stage.name]
+        rows.append({
+            "name": stage.name, "stage": stage.stage, "key": course.keys[stage.name], "status": entry.status, "run": entry.run,
+            "selected": stage.name in course.selected, "inputs": list(stage.inputs), "files": _files(stage), "outputs": list(stage.outputs),
+            "about": as_json(about), "keys": as_json(dict(stage.keys)),
+        })  # fmt: skip
+    return {"schema": SCHEMA, "folder": course.folder, **course.about(), "about": {**_total(course), "hardware": course.estimated_for}, "stages": rows}
+
+
+def _files(stage: Stage) -> list[str]:
+    return [place.path for place in stage.places if isinstance(place, File)]
+
+
+def _waiting(course: Course) -> list[str]:
+    return [name for name in course.selected if not course.entries[name].done]
+
+
+def _total(course: Course) -> dict[str, float]:
+    found = [course.estimates[name] for name in _waiting(course)]
+    return {"seconds": sum(one.seconds for one in found), "memory": max((one.memory for one in found), default=0.0), "disk": sum(one.disk for one in found)}
+
+
+def as_text(course: Course) -> str:
+    rows = [("", "stage", "made from", "size", "time", "memory", "disk", "state")]
+    for stage in course.stages:
+        about, entry = course.estimates[stage.name], course.entries[stage.name]
+        made_from = "all stages" if stage.name == "report" else ", ".join((*stage.inputs, *(path.rsplit("/", 1)[-1] for path in _files(stage)))) or "-"
+        size = ", ".join(part for part in (_count(about.parameters, "parameters"), _count(about.tokens, "tokens")) if part)
+        state = f"done in {span(entry.seconds)}" if entry.done else entry.status
+        rows.append((
+            "•" if stage.name in course.selected and not entry.done else "", stage.name, made_from, size or "-", span(about.seconds), _bytes(about.memory),
+            _bytes(about.disk), state,
+        ))  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    total = _total(course)
+    count = len(_waiting(course))
+    lines.append("")
+    if count:
+        lines.append(
+            f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])} ({course.estimated_for}), "
+            f"about {gb(total['memory'])} of memory in each rank, about {gb(total['disk'])} of disk in {course.folder}"
+        )
+    else:
+        lines.append(f"nothing to run: all is done in {course.folder}")
+    return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    if not number:
+        return ""
+    return f"{number / 1e9:.1f} G {what}" if number >= 1e9 else f"{number / 1e6:.1f} M {what}" if number >= 1e5 else f"{number:,} {what}"
+
+
+def _bytes(count: float) -> str:
+    return gb(count) if count >= 1e9 else f"{count / 1e6:.0f} MB" if count else "-"

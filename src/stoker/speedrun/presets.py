@@ -1,0 +1,100 @@
+"""How large a speedrun is, by hardware: one plain table of each stage's keys. Later rows win: all < recipe < stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+
+
+@shape
+class Preset:
+    name: str
+    about: str
+    below: str  # the preset of `stoker train` that all keys lie on
+    level: int  # of the built-in world
+    size: float
+    keys: Mapping[str, Mapping[str, Any]]  # `all`, a recipe's name, or a stage's
+    gpus: bool = False  # it can't be done without
+    data: bool = False  # the built-in world is too small for it
+
+
+_TALK = {"generate.new_tokens": 48, "generate.temperature": 1.0}
+_CPU: dict[str, dict[str, Any]] = {
+    "all": {"data.context_length": 128, "batch.micro": 32, "train.log_every": 10, "checkpoint.every": 15.0, "compute.compile": "off", **_TALK},
+    "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
+    "pretrain": {
+        "model.depth": 0, "model.layers": 4, "model.dim": 128, "model.heads": 4, "batch.tokens": 4096, "train.max_steps": 600, "optim.learning_rate": 3e-3,
+        "optim.warmup_ratio": 0.05, "train.eval_tokens": 65_536,
+    },
+    "midtrain": {"batch.tokens": 4096, "train.max_steps": 300, "optim.learning_rate": 2e-3, "train.eval_tokens": 65_536},
+    "sft": {"batch.tokens": 4096, "train.max_steps": 300, "optim.learning_rate": 1e-3, "train.eval_tokens": 65_536},
+    "reward": {"data.context_length": 256, "batch.tokens": 4096, "train.max_steps": 200, "optim.learning_rate": 5e-4},  # both answers of a pair in one sample
+    "density": {"density.neighbours": 16, "density.clusters": 16},
+    "grpo": {"train.max_steps": 40, "train.log_every": 1, "grpo.prompts_per_step": 16, "grpo.group": 8, "optim.learning_rate": 1e-4},
+    "evaluate": {"evaluate.most": 600, "evaluate.draws": 2, "generate.rows": 128},
+    "eval-base": {"evaluate.chat": False, "evaluate.shots": 0, "evaluate.draws": 0},
+    "diversity": {"diversity.most": 48, "diversity.answers": 6, "generate.rows": 128},
+}
+_GPU: dict[str, dict[str, Any]] = {
+    "all": {"data.context_length": 512, "batch.micro": 64, "train.log_every": 10, "checkpoint.every": 30.0, "generate.new_tokens": 128, "generate.rows": 256},
+    "tokenizer": {"tokenizer.vocab_size": 4096, "tokenizer.train_megabytes": 64},
+    "pretrain": {"model.depth": 8, "batch.tokens": 65_536, "train.max_steps": 1500, "optim.learning_rate": 1e-3, "optim.warmup_ratio": 0.05},
+    "midtrain": {"batch.tokens": 65_536, "train.max_steps": 400, "optim.learning_rate": 6e-4},
+    "sft": {"batch.tokens": 65_536, "train.max_steps": 300, "optim.learning_rate": 3e-4},
+    "reward": {"batch.tokens": 65_536, "train.max_steps": 200, "optim.learning_rate": 2e-4},
+    "density": {"density.neighbours": 32, "density.clusters": 32},
+    "grpo": {"train.max_steps": 100, "train.log_every": 1, "grpo.prompts_per_step": 64, "grpo.group": 16, "optim.learning_rate": 3e-5},
+    "evaluate": {"evaluate.draws": 4},
+    "eval-base": {"evaluate.chat": False, "evaluate.draws": 0},
+    "diversity": {"diversity.most": 128, "diversity.answers": 8},
+}
+
+
+def _real(depth: int, steps: int, micro: int) -> dict[str, dict[str, Any]]:
+    """Real data: some 20 tokens per parameter for the base model."""
+    return {
+        "all": {"data.context_length": 2048, "batch.micro": micro, "generate.new_tokens": 512, "generate.rows": 128, "checkpoint.every": 900.0},
+        "tokenizer": {"tokenizer.vocab_size": 65_536, "tokenizer.train_megabytes": 1024},
+        "pretrain": {"model.depth": depth, "batch.tokens": 524_288, "train.max_steps": steps, "train.eval_every": 1000},
+        "midtrain": {"batch.tokens": 524_288, "train.max_steps": 800, "optim.learning_rate": 2e-4},
+        "sft": {"batch.tokens": 131_072, "train.max_steps": 600, "optim.learning_rate": 5e-5},
+        "reward": {"batch.tokens": 131_072, "train.max_steps": 400, "optim.learning_rate": 2e-5},
+        "density": {"density.neighbours": 64, "density.clusters": 64},
+        "grpo": {"train.max_steps": 400, "train.log_every": 1, "grpo.prompts_per_step": 32, "grpo.group": 16, "optim.learning_rate": 2e-6},
+        "evaluate": {"evaluate.draws": 4},
+        "eval-base": {"evaluate.chat": False, "evaluate.shots": 4, "evaluate.draws": 0},
+        "diversity": {"diversity.most": 256, "diversity.answers": 8},
+    }
+
+
+PRESETS: dict[str, Preset] = {
+    one.name: one
+    for one in (
+        Preset("cpu", "a model of 0.9 M parameters on a CPU, minutes", "small", 0, 1.0, _CPU),
+        Preset("gpu", "8 layers on one GPU, a quarter of an hour", "production", 1, 8.0, _GPU, gpus=True),
+        Preset("d20", "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours", "production", 2, 8.0, _real(20, 21_400, 16), gpus=True, data=True),
+        Preset("d32", "32 layers, 1.7 billion parameters, real data, 8 GPUs for days", "production", 2, 8.0, _real(32, 71_680, 8), gpus=True, data=True),
+    )
+}
+
+
+def choose(named: str | None, gpus: bool) -> tuple[Preset, str]:
+    """The preset, and the line that says why."""
+    if named is None:
+        found = PRESETS["gpu" if gpus else "cpu"]
+        others = ", ".join(name for name in PRESETS if name != found.name)
+        return found, f"preset {found.name}: {found.about}; {'the default where there are GPUs' if gpus else 'no GPU to train on'} (--preset: {others})"
+    if named not in PRESETS:
+        raise Refusal(f"--preset: no preset {named!r}{suggest(named, PRESETS) or '; there are ' + ', '.join(PRESETS)}", EX_USAGE)
+    return PRESETS[named], f"preset {named}: {PRESETS[named].about}"
+
+
+def refuse_what_cannot_be(preset: Preset, gpus: bool, data: bool) -> None:
+    if preset.gpus and not gpus:
+        raise Refusal(f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here", EX_UNAVAILABLE, cause="gpu.too-few")
+    if preset.data and not data:
+        raise Refusal(f"preset {preset.name} needs real data: --data FOLDER with at least base*.jsonl, .parquet or .txt files to pretrain on", EX_USAGE)

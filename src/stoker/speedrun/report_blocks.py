@@ -1,0 +1,59 @@
+"""What a report is made of. Its words are plain text: each way of writing it (report.py: markdown, html.py) escapes all of them."""
+
+from __future__ import annotations
+
+from stoker.contract.shape import shape
+
+GOOD, BAD, SAME = "good", "bad", "same"
+
+
+@shape
+class Heading:
+    text: str
+
+
+@shape
+class Text:
+    text: str
+    lead: bool = False  # the sentence a hurried reader reads
+
+
+@shape
+class Bullets:
+    items: tuple[str, ...]
+
+
+@shape
+class Code:
+    lines: tuple[str, ...]
+
+
+@shape
+class Cell:
+    text: str
+    small: str = ""  # below the number: its interval
+    tone: str = ""
+
+
+@shape
+class Table:
+    head: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    words: bool = False  # cells of prose, wrapped; else numbers
+    stacked: bool = False  # on a phone a row's cells stand below each other
+    title: str = ""  # a sample's prompt
+
+
+@shape
+class Figure:
+    """Left out where nothing could be drawn."""
+
+    name: str
+    caption: str
+
+
+Block = Heading | Text | Bullets | Code | Table | Figure
+
+
+def tone_of(judgement: str) -> str:
+    return GOOD if judgement.startswith("better") else BAD if judgement.startswith("worse") else SAME if judgement.startswith("no difference") else ""

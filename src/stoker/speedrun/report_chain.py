@@ -1,0 +1,148 @@
+"""What the chain was: headline, what is missing, hardware, time and cost, what failed, how to go on. Pure: a Chain in, blocks out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from stoker.contract.quantities import span
+from stoker.speedrun.gather import Chain, StageRecord, number_at
+from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.speedrun.report_results import MODELS, over_sft, pairs_right
+from stoker.speedrun.significance import ABSENT, judged, number, percent, points
+
+EXPECTED = ("tokenizer", "base", "midtrain", "sft", "reward", "density", "grpo-uniform", "grpo-density", *(f"eval-{name}" for name in MODELS), "diversity")
+BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
+_HARDWARE_KEYS = ("schema", "gpus", "cores", "memory_total", "memory_available", "max_processes", "max_files", "python")  # said in words, or of no use here
+MOST_TROUBLES = 8  # of one stage; `stoker why` has them all
+
+
+def headline(chain: Chain) -> Iterator[Block]:
+    """The main numbers; what is not there is left out."""
+    evaluated = {name: one.everything.likeliest.value for name in MODELS if (one := chain.evaluation(name)) is not None}
+    right = {name: value for name, value in evaluated.items() if value is not None}
+    seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
+    took = span(seconds) if seconds is not None else "time unknown"
+    said = [f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}."]
+    if right:
+        said.append("Held-out questions right: " + ", ".join(f"{MODELS[name]} {percent(value)}" for name, value in right.items()) + ".")
+    gains = {name.removeprefix("grpo-"): found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name)).difference is not None}
+    if gains:
+        said.append("GRPO over SFT: " + ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, found in gains.items()) + ".")
+    reward = chain.result("reward")
+    if reward is not None and pairs_right(reward).value is not None:
+        said.append(f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs told right.")
+    yield Text(" ".join(said), lead=True)
+    yield from missing(chain)
+
+
+def unfinished(chain: Chain) -> list[str]:
+    """`world` is not expected: with data of one's own there is none."""
+    absent = [name for name in EXPECTED if chain.result(name) is None]
+    return absent + [name for name, found in chain.stages.items() if not found.done and name not in (*EXPECTED, "world")]
+
+
+def missing(chain: Chain) -> Iterator[Block]:
+    absent = unfinished(chain)
+    if absent:
+        names = ", ".join(_with_status(chain, name) for name in absent)
+        yield Text(f"Not finished: {names}. The same command goes on; what needs these stages is missing below.", lead=True)
+
+
+def _with_status(chain: Chain, name: str) -> str:
+    found = chain.stages.get(name)
+    return f"{name} ({found.status})" if found is not None else name
+
+
+def hardware(chain: Chain) -> Iterator[Block]:
+    yield Heading("Hardware")
+    lines = hardware_lines(chain.hardware)
+    versions = next((found.versions for found in chain.stages.values() if found.versions), {})
+    told = ", ".join(f"{name} {value}" for name, value in versions.items() if isinstance(value, (str, int, float)))
+    yield Bullets((*lines, *([told] if told else ()))) if lines or told else Text(ABSENT)
+
+
+def hardware_lines(data: dict[str, Any]) -> tuple[str, ...]:
+    """What the machine is, most telling first. Keys as machine/model.py names them; others are shown as they are."""
+    rest = {key: value for key, value in data.items() if key not in _HARDWARE_KEYS}
+    lines = []
+    cards = data.get("gpus")
+    if isinstance(cards, list) and cards:
+        names = [_card(card) for card in cards]
+        lines.append(", ".join(f"{names.count(name)} × {name}" for name in dict.fromkeys(names)))
+    elif isinstance(cards, int) and not isinstance(cards, bool) and cards:
+        lines.append(f"{cards} GPU{'s' if cards > 1 else ''}")
+    cores, memory = number_at(data, "cores"), number_at(data, "memory_total")
+    if cores is not None:
+        lines.append(f"{cores:.0f} CPU core{'s' if cores != 1 else ''}")
+    if memory is not None:
+        lines.append(f"{memory / 1e9:.0f} GB RAM")
+    lines += [f"{key.replace('_', ' ')}: {value}" for key, value in rest.items() if isinstance(value, (str, int, float)) and value != ""]
+    return tuple(lines)
+
+
+def _card(card: Any) -> str:
+    if not isinstance(card, dict):
+        return str(card)
+    memory = number_at(card, "memory_total")
+    return f"{card.get('name') or 'GPU'}" + (f" ({memory / 1e9:.0f} GB)" if memory else "")
+
+
+def total_of(chain: Chain, what: str) -> float | None:
+    values = [value for found in chain.stages.values() if (value := getattr(found, what)) is not None]
+    return sum(values) if values else None
+
+
+def bill(chain: Chain) -> Iterator[Block]:
+    yield Heading("Time, energy and cost")
+    if not chain.stages:
+        yield Text("No stage was started.")
+        return
+    rows = [
+        _bill_row(found.name, "" if found.done or found.status == "done" else found.status, found.seconds, found.attempts, found.energy_wh, found.cost)
+        for found in chain.stages.values()
+    ]
+    attempts = total_of(chain, "attempts")
+    sums = _bill_row("all", "", total_of(chain, "seconds"), None if attempts is None else int(attempts), total_of(chain, "energy_wh"), total_of(chain, "cost"))
+    yield Table(("Stage", "Time", "Attempts", "Energy", "Cost"), (*rows, sums))
+    yield Figure("time", "Time of each stage")
+
+
+def _bill_row(name: str, status: str, seconds: float | None, attempts: int | None, energy: float | None, cost: float | None) -> tuple[Cell, ...]:
+    return (
+        Cell(name, status), Cell(span(seconds) if seconds else ABSENT), Cell(str(attempts) if attempts else ABSENT),
+        Cell(ABSENT if energy is None else f"{number(energy)} Wh"), Cell(ABSENT if cost is None else f"{cost:,.3f}" if cost < 1 else f"{cost:,.2f}"),
+    )  # fmt: skip
+
+
+def failures(chain: Chain) -> Iterator[Block]:
+    yield Heading("What failed and was restarted")
+    told = [line for found in chain.stages.values() for line in _told(found)]
+    yield Bullets(tuple(told)) if told else Text("Nothing failed, and no stage was restarted.")
+
+
+def _told(found: StageRecord) -> Iterator[str]:
+    for line in found.troubles[:MOST_TROUBLES]:
+        yield f"{found.name}: {line}"
+    if len(found.troubles) > MOST_TROUBLES:
+        yield f"{found.name}: and {len(found.troubles) - MOST_TROUBLES} more; events.jsonl in {found.run} has them"
+    if found.status == "failed" and not found.troubles:
+        yield f"{found.name}: failed; its logs are in {found.run or 'no run directory'}"
+
+
+def going_on(chain: Chain) -> Iterator[Block]:
+    yield Heading("How to go on")
+    last = next((found for name in reversed(MODELS) if (found := chain.result(name)) is not None and found.run), None)
+    lines = []
+    if last is not None:
+        near = os.path.relpath(chain.folder)
+        model = os.path.join(chain.folder if near.startswith("..") else near, last.run, "hf")
+        lines += [f"stoker chat {model}", f"stoker export {model} my-model"]
+    if unfinished(chain):
+        lines.append(f"stoker speedrun --preset {chain.preset or 'cpu'}        # goes on where this stopped")
+    bigger = BIGGER.get(chain.preset)
+    if bigger:
+        lines.append(f"bash speedrun.sh --preset {bigger}" + (" --data FOLDER" if bigger.startswith("d") else ""))
+    lines.append("stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # what one setting would run again")
+    yield Code(tuple(lines))

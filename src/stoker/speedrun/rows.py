@@ -1,0 +1,145 @@
+"""Rows that can't be used, found before anything starts: counted, named, and left out only while they are few."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+from stoker.training.data.files import sync_folder, write_json
+from stoker.training.data.read import MESSAGES
+from stoker.training.tokenizer.chat import LEARNED, ROLES
+
+TOLERATED = 0.01
+SCHEMA = 1
+NAMED = 5  # lines that a message names
+
+
+@shape
+class Checked:
+    total: int
+    bad: int
+    why: str  # for people: how many of which kind, and the first lines
+
+
+def chat_fault(row: dict[str, Any]) -> str:
+    told = row.get(MESSAGES)
+    if not isinstance(told, list) or not told:
+        return "without messages"
+    for one in told:
+        if not isinstance(one, dict) or one.get("role") not in ROLES:
+            return f"with the unknown role {one.get('role') if isinstance(one, dict) else one!r}"
+        if not isinstance(one.get("content"), str):
+            return "with a message that is no text"
+    return "" if any(one["role"] == LEARNED for one in told) else f"without a turn of the {LEARNED}"
+
+
+def pair_fault(row: dict[str, Any]) -> str:
+    if not _asks(row.get("prompt")):
+        return "without a prompt"
+    if not all(isinstance(row.get(name), str) and row[name].strip() for name in ("chosen", "rejected")):
+        return "without chosen and rejected as texts"
+    return "with chosen and rejected alike" if row["chosen"].strip() == row["rejected"].strip() else ""
+
+
+def prompt_fault(row: dict[str, Any]) -> str:
+    if not _asks(row.get("prompt", row.get("question"))):
+        return "without a prompt"
+    return "" if isinstance(row.get("answer"), (str, int, float)) and str(row["answer"]).strip() else "without an answer"
+
+
+def _asks(prompt: Any) -> bool:
+    if isinstance(prompt, str):
+        return bool(prompt.strip())
+    return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, dict) and one.get("role") in ROLES for one in prompt)
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], str]] = {"midtrain": chat_fault, "sft": chat_fault, "pairs": pair_fault, "prompts": prompt_fault}
+
+
+def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple[int, bytes, str]]:
+    """(line number, the line, what is wrong with it)."""
+    try:
+        with open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if number == 1:
+                    line = line.removeprefix(b"\xef\xbb\xbf")
+                if line.isspace() or not line:
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError:
+                    yield number, line, "not JSON"
+                    continue
+                yield number, line, fault(row) if isinstance(row, dict) else "not an object"
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+
+
+def check_rows(role: str, path: str) -> Checked:
+    """Refuses nothing: what is found is judged by `judge`, over all files of a role."""
+    total, kinds, lines = 0, dict[str, int](), list[int]()
+    for number, _, wrong in rows_of(path, FAULTS[role]):
+        total += 1
+        if wrong:
+            kinds[wrong] = kinds.get(wrong, 0) + 1
+            lines += [number] if len(lines) < NAMED else []
+    bad = sum(kinds.values())
+    counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
+    places = f"line{'s' if bad > 1 else ''} {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
+    return Checked(total, bad, f"{counted}; {places}" if bad else "")
+
+
+def judge(path: str, checked: Checked) -> str:
+    """The line to be said about rows that are left out; empty where all are sound."""
+    if not checked.total:
+        raise Refusal(f"{path} has no rows", EX_DATAERR)
+    if not checked.bad:
+        return ""
+    line = f"{path}: {checked.bad:,} of {checked.total:,} rows can't be used: {checked.why}"
+    if checked.bad >= TOLERATED * checked.total:
+        raise Refusal(f"{line}; below 1 % they would be left out: mend the file", EX_DATAERR)
+    return f"{line}; left out"
+
+
+def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
+    """Remembered by the file's bytes: a finished speedrun reads no data."""
+    index = os.path.join(cache, "checked-rows.json")
+    known = _read(index)
+    name = f"{digest}:{FAULTS[role].__name__}"
+    if name in known:
+        return Checked(*known[name])
+    found = check_rows(role, path)
+    os.makedirs(cache, exist_ok=True)
+    write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [found.total, found.bad, found.why]}})
+    return found
+
+
+def _read(index: str) -> dict[str, Any]:
+    try:
+        with open(index, encoding="utf-8") as file:
+            told = json.load(file)
+    except (FileNotFoundError, ValueError):
+        return {}  # it only saves reading: what it held is found again
+    return told["files"] if isinstance(told, dict) and told.get("schema") == SCHEMA else {}
+
+
+def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
+    """The usable rows of all sources in one file: whole, or not there."""
+    temporary = f"{target}.{os.getpid()}.tmp"
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    try:
+        with open(temporary, "wb") as file:
+            for path in sources:
+                file.writelines(line.rstrip(b"\r\n") + b"\n" for _, line, wrong in rows_of(path, FAULTS[role]) if not wrong)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+        sync_folder(os.path.dirname(target))
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise

@@ -1,0 +1,128 @@
+"""Is a difference more than noise? Shares with their 95 % intervals, the test of two of them, and how both are written. Pure."""
+
+from __future__ import annotations
+
+import math
+
+from stoker.contract.shape import shape
+
+Z = 1.959964  # 95 %, two-sided
+ABSENT = "n/a"
+
+
+@shape
+class Measured:
+    """A number with its 95 % interval. None: it was not measured."""
+
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    total: int | None = None  # questions or pairs behind it
+
+
+@shape
+class Change:
+    """From `before` to `after`. Without an interval on both sides low and high are None: there is a difference, but no test of it."""
+
+    difference: float | None
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def tested(self) -> bool:
+        return self.low is not None and self.high is not None
+
+    @property
+    def beyond_noise(self) -> bool:
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+
+def wilson(correct: float, total: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share: honest at 0, at 1 and with few questions, where ± 1.96 standard errors is not."""
+    if total <= 0:
+        return 0.0, 1.0
+    share, z2 = correct / total, Z * Z
+    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
+    half = Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def share(correct: float, total: float) -> Measured:
+    """Counts that can't be, as a damaged file may have them, measure nothing."""
+    if total <= 0 or not 0 <= correct <= total:
+        return Measured()
+    low, high = wilson(correct, total)
+    return Measured(correct / total, low, high, int(total))
+
+
+def change(before: Measured, after: Measured) -> Change:
+    """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides, which it squares and adds).
+
+    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: drawn answers to one question are
+    not independent, so theirs are wider than their count says. Where both sides answer the same questions it is cautious.
+    """
+    if before.value is None or after.value is None:
+        return Change(None)
+    difference = after.value - before.value
+    if before.low is None or before.high is None or after.low is None or after.high is None:
+        return Change(difference)
+    down = math.hypot(after.value - after.low, before.high - before.value)
+    up = math.hypot(after.high - after.value, before.value - before.low)
+    return Change(difference, difference - down, difference + up)
+
+
+def judged(found: Change, higher_is_better: bool = True) -> str:
+    """better, worse or no difference, and how sure that is."""
+    if found.difference is None:
+        return ABSENT
+    if found.tested and not found.beyond_noise:
+        return "no difference (inside the noise)"
+    if found.difference == 0:
+        return "no difference"
+    word = "better" if (found.difference > 0) == higher_is_better else "worse"
+    return f"{word} (outside the noise)" if found.tested else f"{word} (noise not measured)"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{100 * value:.1f} %"
+
+
+def between(measured: Measured) -> str:
+    """The interval of a share, in percent: 58.6–65.5. Empty where there is none."""
+    if measured.low is None or measured.high is None:
+        return ""
+    return f"{100 * measured.low:.1f}–{100 * measured.high:.1f}"
+
+
+def share_with_interval(measured: Measured) -> str:
+    inside = between(measured)
+    return percent(measured.value) + (f" ({inside})" if inside and measured.value is not None else "")
+
+
+def points(found: Change) -> str:
+    """A difference of shares: +12.3 points (+8.1 to +16.5)."""
+    if found.difference is None:
+        return ABSENT
+    said = f"{100 * found.difference:+.1f} points"
+    if found.low is None or found.high is None:
+        return said
+    return f"{said} ({100 * found.low:+.1f} to {100 * found.high:+.1f})"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three significant digits, thousands apart."""
+    if value is None or not math.isfinite(value):
+        return ABSENT
+    if abs(value) >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}"
+
+
+def number_and_interval(measured: Measured) -> tuple[str, str]:
+    """Both with the decimals of the largest: 0.0200 and 0.0080 to 0.0320."""
+    value, low, high = measured.value, measured.low, measured.high
+    if value is None or low is None or high is None:
+        return number(value), ""
+    largest = max(abs(value), abs(low), abs(high))
+    decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
+    return f"{value:,.{decimals}f}", f"{low:,.{decimals}f} to {high:,.{decimals}f}"

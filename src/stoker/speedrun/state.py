@@ -1,0 +1,148 @@
+"""What a speedrun directory knows: which run belongs to a stage's key, whether it is done, and chain.json, the record of all."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+from stoker.contract.shape import as_json, replace, shape
+from stoker.control.record import reader
+from stoker.control.record.writer import write_json
+from stoker.speedrun.keys import run_name
+from stoker.speedrun.stages import REPORT, WORLD, Stage
+
+SCHEMA = 1
+CHAIN, RESULT, STAGES, LOGS, LOCK = "chain.json", "result.json", "stages", "logs", ".lock"
+WAITING, RUNNING, DONE, FAILED, STOPPED, PARTIAL = "waiting", "running", "done", "failed", "stopped", "partial"
+
+
+@shape
+class Entry:
+    """One stage in chain.json."""
+
+    name: str
+    stage: str
+    key: str
+    run: str = ""  # relative to the speedrun directory
+    status: str = WAITING
+    seconds: float = 0.0  # of all its starts together
+    attempts: int = 0
+    energy_wh: float | None = None
+    cost: float | None = None
+    restarts: tuple[dict[str, Any], ...] = ()
+    began: float | None = None  # while it runs: when this start of it did
+    trouble: str = ""  # how it failed, in one line
+
+    @property
+    def done(self) -> bool:
+        return self.status == DONE
+
+
+def runs_root(folder: str) -> str:
+    return os.path.join(folder, STAGES)
+
+
+def run_of(folder: str, stage: Stage, keys: Mapping[str, str]) -> str | None:
+    """The newest run directory of this stage with this key; one with a result before one without."""
+    name = run_name(stage.name, keys)
+    if stage.stage == REPORT:
+        return folder
+    root = runs_root(folder)
+    if stage.stage == WORLD:
+        return os.path.join(root, name)
+    pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
+    try:
+        found = [(match[1], int(match[2] or 1), one) for one in os.listdir(root) if (match := pattern.fullmatch(one))]
+    except FileNotFoundError:
+        return None
+    paths = [os.path.join(root, one) for _, _, one in sorted(found)]
+    return next((path for path in reversed(paths) if result_of(path) is not None), paths[-1] if paths else None)
+
+
+def result_of(run: str) -> dict[str, Any] | None:
+    """result.json is written last: with it a stage is done. One that the circuit breaker stopped is not."""
+    found = reader.read_json(os.path.join(run, RESULT))
+    if not isinstance(found, dict):
+        return None
+    metrics = found.get("metrics")
+    return None if isinstance(metrics, dict) and metrics.get("stopped") else found
+
+
+def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> dict[str, Entry]:
+    """As the files have it now. chain.json only adds what files do not tell: time, energy, how it failed."""
+    told = reader.read_json(os.path.join(folder, CHAIN))
+    rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+    before = {row["name"]: row for row in rows or () if isinstance(row, dict) and "name" in row}
+    found: dict[str, Entry] = {}
+    for stage in stages:
+        key = keys[stage.name]
+        row = before.get(stage.name, {})
+        entry = _read(stage, row) if row.get("key") == key else Entry(stage.name, stage.stage, key)
+        run = run_of(folder, stage, keys)
+        if stage.stage == REPORT:
+            whole = all(os.path.exists(os.path.join(folder, name)) for name in stage.outputs) and all(one.done for one in found.values())
+            found[stage.name] = entry if not entry.done or whole else replace(entry, status=WAITING)
+            continue
+        done = run is not None and result_of(run) is not None
+        if entry.status == RUNNING and run is not None:  # the speedrun was killed meanwhile
+            entry = replace(entry, seconds=round(entry.seconds + _lost_seconds(run, entry.began), 2), began=None, status=STOPPED)
+        status = DONE if done else WAITING if entry.status == DONE else entry.status
+        noted = entry.status == status
+        entry = replace(entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else "")
+        found[stage.name] = entry if noted else seen(folder, entry)
+    return found
+
+
+def _read(stage: Stage, row: Mapping[str, Any]) -> Entry:
+    known = {name: row[name] for name in ("key", "run", "status", "seconds", "attempts", "energy_wh", "cost", "began", "trouble") if name in row}
+    return Entry(stage.name, stage.stage, **known, restarts=tuple(row.get("restarts") or ()))
+
+
+def _lost_seconds(run: str, began: float | None) -> float:
+    """How long a start lived that nobody saw the end of: until the last thing it wrote."""
+    paths = [os.path.join(run, name) for name in (layout.EVENTS, layout.METRICS, RESULT, layout.VERDICT)]
+    last = max((os.path.getmtime(path) for path in paths if os.path.exists(path)), default=0.0)
+    return max(0.0, last - began) if began is not None else 0.0
+
+
+def seen(folder: str, entry: Entry) -> Entry:
+    """With what the run directory tells of attempts and restarts, and of time where nobody measured it."""
+    run = os.path.join(folder, entry.run)
+    loaded = reader.load(run) if entry.run else None
+    if loaded is None:
+        return entry
+    restarts = tuple(
+        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")} for event in reader.events(run) if event.get("event") == "restart"
+    )
+    result = os.path.join(run, RESULT)
+    seconds = entry.seconds or (max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0)
+    return replace(entry, attempts=len(loaded.attempts), restarts=restarts, seconds=round(seconds, 2))
+
+
+def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
+    """Not durable: what a power cut takes of it, the run directories still tell."""
+    write_json(os.path.join(folder, CHAIN), {"schema": SCHEMA, **about, "stages": [as_json(entry) for entry in found.values()]}, durable=False)
+
+
+def hold(folder: str) -> int:
+    """Makes the folder and locks it for this process's life: two chains in one would run each stage twice. The file stays: unlinking it would race."""
+    try:
+        os.makedirs(runs_root(folder), exist_ok=True)
+        os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
+        handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as problem:
+        raise Refusal(f"the speedrun folder {folder} can't be written: {problem.strerror}; choose another with --runs-dir", EX_CANTCREAT) from problem
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as problem:
+        holder = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "unknown"
+        os.close(handle)
+        raise Refusal(f"another speedrun (pid {holder}) works in {folder}: wait for it, or give this one a --name of its own", EX_TEMPFAIL) from problem
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle

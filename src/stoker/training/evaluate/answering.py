@@ -1,0 +1,125 @@
+"""Questions to answers: open ones are written by the engine, choices are the likeliest of what is offered. Ranks share the questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+from stoker.contract.shape import shape
+from stoker.training.evaluate.asking import Manner, answer_text, choice_ids, examples_for, lettered, prompt_ids, refuse_long, stop_ids
+from stoker.training.evaluate.likelihood import log_likelihoods
+from stoker.training.evaluate.marking import right
+from stoker.training.evaluate.questions import Question
+from stoker.training.evaluate.tasks import Task
+from stoker.training.generate.config import GenerateConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+BLOCK = 64  # questions whose answers are drawn in one call: part of what an answer depends on, unlike the number of ranks and of rows
+
+
+class Writer(Protocol):
+    """generate.Engine."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[int]]: ...  # fmt: skip
+
+
+@shape
+class Asked:
+    """A task's questions as a model sees them."""
+
+    task: Task
+    prompts: tuple[tuple[int, ...], ...]
+    places: tuple[int, ...]  # the questions that fit into the context
+
+    @property
+    def open(self) -> list[int]:
+        return [place for place in self.places if not self.task.questions[place].labels]
+
+    @property
+    def closed(self) -> list[int]:
+        return [place for place in self.places if self.task.questions[place].labels]
+
+
+@shape
+class Outcome:
+    task: str
+    index: int
+    kind: str
+    prompt: str
+    answer: str
+    completion: str
+    correct: bool
+    drawn: tuple[tuple[str, bool], ...] = ()
+
+
+def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
+    questions = task.questions
+    prompts = []
+    lengths = []
+    for place, question in enumerate(questions):
+        ids = prompt_ids(tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots))
+        more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
+        prompts.append(tuple(ids))
+        lengths.append(len(ids) + more)
+    return Asked(task, tuple(prompts), tuple(refuse_long(lengths, context, f"task {task.name}, with room for the answer")))
+
+
+def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Tokenizer, manner: Manner) -> list[Outcome]:
+    """The choice of the largest log-likelihood; texts are of unlike length, so theirs is per byte."""
+    rows, owners = [], []
+    for place in places:
+        for number, ids in enumerate(choice_ids(tokenizer, asked.task.questions[place], manner)):
+            rows.append((asked.prompts[place], ids))
+            owners.append((place, number))
+    scores: dict[int, list[float]] = {}
+    for (place, number), found in zip(owners, log_likelihoods(model, rows), strict=True):
+        question = asked.task.questions[place]
+        size = 1 if lettered(question, manner) else len(question.choices[number].encode())
+        scores.setdefault(place, []).append(found / size)
+    return [_chosen(asked, place, scores[place]) for place in places]
+
+
+def write(asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig) -> list[Outcome]:
+    """The likeliest answers."""
+    stop = stop_ids(tokenizer, manner)
+    found = writer.generate([asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0) if places else []
+    outcomes = []
+    for place, ids in zip(places, found, strict=True):
+        question, said = asked.task.questions[place], answer_text(tokenizer, ids, manner)
+        outcomes.append(Outcome(asked.task.name, place, question.kind, question.text, question.answer, said, right(said, question.answer)))
+    return outcomes
+
+
+def draw(
+    prompts: Sequence[Sequence[int]], count: int, writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig, seed: int,
+    mine: Callable[[int], bool],
+) -> dict[int, list[str]]:  # fmt: skip
+    """`count` answers to each prompt of the blocks that are `mine`, by the prompt's place."""
+    stop = stop_ids(tokenizer, manner)
+    found: dict[int, list[str]] = {}
+    for block, begin in enumerate(range(0, len(prompts), BLOCK)):
+        if not mine(block):
+            continue
+        places = range(begin, min(begin + BLOCK, len(prompts)))
+        ids = writer.generate(
+            [prompts[place] for place in places for _ in range(count)], new_tokens=how.new_tokens, stop=stop, temperature=how.temperature,
+            top_k=how.top_k, top_p=how.top_p, seed=seed * 1_000_003 + block,
+        )  # fmt: skip
+        texts = [answer_text(tokenizer, one, manner) for one in ids]
+        found |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
+    return found
+
+
+def marked(texts: Sequence[str], question: Question) -> tuple[tuple[str, bool], ...]:
+    return tuple((text, right(text, question.answer)) for text in texts)
+
+
+def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
+    question = asked.task.questions[place]
+    best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
+    shown = question.text + "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
+    return Outcome(asked.task.name, place, question.kind, shown, question.answer, best, best == question.answer)

@@ -1,0 +1,100 @@
+"""How a question is put to a model: the ids it sees, and at which ids its answer ends. A chat, or plain text for a base model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import shape
+from stoker.training.evaluate.questions import Question
+from stoker.training.evaluate.tasks import TOLERATED
+from stoker.training.tokenizer.chat import STOP, check
+from stoker.training.tokenizer.chat import prompt as chat_prompt
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a calculator and not for readers
+
+
+@shape
+class Manner:
+    """`evaluate.chat` and `evaluate.shots`."""
+
+    chat: bool
+    shots: int = 0
+
+
+def lettered(question: Question, manner: Manner) -> bool:
+    """A chat is shown the choices and names one; a base model completes the question by each choice's text, unless it is MMLU, whose way is letters."""
+    return bool(question.labels) and (manner.chat or question.lettered)
+
+
+def prompt_ids(tokenizer: Tokenizer, question: Question, manner: Manner, examples: Sequence[Question] = ()) -> list[int]:
+    if manner.chat:
+        *before, (role, text) = question.messages
+        shown = text + _listed(question) + "\nAnswer with the letter only." if question.labels else text
+        return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, shown))])
+    shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
+    return [tokenizer.end_id, *tokenizer.encode(shots + _plain(question, manner))]  # a text begins where another ended, as in training
+
+
+def choice_ids(tokenizer: Tokenizer, question: Question, manner: Manner) -> list[list[int]]:
+    """What each choice adds to the prompt."""
+    words = question.labels if lettered(question, manner) else question.choices
+    return [tokenizer.encode(word if manner.chat else f" {word}") for word in words]
+
+
+def stop_ids(tokenizer: Tokenizer, manner: Manner) -> set[int]:
+    if manner.chat:
+        check(tokenizer)
+        return {tokenizer.special[STOP], tokenizer.end_id}
+    newlines = {number for number in range(tokenizer.vocab_size) if b"\n" in tokenizer.decode_bytes([number])}
+    return newlines | {tokenizer.end_id}
+
+
+def answer_text(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner) -> str:
+    """Without the mark that ended it; a plain answer is one line."""
+    marks = set(tokenizer.special.values())
+    while ids and ids[-1] in marks:
+        ids = ids[:-1]
+    text = tokenizer.decode(ids)
+    return (text if manner.chat else text.partition("\n")[0]).strip()
+
+
+def examples_for(place: int, questions: Sequence[Question], shots: int) -> list[Question]:
+    """The first others of its kind: each stage's model is shown the same ones, and none its own question."""
+    if not shots:
+        return []
+    kind = questions[place].kind
+    first = [other for other, question in enumerate(questions) if question.kind == kind][: shots + 1]
+    return [questions[other] for other in first if other != place][:shots]
+
+
+def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
+    """Places of the prompts that fit; those that don't are left out below 1 %."""
+    long = [place for place, length in enumerate(lengths) if length > room]
+    if long and len(long) >= TOLERATED * len(lengths):
+        raise Refusal(
+            f"{what}: {len(long)} of {len(lengths)} are longer than {room} tokens (question {long[0] + 1} has {lengths[long[0]]}): "
+            "raise data.context_length or lower generate.new_tokens", EX_DATAERR,
+        )  # fmt: skip
+    return [place for place, length in enumerate(lengths) if length <= room]
+
+
+def _plain(question: Question, manner: Manner) -> str:
+    parts = []
+    for role, text in question.messages:
+        parts.append({"user": f"Question: {text}", "assistant": f"Answer: {text}\n"}.get(role, text))
+    listed = _listed(question) if lettered(question, manner) else ""
+    return "\n".join(parts) + f"{listed}\nAnswer:"
+
+
+def _listed(question: Question) -> str:
+    return "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
+
+
+def _solution(question: Question, manner: Manner) -> str:
+    """On one line, for a line is where a plain answer ends."""
+    if question.labels:
+        return question.answer if lettered(question, manner) else question.choices[question.labels.index(question.answer)]
+    return " ".join(_CALCULATOR.sub("", question.answer).split())

@@ -1,0 +1,81 @@
+"""How likely a model finds given words: of choices, and of a whole text in bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.loss import chunk_rows
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+TOKENS_AT_ONCE = 16_384
+Continuation = tuple[Sequence[int], Sequence[int]]  # what is given, and what is asked about
+
+
+def batches(lengths: Sequence[int], tokens: int = TOKENS_AT_ONCE) -> Iterator[list[int]]:
+    """Places of rows of like length, so that little is padding; each batch has at most `tokens` with it."""
+    batch: list[int] = []
+    for place in sorted(range(len(lengths)), key=lambda one: -lengths[one]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > tokens:
+            yield batch
+            batch = []
+        batch.append(place)
+    if batch:
+        yield batch
+
+
+def padded(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """On the right: attention is causal, so what comes behind a row's end changes nothing before it."""
+    width = max(len(row) for row in rows)
+    return torch.tensor([[*row, *([0] * (width - len(row)))] for row in rows], device=device)
+
+
+@torch.no_grad()
+def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]:
+    """Σ log p of each row's second part, given its first (at least one token)."""
+    found = [0.0] * len(rows)
+    device = model.embed.weight.device
+    weight = model.head_weight.to(model.dtype)
+    for batch in batches([len(given) + len(asked) for given, asked in rows]):
+        whole = [[*rows[place][0], *rows[place][1]] for place in batch]
+        hidden = model.hidden(padded([one[:-1] for one in whole], device))
+        places = [(row, at) for row, place in enumerate(batch) for at in range(len(rows[place][0]) - 1, len(whole[row]) - 1)]
+        if not places:
+            continue
+        index = torch.tensor(places, device=device)
+        wanted = torch.tensor([whole[row][at + 1] for row, at in places], device=device)
+        picked = hidden[index[:, 0], index[:, 1]]
+        step = chunk_rows(len(picked), len(weight), 4)
+        losses = [
+            F.cross_entropy(F.linear(picked[begin : begin + step], weight).float(), wanted[begin : begin + step], reduction="none")
+            for begin in range(0, len(picked), step)
+        ]
+        totals = torch.zeros(len(batch), dtype=torch.float64, device=device).index_add_(0, index[:, 0], torch.cat(losses).double())
+        for place, total in zip(batch, totals.tolist(), strict=True):
+            found[place] = -total
+    return found
+
+
+def windows(tokenizer: Tokenizer, texts: Iterable[bytes], context: int, tokens: int) -> tuple[list[Continuation], list[int]]:
+    """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when `tokens` (0: all) are there."""
+    found: list[Continuation] = []
+    sizes: list[int] = []
+    count = 0
+    for text in texts:
+        ids = [tokenizer.end_id, *tokenizer.encode_bytes(text)]  # a text begins where another ended
+        for begin in range(0, len(ids) - 1, context):
+            asked = ids[begin + 1 : begin + 1 + context]
+            found.append((ids[begin : begin + 1], asked))
+            sizes.append(int(tokenizer.lengths[asked].sum()))
+            count += len(asked)
+            if tokens and count >= tokens:
+                return found, sizes
+    return found, sizes
+
+
+def bits_per_byte(log_likelihood: float, size: float) -> float:
+    return -log_likelihood / math.log(2) / size

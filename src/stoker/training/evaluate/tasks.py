@@ -1,0 +1,207 @@
+"""Files of questions: ours, GSM8K's, ARC's and MMLU's as they are published. What can't be asked is counted and named. No torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.shape import replace, shape
+from stoker.training.data.units import open_parquet
+from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
+
+TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
+_PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
+_ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+
+
+@shape
+class Task:
+    name: str
+    questions: tuple[Question, ...]
+    skipped: str  # which rows, and why; empty: none
+
+
+@shape
+class Prompts:
+    """Questions that need no answer: what density and diversity ask."""
+
+    questions: tuple[Question, ...]
+    places: tuple[int, ...]  # which rows of the file they are
+    rows: int  # that the file has
+    skipped: str
+
+
+def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
+    tasks = [_task(path, most) for path in paths]
+    names = [task.name for task in tasks]
+    twice = {name for name in names if names.count(name) > 1}
+    tasks = [replace(task, name=_with_folder(path)) if task.name in twice else task for task, path in zip(tasks, paths, strict=True)]
+    names = [task.name for task in tasks]
+    same = next((name for name in names if names.count(name) > 1), None)
+    if same:
+        raise Refusal(f"evaluate.tasks names {same} twice", EX_USAGE)
+    return tuple(tasks)
+
+
+def spread(count: int, most: int) -> list[int]:
+    """Places of at most `most` of `count` rows, evenly over all: files are often sorted by kind."""
+    return list(range(count)) if not most or count <= most else [place * count // most for place in range(most)]
+
+
+def prompts_of(path: str, key: str) -> Prompts:
+    rows = _json_rows(path, key)
+
+    def read(row: Any) -> Question:
+        asked = row.get("prompt", row.get("question")) if isinstance(row, dict) else None
+        if asked is None:
+            raise Unusable(_strange(row, "prompt"))
+        return Question(messages_of(asked), str(row.get("answer", "")), str(row.get("kind", "")))
+
+    found, places, skipped = _usable(rows, read, f"{key} {path}")
+    return Prompts(tuple(found), tuple(places), len(rows), skipped)
+
+
+def _task(path: str, most: int) -> Task:
+    files = _files(path)
+    questions: list[Question] = []
+    skipped: list[str] = []
+    for file in files:
+        kind = _name(file) if len(files) == 1 else os.path.splitext(os.path.basename(file))[0].removesuffix("_test")
+        found, wrong = _file(file, kind)
+        questions += found
+        skipped += [wrong] if wrong else []
+    chosen = tuple(questions[place] for place in spread(len(questions), most))
+    return Task(_name(path), chosen, "; ".join(skipped))
+
+
+def _files(path: str) -> list[str]:
+    """MMLU is a folder of 57 files: their names are the kinds."""
+    if not os.path.isdir(path):
+        return [path]
+    found = sorted(os.path.join(path, name) for name in os.listdir(path) if name.lower().endswith(_ENDINGS) and not name.startswith("."))
+    if not found:
+        raise Refusal(f"evaluate.tasks {path}: a folder without {', '.join(_ENDINGS)} files", EX_NOINPUT)
+    return found
+
+
+def _file(path: str, kind: str) -> tuple[list[Question], str]:
+    where = f"evaluate.tasks {path}"
+    if path.lower().endswith(".csv"):
+        questions, _, skipped = _usable(_csv_rows(path), lambda cells: mmlu_cells(cells, kind), where)
+        return questions, skipped
+    rows = _parquet_rows(path) if path.lower().endswith(".parquet") else _json_rows(path, "evaluate.tasks")
+    form = _form(rows, kind, where)
+
+    def read(row: Any) -> Question:
+        question = form(row, kind) if isinstance(row, dict) else None
+        if question is None:
+            raise Unusable(_strange(row, "what the other rows have"))
+        return question
+
+    questions, _, skipped = _usable(rows, read, where)
+    return questions, skipped
+
+
+def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
+    for _, row in rows:
+        for form in FORMS.values() if isinstance(row, dict) else ():
+            try:
+                if form(row, kind) is not None:
+                    return form
+            except Unusable:
+                continue  # of this form, but not this row
+    first = next((row for _, row in rows if isinstance(row, dict)), {})
+    raise Refusal(f"{where}: no row can be asked; looked for {'; '.join(FORMS)}; the first row has {', '.join(map(str, first)) or 'no keys'}", EX_DATAERR)
+
+
+def _usable(rows: Sequence[tuple[str, Any]], read: Callable[[Any], Question], where: str) -> tuple[list[Question], list[int], str]:
+    """What can be read, the places of these rows, and a line on the others; 1 % of them or more is refused."""
+    found, places, wrong = [], [], []
+    for place, (number, row) in enumerate(rows):
+        try:
+            if isinstance(row, _NotJson):
+                raise Unusable(row.why)
+            found.append(read(row))
+            places.append(place)
+        except Unusable as problem:
+            wrong.append(f"{number}: {problem}")
+    if not wrong:
+        return found, places, ""
+    line = f"{where}: {len(wrong)} of {len(rows)} rows can't be used ({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''})"
+    if len(wrong) >= TOLERATED * len(rows):
+        raise Refusal(f"{line}: below 1 % they would be skipped; mend the file", EX_DATAERR)
+    return found, places, f"{line} and are skipped"
+
+
+@shape
+class _NotJson:
+    why: str
+
+
+def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
+    if not path:
+        raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
+    rows = list(_lines(path, key))
+    if not rows:
+        raise Refusal(f"{key} {path} has no rows", EX_NOINPUT)
+    return rows
+
+
+def _lines(path: str, key: str) -> Iterator[tuple[str, Any]]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield f"line {number}", _json(line)
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
+
+
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as problem:
+        return _NotJson(f"not JSON ({problem})")
+
+
+def _parquet_rows(path: str) -> list[tuple[str, Row]]:
+    if not os.path.isfile(path):
+        raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
+    rows = open_parquet(path).read().to_pylist()
+    if not rows:
+        raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
+    return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
+
+
+def _csv_rows(path: str) -> list[tuple[str, list[str]]]:
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(file), 1) if cells]
+    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
+    if rows and rows[0][1][-1].strip().lower() == "answer":
+        rows = rows[1:]  # a copy with a header
+    if not rows:
+        raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
+    return rows
+
+
+def _strange(row: Any, wanted: str) -> str:
+    return f"a row without {wanted}: it has {', '.join(map(str, row)) or 'no keys'}" if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+
+
+def _name(path: str) -> str:
+    """gsm8k/test.jsonl is gsm8k: `test` says nothing. A folder has its own name."""
+    stem = os.path.splitext(os.path.basename(os.path.normpath(path)))[0]
+    return _with_folder(path) if stem in _PLAIN_NAMES else stem
+
+
+def _with_folder(path: str) -> str:
+    whole = os.path.abspath(path)
+    stem = os.path.splitext(os.path.basename(whole))[0]
+    folder = os.path.basename(os.path.dirname(whole))
+    return f"{folder}-{stem}" if folder else stem

@@ -1,0 +1,127 @@
+"""Diversity: are one model's answers more varied than another's?
+
+    stoker train diversity --model.load sft/hf --diversity.prompts prompts.jsonl --diversity.baseline uniform/hf --diversity.compared density/hf
+
+Reads top to bottom: settings, prompts, both models' answers, embeddings by a third model, comparison.
+Writes completions.jsonl, diversity_report.md and result.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import stoker
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.training.checkpoint.folders import write_whole
+from stoker.training.config.schema import Config
+from stoker.training.density.clusters import clusters
+from stoker.training.density.embed import embed_shared
+from stoker.training.density.points import Vectors, centred
+from stoker.training.diversity.compare import compare, told
+from stoker.training.diversity.metrics import Counted
+from stoker.training.diversity.report import report
+from stoker.training.evaluate.answering import draw
+from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
+from stoker.training.evaluate.questions import Question
+from stoker.training.evaluate.tasks import prompts_of, spread
+from stoker.training.generate.engine import Engine
+from stoker.training.loop.say import where_runs_go
+from stoker.training.model import ready
+from stoker.training.model.attention import kernels
+from stoker.training.parallel.group import Group
+from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"
+LEAST = 2  # prompts: fewer have no spread to measure by
+LEAST_ROUNDS = 50  # a standard error from fewer is off by more than a tenth
+
+Answers = list[list[str]]
+
+
+def main(argv: list[str]) -> int:
+    c = settings(argv)
+    if not c.generate.temperature:
+        raise Refusal("generate.temperature 0 writes the same answer every time: there is no variety to measure; give 1.0", EX_CONFIG)
+    if c.diversity.rounds < LEAST_ROUNDS:
+        raise Refusal(f"diversity.rounds {c.diversity.rounds} are too few to tell a difference from chance: at least {LEAST_ROUNDS}", EX_CONFIG)
+    folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
+    embedder = weights_of(c.model.load)
+    questions = _questions(c)
+
+    group = Group(c.parallel)
+    with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
+        stoker.phase("eval")
+        baseline, compared = (_answers(c, folder, questions, group) for folder in folders)
+        vectors = _embedded(c, embedder, [text for answers in (baseline, compared) for one in answers for text in one], group)
+    if group.first:
+        _compare(c, [question.text for question in questions], baseline, compared, vectors)
+    group.close()
+    return 0
+
+
+def _folder(given: str, key: str) -> str:
+    if not given:
+        raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
+    return weights_of(given)
+
+
+def _questions(c: Config) -> list[Question]:
+    prompts = prompts_of(c.diversity.prompts, "diversity.prompts")
+    if prompts.skipped:
+        from_rank_0(prompts.skipped)
+    chosen = [prompts.questions[place] for place in spread(len(prompts.questions), c.diversity.most)]
+    if len(chosen) < LEAST:
+        raise Refusal(f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; at least {LEAST} make a comparison", EX_DATAERR)
+    return chosen
+
+
+def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
+    """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they write the same."""
+    tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat)
+    prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
+    room = c.data.context_length - c.generate.new_tokens
+    if len(refuse_long([len(one) for one in prompts], room, f"diversity.prompts for {folder}")) < len(prompts):
+        raise Refusal(f"diversity.prompts: some are longer than {room} tokens: raise data.context_length or lower generate.new_tokens", EX_DATAERR)
+    model = open_model(c, folder, group.device).eval()
+    engine = Engine(model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
+    mine = draw(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    together = {place: texts for part in group.all(mine) for place, texts in part.items()}
+    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts")
+    return [together[place] for place in range(len(prompts))]
+
+
+def _embedded(c: Config, folder: str, texts: Sequence[str], group: Group) -> Vectors:
+    tokenizer = tokenizer_of(c)
+    rows = [[tokenizer.end_id, *tokenizer.encode(text)] for text in texts]  # an empty answer has a place, too
+    return centred(embed_shared(open_model(c, folder, group.device).eval(), rows, group))
+
+
+def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers, vectors: Vectors) -> None:
+    k = min(c.diversity.clusters, len(vectors))
+    shaped = vectors.reshape(2, len(prompts), c.diversity.answers, -1)
+    labels = clusters(vectors, k, c.train.seed).reshape(2, len(prompts), -1)
+    ours, theirs = (Counted(answers, list(shaped[which]), list(labels[which]), k, c.train.seed) for which, answers in enumerate((baseline, compared)))
+    found = told(compare(ours, theirs, c.diversity.rounds, c.train.seed))
+    from_rank_0(found["verdict"])
+
+    where = where_runs_go(c)
+    os.makedirs(where, exist_ok=True)
+    lines = [
+        {"model": name, "index": index, "prompt": prompt, "answers": texts}
+        for name, answers in (("baseline", baseline), ("compared", compared))
+        for index, (prompt, texts) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    text = report(found, prompts, baseline, compared, (c.diversity.baseline, c.diversity.compared), c.diversity.rounds)
+    write_whole(os.path.join(where, REPORT), text.encode())
+    finish(c, "diversity", found)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

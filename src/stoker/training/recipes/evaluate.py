@@ -1,0 +1,106 @@
+"""Evaluation: questions that have answers, and held-out text.
+
+    stoker train evaluate --model.load runs/latest/hf --evaluate.tasks questions.jsonl --evaluate.draws 4
+    stoker train evaluate --model.load base/hf --evaluate.chat false --evaluate.shots 4 --evaluate.tasks gsm8k/test.jsonl --evaluate.texts held-out.jsonl
+
+Reads top to bottom: settings, questions, model, answers, numbers. Writes completions.jsonl (every answer) and result.json (the numbers).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+import stoker
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import replace
+from stoker.training.checkpoint.folders import write_whole
+from stoker.training.config.schema import Config
+from stoker.training.evaluate import scores
+from stoker.training.evaluate.answering import Asked, Outcome, choose, draw, marked, put, write
+from stoker.training.evaluate.asking import Manner
+from stoker.training.evaluate.tasks import read_tasks
+from stoker.training.evaluate.texts import measure
+from stoker.training.generate.engine import Engine
+from stoker.training.loop.say import where_runs_go
+from stoker.training.model import ready
+from stoker.training.model.attention import kernels
+from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.group import Group
+from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+COMPLETIONS = "completions.jsonl"
+
+
+def main(argv: list[str]) -> int:
+    c = settings(argv)
+    if not c.evaluate.tasks and not c.evaluate.texts:
+        raise Refusal("nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE)
+    folder = weights_of(c.model.load)
+    tokenizer = tokenizer_of(c)
+    manner = Manner(c.evaluate.chat, c.evaluate.shots)
+    tasks = [put(task, tokenizer, manner, c.data.context_length, c.generate.new_tokens) for task in read_tasks(c.evaluate.tasks, c.evaluate.most)]
+    for asked in tasks:
+        _announce(asked)
+
+    group = Group(c.parallel)
+    with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
+        stoker.phase("eval")
+        model = open_model(c, folder, group.device).eval()
+        engine = _engine(c, tasks, model, tokenizer)
+        mine = [one for asked in tasks for one in _answers(c, asked, model, engine, tokenizer, manner, group)]
+        per_byte = measure(c, model, tokenizer, group, from_rank_0) if c.evaluate.texts else None
+
+    together = [one for part in group.all(mine) for one in part]
+    if group.first:
+        names = [asked.task.name for asked in tasks]
+        _report(c, sorted(together, key=lambda one: (names.index(one.task), one.index)), per_byte)
+    group.close()
+    return 0
+
+
+def _announce(asked: Asked) -> None:
+    if asked.task.skipped:
+        from_rank_0(asked.task.skipped)
+    left = len(asked.prompts) - len(asked.places)
+    long = f"; {left} are too long for the context and left out" if left else ""
+    from_rank_0(f"task {asked.task.name}: {len(asked.open)} open questions, {len(asked.closed)} with choices{long}")
+
+
+def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer) -> Engine | None:
+    """One for all tasks: on a GPU its shapes are captured once."""
+    lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
+    return Engine(model, rows=c.generate.rows, length=max(lengths) + c.generate.new_tokens, vocab=tokenizer.vocab_size) if lengths else None
+
+
+def _answers(c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group) -> list[Outcome]:
+    """This rank's. The likeliest answers are shared question by question, drawn ones block by block: they depend on their place in a call."""
+    found = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
+    if engine is None or not asked.open:
+        return found
+    if not c.evaluate.draws:
+        return found + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
+    prompts = [asked.prompts[place] for place in asked.open]
+    drawn = draw(prompts, c.evaluate.draws, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    texts = {asked.open[number]: answers for number, answers in drawn.items()}
+    likeliest = write(asked, list(texts), engine, tokenizer, manner, c.generate)
+    return found + [replace(one, drawn=marked(texts[one.index], asked.task.questions[one.index])) for one in likeliest]
+
+
+def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
+    found = scores.metrics(outcomes, per_byte)
+    for line in scores.table(found):
+        from_rank_0(line)
+    where = where_runs_go(c)
+    os.makedirs(where, exist_ok=True)
+    write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode())
+    finish(c, "evaluate", found, more={"samples": scores.samples(outcomes)})
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

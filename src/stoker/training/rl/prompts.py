@@ -1,0 +1,135 @@
+"""Rows with a prompt and a checkable answer, as token ids; and which of them a step asks. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.contract.shape import shape
+from stoker.training.tokenizer import chat
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+TOLERATED = 0.01  # of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be
+NAMED = 3
+
+
+@shape
+class Prompt:
+    row: int  # of the file, from 0: what the density stage's weights count in
+    asked: Any  # a text, or messages: what the reward model is shown
+    ids: tuple[int, ...]
+    answer: str
+
+
+def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str) -> tuple[list[Prompt], list[str]]:
+    """`room`: tokens a prompt may have. Gives the prompts and what to say about those that were left out."""
+    chat.check(tokenizer)
+    found: list[Prompt] = []
+    wrong: dict[str, list[int]] = {}
+    for number, row in enumerate(rows):
+        made = _prompt(number, row, tokenizer)
+        problem = made if isinstance(made, str) else "longer than data.context_length less generate.new_tokens leaves room for" if len(made.ids) > room else ""
+        if problem:
+            wrong.setdefault(problem, []).append(number + 1)
+        elif isinstance(made, Prompt):
+            found.append(made)
+    lines = [_named(problem, numbers, len(rows), path) for problem, numbers in wrong.items()]
+    if sum(map(len, wrong.values())) >= TOLERATED * len(rows) and wrong:
+        hint = f"; {room} tokens fit" if any("context_length" in problem for problem in wrong) else ""
+        raise Refusal(f"{'; '.join(lines)}{hint}: too many to leave out", EX_DATAERR)
+    return found, [f"{line}: left out" for line in lines]
+
+
+def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt | str:
+    """Or what is wrong with it."""
+    asked, answer = row.get("prompt", row.get("question")), row.get("answer")
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        return "without an answer"
+    messages = _messages(asked)
+    if isinstance(messages, str):
+        return messages
+    return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
+
+
+def _messages(asked: Any) -> list[tuple[str, bytes]] | str:
+    if isinstance(asked, str) and asked.strip():
+        return [("user", asked.encode("utf-8", "surrogatepass"))]
+    if not isinstance(asked, list) or not asked:
+        return "without a prompt"
+    messages = []
+    for one in asked:
+        if not isinstance(one, dict) or one.get("role") not in chat.ROLES or not isinstance(one.get("content"), str):
+            return f"with a message that has no content or a role other than {', '.join(chat.ROLES)}"
+        messages.append((str(one["role"]), one["content"].encode("utf-8", "surrogatepass")))
+    return "whose last message is the assistant's" if messages[-1][0] == chat.LEARNED else messages
+
+
+def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
+    which = ", ".join(map(str, numbers[:NAMED])) + (", …" if len(numbers) > NAMED else "")
+    return f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{'s' if len(numbers) > 1 else ''} {which})"
+
+
+def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
+    """`rows`: of the density stage's weights.jsonl; None: all prompts alike. `count`: rows of the prompts' file."""
+    chances = np.ones(count) if rows is None else weights(rows, count, path)
+    kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
+    if not kept.any():
+        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be drawn", EX_DATAERR)
+    return Draw(kept)
+
+
+def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray[np.float64]:
+    """Of each row of the prompts' file, from the density stage's weights.jsonl."""
+    found = np.full(count, math.nan)
+    for number, row in enumerate(rows, 1):
+        index, weight = row.get("index"), row.get("weight")
+        if not isinstance(index, int) or isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            raise Refusal(f"grpo.weights {path}, row {number}: an index and a weight from 0 up belong there, found {dict(row)!r:.120}", EX_DATAERR)
+        if 0 <= index < count:
+            found[index] = weight
+    if len(rows) != count or np.isnan(found).any():
+        line = f"grpo.weights {path} has weights of {len(rows)} prompts and grpo.prompts {count} rows"
+        raise Refusal(f"{line}: they don't belong together; make them again with stage density, from this prompts file", EX_DATAERR)
+    return found
+
+
+def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
+    """How often each prompt is drawn in a step of `count`, on average: by its weight, but never twice while there are enough others."""
+    drawn: NDArray[np.float64] = count * weights / weights.sum()
+    if count > np.count_nonzero(weights):
+        return drawn
+    while (drawn > 1 + 1e-12).any():
+        full = drawn >= 1
+        rest = np.where(full, 0.0, weights)
+        left = count - np.count_nonzero(full)
+        drawn = np.where(full, 1.0, left * rest / rest.sum() if left else 0.0)
+    return drawn
+
+
+class Draw:
+    """Which prompts a step asks: a function of (seed, step), the same for any number of ranks."""
+
+    def __init__(self, weights: NDArray[np.float64]) -> None:
+        self._weights = weights
+
+    def __call__(self, step: int, seed: int, count: int) -> list[int]:
+        """Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares. Frequencies are exact."""
+        random = np.random.Generator(np.random.Philox(number_from("draw", seed, step)))
+        order = random.permutation(len(self._weights))
+        edges = np.cumsum(expected(self._weights, count)[order])
+        places = np.searchsorted(edges * (count / edges[-1]), random.random() + np.arange(count), side="right")
+        return [int(order[place]) for place in np.minimum(places, len(order) - 1)]
+
+
+def number_from(*parts: object) -> int:
+    """63 bits that depend on all of these."""
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,39 @@
+"""What an answer is worth: 1 if it is right, and a share of what the reward model thinks of it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from stoker.training.config.schema import Config
+from stoker.training.evaluate.marking import right
+from stoker.training.reward.model import open_reward, scores
+from stoker.training.rl.rollout import Answer
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
+
+
+def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int) -> Scorer | None:
+    """The reward model, where one is given."""
+    if not c.grpo.reward_model:
+        return None
+    return functools.partial(scores, open_reward(c, c.grpo.reward_model, device), tokenizer, device=device, micro=micro)
+
+
+def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
+    """(rewards, which are right). `scorer`: the reward model's score of each (prompt, answer)."""
+    correct = [right(answer.text, answer.prompt.answer) for answer in answers]
+    rewards = [float(one) for one in correct]
+    if scorer is not None and answers:
+        scores = scorer([(answer.prompt.asked, answer.text) for answer in answers])
+        rewards = [one + weight * _sigmoid(score) for one, score in zip(rewards, scores, strict=True)]
+    return rewards, correct
+
+
+def _sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))

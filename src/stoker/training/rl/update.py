@@ -1,0 +1,116 @@
+"""A step's answers become one or several optimizer steps: exact over ranks with unlike numbers of answers and tokens.
+
+Rank r runs its own number of micro-batches, all but the last without an exchange. Its loss is Σ of its token losses × ranks ÷ tokens of all
+ranks, so the mean over ranks that DDP takes is the mean over all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from stoker.contract.shape import replace, shape
+from stoker.training.model.attention import kernels
+from stoker.training.model.decoder import Decoder
+from stoker.training.optim.optimizer import Optimizer, gradient_norm
+from stoker.training.parallel.group import Group, no_sync, wrap
+from stoker.training.rl.batches import Batch, Row, arrange
+from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.loss import Policy, logprobs
+from stoker.training.rl.rollout import Answer
+
+
+@shape
+class Learned:
+    """The same on all ranks; means over the step's tokens, of its updates' norms."""
+
+    loss: float
+    kl: float
+    entropy: float
+    norm: float
+    finite: bool  # else one update or more was left out
+
+
+@shape
+class _Part:
+    """What one update learns from."""
+
+    batches: tuple[Batch, ...]
+    tokens: int  # of all ranks
+
+
+class Updater:
+    def __init__(
+        self, model: Decoder, reference: Decoder | None, optimizer: Optimizer, group: Group, c: GrpoConfig, *, temperature: float, micro: int, attention: str,
+    ) -> None:  # fmt: skip
+        self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
+        self._temperature, self._micro, self._attention = temperature, micro, attention
+        self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
+        self.before_update: Callable[[], None] = lambda: None  # a checkpoint's snapshot must be out before the weights change
+        self.done = 0  # updates that counted: what the optimizer counts
+
+    def resume(self, done: int) -> None:
+        self.done = done
+        self._optimizer.set_count(done)
+
+    def settle(self) -> None:
+        """DDP rebuilds its buckets after the first backward: without two for nothing, the first step after a resume would add in another order."""
+        if self._group.world < 3:
+            return
+        for _ in range(2):
+            self._backward(arrange([], self._micro, self._model.context_length, self._group.device), 0.0)
+        self._optimizer.zero()
+
+    def learn(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int], share: float) -> Learned:
+        """`answers` are this rank's, `lengths` those of all ranks' answers, by place."""
+        with kernels(self._attention):
+            parts = self._parts(answers, advantages, lengths)
+            told = [self._update(part, share) for part in parts]
+        total = sum(part.tokens for part in parts)
+        loss, kl, entropy = (sum(one[n] for one in told) / total for n in range(3))
+        return Learned(loss, kl, entropy, sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told))
+
+    def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
+        """Answer by answer dealt out to the updates, by place: the same for any number of ranks, and each has some of every prompt's."""
+        count = self._c.updates
+        rows = [(answer.place, Row(answer.prompt.ids, answer.ids, advantage)) for answer, advantage in zip(answers, advantages, strict=True)]
+        found = []
+        for number in range(count):
+            mine = [row for place, row in rows if place % count == number]
+            batches = arrange(mine, self._micro, self._model.context_length, self._group.device)
+            found.append(_Part(tuple(self._with_fixed(batch) for batch in batches), sum(lengths[number::count])))
+        return found
+
+    @torch.no_grad()
+    def _with_fixed(self, batch: Batch) -> Batch:
+        """What stays as it is during the updates. With a single one the old log-probabilities are those of its own pass."""
+        if self._reference is not None:
+            batch = replace(batch, reference=logprobs(self._reference, batch, self._temperature)[0])
+        return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
+
+    def _backward(self, batches: Sequence[Batch], scale: float) -> Tensor:
+        """[Σ loss × scale, Σ KL, Σ entropy]."""
+        total = torch.zeros(3, device=self._group.device)
+        for number, batch in enumerate(batches):
+            with no_sync(self._wrapped, number == len(batches) - 1):
+                loss, seen = self._wrapped(batch, scale)
+                loss.backward()
+            total += torch.cat([loss.detach()[None], seen])
+        return total
+
+    def _update(self, part: _Part, share: float) -> tuple[float, ...]:
+        """(Σ loss, Σ KL, Σ entropy over all ranks' tokens, gradient norm, ranks that found it bad)."""
+        world = self._group.world
+        total = self._backward(part.batches, world / part.tokens)
+        norm = gradient_norm(self._optimizer.parameters)
+        # A gradient that one rank alone spoils after the exchange is bad on all: they skip the same updates, or their weights part.
+        spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
+        values = self._group.sum(torch.cat([total, spoiled[None]]))
+        self.before_update()
+        self._optimizer.step(share, norm, (values[3] > 0).float())
+        self._optimizer.zero()
+        loss, kl, entropy, bad, size = torch.cat([values, norm[None]]).tolist()
+        self.done += bad == 0
+        return loss / world * part.tokens, kl, entropy, size, bad

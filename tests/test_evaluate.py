@@ -1,0 +1,366 @@
+"""Questions and their marking, published files as they are, intervals, and the recipe on a small model: real files, one and two ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import random
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from conftest import Stoker  # noqa: E402
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
+from stoker.training.evaluate.answering import draw, put, write  # noqa: E402
+from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
+from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
+from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
+from stoker.training.evaluate.marking import right, stated  # noqa: E402
+from stoker.training.evaluate.tasks import prompts_of, read_tasks, spread  # noqa: E402
+from stoker.training.generate.config import GenerateConfig  # noqa: E402
+from stoker.training.model import hf  # noqa: E402
+from stoker.training.model.config import ModelConfig  # noqa: E402
+from stoker.training.model.decoder import Decoder  # noqa: E402
+from stoker.training.recipes import evaluate as recipe  # noqa: E402
+from stoker.training.tokenizer.chat import STOP, chat  # noqa: E402
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
+
+SHAPE = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, ff=64, vocab_size=320, init_std=0.1)
+COMMON = ("--preset", "debug", "--context_length", "160", "--parallel.device", "cpu", "--generate.new_tokens", "12", "--generate.rows", "8")
+
+
+def rows(path: Path, *told: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in told))
+    return str(path)
+
+
+def question(text: str, answer: str, kind: str = "sum") -> dict[str, str]:
+    return {"prompt": text, "answer": answer, "kind": kind}
+
+
+# ---- marking ----
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("The answer is 5.", "5"), ("3 + 4 = 7. The answer is 7.", "7"), ("the ANSWER IS Anna!", "anna"), ("She has 72.\n#### 72", "72"), ("so #### 1,234", "1234"),
+        ("The answer is $1,234.50.", "1234.50"), ("The answer is: **72**.", "72"), ('"The answer is \'red\'."', "red"), ("The answer is 5.\nThe answer is 6.", "6"),
+        ("The answer is\n 7\nand more", "7"), ("in the garden", "in the garden"), ("first line\nsecond", "first line"), ("The answer isn't known", "the answer isn't known"),
+        ("", ""), ("####", ""), ("answer is -$5", "-5"), ("1,2,3", "1,2,3"), ("12,345,678 sheep", "12345678 sheep"),
+    ],
+)  # fmt: skip
+def test_what_an_answer_states(text: str, said: str) -> None:
+    assert stated(text) == said
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "good"),
+    [
+        ("The answer is 72.", "… 48 + 24 = 72\n#### 72", True), ("72.0", "72", True), ("+5", "5", True), ("0.50", ".5", True), ("1,000", "1000", True),
+        ("The answer is 7.", "17", False), ("17", "7", False), ("Anna", "anna", True), ("Anna and Ben", "Anna", False), ("", "", False), ("####", "#### 3", False),
+        ("1e3", "1000", False), ("nan", "NaN", True), ("7 7", "77", False), ("The answer is 7. No, 8.", "7", False),
+    ],
+)  # fmt: skip
+def test_an_answer_is_right_when_it_states_the_same(completion: str, answer: str, good: bool) -> None:
+    assert right(completion, answer) is good
+
+
+# ---- files ----
+
+
+def test_published_files_are_read_as_they_are(tmp_path: Path) -> None:
+    gsm = rows(tmp_path / "gsm8k" / "test.jsonl", {"question": "How many?", "answer": "2+2=<<2+2=4>>4\n#### 4"})
+    listed = [{"text": "red", "label": "A"}, {"text": "blue", "label": "B"}, {"text": "old", "label": "C"}]
+    ai2 = rows(tmp_path / "ARC-Easy-Test.jsonl", {"id": "x", "question": {"stem": "Which colour?", "choices": listed}, "answerKey": "B"})
+    hub = {"id": "x", "question": "Which?", "choices": {"text": ["red", "blue", "old", "new"], "label": ["1", "2", "3", "4"]}, "answerKey": "3"}
+    arc = rows(tmp_path / "arc" / "test.jsonl", hub)
+    (tmp_path / "mmlu").mkdir()
+    for name in ("law_test.csv", "art_test.csv"):
+        with open(tmp_path / "mmlu" / name, "w", newline="") as file:
+            csv.writer(file).writerows([["Of what, then,\nis it made?", "wood", "stone, mostly", "iron", "air", "B"]])
+    ours = rows(tmp_path / "questions.jsonl", question("1 + 1?", "2"), {"prompt": [{"role": "user", "content": "Hi"}], "answer": "Hello", "kind": "talk"})
+    tasks = {task.name: task for task in read_tasks([gsm, ai2, arc, str(tmp_path / "mmlu"), ours], 0)}
+    assert list(tasks) == ["gsm8k-test", "ARC-Easy-Test", "arc-test", "mmlu", "questions"] and not any(task.skipped for task in tasks.values())
+    (one,) = tasks["gsm8k-test"].questions
+    assert (one.text, one.labels) == ("How many?", ()) and right("4", one.answer)
+    assert (tasks["ARC-Easy-Test"].questions[0].choices, tasks["ARC-Easy-Test"].questions[0].answer) == (("red", "blue", "old"), "B")
+    assert (tasks["arc-test"].questions[0].labels, tasks["arc-test"].questions[0].answer) == (("1", "2", "3", "4"), "3")
+    assert [(one.kind, one.choices[1], one.answer, one.lettered) for one in tasks["mmlu"].questions] == [
+        (kind, "stone, mostly", "B", True) for kind in ("art", "law")
+    ]
+    assert [one.kind for one in tasks["questions"].questions] == ["sum", "talk"]
+
+
+def test_parquet_of_arc_and_mmlu_is_read_as_the_hub_has_it(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    arc = [{"id": "1", "question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"}]
+    mmlu = [{"question": "Which?", "subject": "law", "choices": ["w", "x", "y", "z"], "answer": 2}]
+    for name, told in (("arc", arc), ("mmlu", mmlu)):
+        parquet.write_table(pyarrow.Table.from_pylist(told), tmp_path / f"{name}.parquet")
+    first, second = read_tasks([str(tmp_path / "arc.parquet"), str(tmp_path / "mmlu.parquet")], 0)
+    assert (first.questions[0].answer, second.questions[0].answer, second.questions[0].kind) == ("A", "C", "law")
+
+
+def test_unusable_rows_are_named_and_skipped_only_below_one_percent(tmp_path: Path) -> None:
+    good = [question(f"{n} + 1?", str(n + 1)) for n in range(200)]
+    (task,) = read_tasks([rows(tmp_path / "a.jsonl", *good[:99], {"prompt": "", "answer": "3"}, *good[99:])], 0)
+    assert len(task.questions) == 200 and "1 of 201 rows" in task.skipped and "line 100: prompt is empty" in task.skipped
+    many = rows(tmp_path / "b.jsonl", "{not json", *good[:97], {"prompt": [{"role": "boss", "content": "x"}], "answer": "1"})
+    with pytest.raises(Refusal) as refused:
+        read_tasks([many], 0)
+    assert refused.value.code == EX_DATAERR and "2 of 99 rows" in refused.value.line and "line 1: not JSON" in refused.value.line
+    assert "line 99" in refused.value.line and "'boss'" in refused.value.line
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "code", "word"),
+    [
+        ("a.jsonl", '{"text": "no question"}\n', EX_DATAERR, "looked for prompt and answer"), ("a.jsonl", "", EX_NOINPUT, "has no rows"),
+        ("a.csv", "question,A,B\n1,2,3\n", EX_DATAERR, "six"), ("a.jsonl", '{"question": "q", "choices": ["x", "y"], "answer": 5}\n', EX_DATAERR, "no row can be asked"),
+        ("a.parquet", "not parquet", EX_DATAERR, "not a parquet file"), ("a.jsonl", None, EX_NOINPUT, "can't be read"),
+    ],
+)  # fmt: skip
+def test_files_of_no_known_form_are_refused_in_one_line(tmp_path: Path, name: str, text: str | None, code: int, word: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(Refusal) as refused:
+        read_tasks([str(tmp_path / name)], 0)
+    assert refused.value.code == code and word in refused.value.line and "\n" not in refused.value.line
+
+
+def test_a_few_questions_are_spread_over_the_file() -> None:
+    assert spread(10, 0) == list(range(10)) and spread(3, 5) == [0, 1, 2] and spread(10, 4) == [0, 2, 5, 7]
+
+
+def test_prompts_need_no_answer_and_keep_their_places(tmp_path: Path) -> None:
+    found = prompts_of(rows(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"question": "b", "answer": "#### 1"}), "density.prompts")
+    assert [one.text for one in found.questions] == ["a", "b"] and found.places == (0, 1) and found.rows == 2
+    with pytest.raises(Refusal, match="is empty: name a jsonl file"):
+        prompts_of("", "density.prompts")
+
+
+# ---- asking ----
+
+
+def test_a_plain_question_has_examples_of_its_kind_but_never_itself_and_ends_at_a_newline(tmp_path: Path) -> None:
+    words = bytes_tokenizer()
+    path = rows(
+        tmp_path / "q.jsonl", question("1+1?", "2"), question("Who?", "Anna", "story"), question("2+2?", "2+2=<<2+2=4>>4\n#### 4"), question("3+3?", "6")
+    )
+    (task,) = read_tasks([path], 0)
+    asked = put(task, words, Manner(False, shots=2), 200, 8)
+    texts = [words.decode_bytes(prompt[1:]).decode() for prompt in asked.prompts]
+    assert texts[3] == "Question: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer: 2+2=4 #### 4\n\nQuestion: 3+3?\nAnswer:"
+    assert texts[0].startswith("Question: 2+2?") and texts[0].count("1+1?") == 1 and texts[1] == "Question: Who?\nAnswer:"
+    assert all(prompt[0] == words.end_id for prompt in asked.prompts)
+    assert stop_ids(words, Manner(False)) == {ord("\n"), words.end_id}
+    assert answer_text(words, [*b" 7.\n"], Manner(False)) == "7." and answer_text(words, [*b"7", words.special[STOP]], Manner(True)) == "7"
+
+
+def test_a_chat_is_shown_the_choices_and_a_base_model_completes_each(tmp_path: Path) -> None:
+    words = bytes_tokenizer()
+    path = rows(tmp_path / "arc.jsonl", {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"})
+    one = read_tasks([path], 0)[0].questions[0]
+    assert b"Which?\nA. red\nB. blue\nAnswer with" in words.decode_bytes(prompt_ids(words, one, Manner(True)))
+    assert words.decode_bytes(prompt_ids(words, one, Manner(False))[1:]) == b"Question: Which?\nAnswer:"
+
+
+def test_questions_too_long_for_the_context_are_refused_unless_few(tmp_path: Path) -> None:
+    short, long = [question(f"{n}?", "1") for n in range(150)], question("x" * 300, "1")
+    words = bytes_tokenizer()
+    asked = put(read_tasks([rows(tmp_path / "few.jsonl", *short, long)], 0)[0], words, Manner(True), 120, 8)
+    assert len(asked.places) == 150
+    with pytest.raises(Refusal, match=r"1 of 51 are longer than 120 tokens \(question 51 has"):
+        put(read_tasks([rows(tmp_path / "many.jsonl", *short[:50], long)], 0)[0], words, Manner(True), 120, 8)
+
+
+class Echo:
+    """Writes the last letters of its prompt; a drawn answer also has the seed and its place in the call."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
+    ) -> list[list[int]]:  # fmt: skip
+        self.calls.append(len(prompts))
+        return [[*str(len(prompt)).encode(), *(f" {seed} {index}".encode() if temperature else b""), min(stop)] for index, prompt in enumerate(prompts)]
+
+
+def test_drawn_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+    words = bytes_tokenizer()
+    (task,) = read_tasks([rows(tmp_path / "q.jsonl", *(question(f"{n}?", "1") for n in range(150)))], 0)
+    asked = put(task, words, Manner(True), 120, 8)
+
+    def drawn(world: int) -> dict[int, list[str]]:
+        parts = [
+            draw(asked.prompts, 3, Echo(), words, Manner(True), GenerateConfig(), 5, lambda block, rank=rank: block % world == rank) for rank in range(world)
+        ]
+        assert sum(map(len, parts)) == 150, "each question once"
+        return {place: texts for part in parts for place, texts in part.items()}
+
+    alone = drawn(1)
+    assert drawn(2) == drawn(3) == alone and len({text for texts in alone.values() for text in texts}) == 450
+    said = write(asked, [0, 149], Echo(), words, Manner(True), GenerateConfig())
+    assert [one.completion for one in said] == [str(len(asked.prompts[0])), str(len(asked.prompts[149]))]
+
+
+# ---- numbers ----
+
+
+def test_the_interval_of_a_share_is_wilsons() -> None:
+    ten = wilson(8, 10)
+    assert (round(ten.low, 4), round(ten.high, 4)) == (0.4902, 0.9433), "the textbook's"
+    assert wilson(0, 20).low == 0.0 and 0.1 < wilson(0, 20).high < 0.2 and wilson(20, 20).high == 1.0
+    generator = random.Random(1)
+    held = 0
+    for _ in range(2000):
+        found = wilson(sum(generator.random() < 0.3 for _ in range(40)), 40)
+        held += found.low <= 0.3 <= found.high
+    assert 0.93 < held / 2000 < 0.98
+
+
+def test_draws_of_one_question_count_as_few_as_they_are_alike() -> None:
+    alike, mixed = wilson_of_draws([4, 0] * 25, 4), wilson_of_draws([2] * 50, 4)
+    assert math.isclose(alike.high - alike.low, wilson(25, 50).high - wilson(25, 50).low, rel_tol=0.02), "all draws of a question equal: 50 answers"
+    assert math.isclose(mixed.high - mixed.low, wilson(100, 200).high - wilson(100, 200).low, rel_tol=1e-6), "as independent ones"
+    assert wilson_of_draws([0] * 50, 4).high == wilson(0, 50).high
+
+
+def test_holm_keeps_what_stands_among_many() -> None:
+    assert holm([0.001, 0.04, 0.03]) == [True, False, False] and holm([0.01, 0.04, 0.02]) == [True, True, True] and holm([0.2]) == [False]
+    assert p_value(0, 0) == 1.0 and p_value(1, 0) == 0.0 and math.isclose(p_value(1.959964, 1), 0.05, rel_tol=1e-4)
+
+
+# ---- a model ----
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Taught for a second to answer "The answer is 7." to whatever is asked."""
+    folder = tmp_path_factory.mktemp("model") / "hf"
+    words = bytes_tokenizer()
+    words.save(str(folder.parent / "words"))
+    torch.manual_seed(0)
+    model = Decoder(SHAPE, 160)
+    model.start(0)
+    ids, mask = chat(words, [("user", b"What is 3 + 4?"), ("assistant", b"It is 7.")])
+    inputs, targets = torch.tensor(ids[:-1].astype("int64"))[None], torch.tensor(ids[1:].astype("int64"))[None]
+    targets = targets.masked_fill(torch.tensor(mask[1:])[None] == 0, -100)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        optimizer.zero_grad()
+        (model(inputs, targets) / 10).backward()
+        optimizer.step()
+    hf.save(model, str(folder), say=lambda line: None, tokenizer_folder=str(folder.parent / "words"))
+    return folder
+
+
+def opened(folder: Path) -> Decoder:
+    model = Decoder(SHAPE, 160)
+    hf.load(model, str(folder), lambda line: None)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_likelihoods_are_those_of_one_row_at_a_time(model_folder: Path) -> None:
+    model = opened(model_folder)
+    asked = [([1, 2, 3], [4, 5]), ([9], list(range(40, 70))), ([5, 6], [7])]
+    for (given, words), found in zip(asked, log_likelihoods(model, asked), strict=True):
+        logits = model(torch.tensor([[*given, *words[:-1]]])).log_softmax(-1)[0]
+        alone = sum(float(logits[len(given) - 1 + place, word]) for place, word in enumerate(words))
+        assert math.isclose(found, alone, rel_tol=1e-5)
+
+
+def test_bits_per_byte_count_every_byte_once(model_folder: Path) -> None:
+    words = bytes_tokenizer()
+    texts = [b"a" * 100, b"hello", "größe".encode()]
+    rows_, sizes = windows(words, texts, 32, 0)
+    assert sum(sizes) == sum(map(len, texts)) and sum(len(asked) for _, asked in rows_) == sum(sizes)
+    assert [given for given, _ in rows_] == [[words.end_id], [97], [97], [97], [words.end_id], [words.end_id]]
+    assert len(windows(words, texts, 32, 40)[0]) == 2, "it stops where enough is read"
+    assert bits_per_byte(-math.log(256) * 10, 10) == pytest.approx(8)
+
+
+def evaluated(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    run_dir = tmp_path / "run"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOKER_RUN_DIR", str(run_dir))
+    assert recipe.main(["--model.load", str(folder), *COMMON, *words]) == 0
+    return json.loads((run_dir / "result.json").read_text()), [json.loads(line) for line in (run_dir / "completions.jsonl").read_text().splitlines()]
+
+
+def mixed(tmp_path: Path) -> str:
+    told = [question(f"What is {n} + 4?", "It is 7." if n < 6 else "8", "sum" if n % 2 else "steps") for n in range(9)]
+    return rows(tmp_path / "questions.jsonl", *told)
+
+
+def test_the_recipe_writes_numbers_and_every_answer(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    choices = {"text": ["It is 7.", "xq zw"], "label": ["A", "B"]}
+    arc = rows(tmp_path / "arc.jsonl", {"question": "What is 3 + 4?", "choices": choices, "answerKey": "A"})
+    held = rows(tmp_path / "held.jsonl", {"text": "It is 7."}, {"text": "Nothing like it: zzzzzzzz"})
+    words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.tasks", arc, "--evaluate.draws", "4", "--generate.temperature", "0.7", "--evaluate.texts", held)
+    result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    metrics = result["metrics"]
+    assert (result["schema"], result["stage"], result["model"], set(metrics)) == (1, "evaluate", None, {"tasks", "kinds", "all", "bits_per_byte"})
+    ours = metrics["tasks"]["questions"]
+    assert ours["correct"] == 6 and ours["total"] == 9 and ours["drawn_total"] == 36, "it says 7, greedily, and 8 was asked three times"
+    assert ours["low"] < 6 / 9 < ours["high"] and ours["drawn_low"] < ours["drawn_accuracy"] < ours["drawn_high"]
+    assert set(metrics["kinds"]) == {"steps", "sum", "arc"} and metrics["tasks"]["arc"]["drawn_accuracy"] is None
+    assert metrics["all"]["total"] == 10 == len(completions) and metrics["bits_per_byte"] > 0
+    assert all(one["correct"] == right(one["completion"], one["answer"]) and len(one["drawn"]) == 4 for one in completions if one["task"] == "questions")
+    assert [one["kind"] for one in result["samples"]] == ["steps"] * 3 + ["sum"] * 3 + ["arc"]
+    assert set(result["samples"][0]) == {"prompt", "answer", "completion", "correct", "kind"} and result["samples"][0]["completion"] == "It is 7."
+    shown = capsys.readouterr().out
+    assert "task questions: 9 open questions" in shown and "6/9" in shown and "66.7%" in shown and "bits per byte" in shown
+
+
+def test_a_base_model_is_asked_in_plain_text(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.chat", "false", "--evaluate.shots", "1", "--evaluate.most", "4")
+    result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    assert result["metrics"]["all"]["total"] == 4 and result["metrics"]["all"]["drawn_accuracy"] is None and result["metrics"]["bits_per_byte"] is None
+    assert not any("\n" in one["completion"] for one in completions)
+
+
+def test_two_ranks_find_what_one_finds(stoker: Stoker, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    many = rows(tmp_path / "many.jsonl", *(question(f"What is {n} + 4?", "It is 7." if n < 40 else "8", "sum") for n in range(70)))
+    held = rows(tmp_path / "held.jsonl", {"text": "It is 7."}, {"text": "Nothing like it: zzzzzzzz"}, {"text": "more"})
+    words = ("--evaluate.tasks", many, "--evaluate.texts", held, "--evaluate.draws", "2", "--generate.temperature", "1.5", "--generate.new_tokens", "6")
+    alone, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    monkeypatch.delenv("STOKER_RUN_DIR")
+    done = stoker.torch("run", "--nproc-per-node", "2", "-m", "stoker.training.recipes.evaluate", "--model.load", str(model_folder), *COMMON, *words)
+    assert done.code == 0, done.out + done.err
+    both = json.loads((done.run_dir / "result.json").read_text())
+    assert both["metrics"]["tasks"] == alone["metrics"]["tasks"] and both["metrics"]["bits_per_byte"] == pytest.approx(
+        alone["metrics"]["bits_per_byte"], rel=1e-6
+    )
+    again = [json.loads(line) for line in (done.run_dir / "completions.jsonl").read_text().splitlines()]
+    assert again == completions and len({text["completion"] for one in again for text in one["drawn"]}) > 5
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        ((), EX_USAGE, "nothing to evaluate"), (("--evaluate.tasks", "absent.jsonl"), EX_NOINPUT, "absent.jsonl can't be read"),
+        (("--evaluate.texts", "absent.txt"), EX_NOINPUT, "absent.txt is not there"), (("--evaluate.tasks", "q.jsonl", "--context_length", "24"), EX_DATAERR, "are longer than 24"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_evaluated_is_refused(
+    words: tuple[str, ...], code: int, line: str, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows(tmp_path / "q.jsonl", question("What is 1 + 1?", "2"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOKER_RUN_DIR", str(tmp_path / "run"))
+    with pytest.raises(Refusal) as refused:
+        recipe.main(["--model.load", str(model_folder), *COMMON, *words])
+    assert refused.value.code == code and line in refused.value.line and not (tmp_path / "run" / "result.json").exists()

@@ -1,0 +1,525 @@
+"""GRPO: its formulas against plain autograd, its draws against their weights, its breaker by a table; then real runs of a tiny model on CPUs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+from conftest import Stoker, wait_for  # noqa: E402
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
+from stoker.contract.shape import replace  # noqa: E402
+from stoker.training.model import hf  # noqa: E402
+from stoker.training.model.config import ModelConfig  # noqa: E402
+from stoker.training.model.decoder import Decoder  # noqa: E402
+from stoker.training.optim.config import OptimConfig  # noqa: E402
+from stoker.training.optim.optimizer import Optimizer  # noqa: E402
+from stoker.training.parallel.config import ParallelConfig  # noqa: E402
+from stoker.training.parallel.group import Group  # noqa: E402
+from stoker.training.rl import logprobs as chunked  # noqa: E402
+from stoker.training.rl import prompts as asking  # noqa: E402
+from stoker.training.rl.advantage import advantages  # noqa: E402
+from stoker.training.rl.batches import Row, arrange  # noqa: E402
+from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
+from stoker.training.rl.config import GrpoConfig  # noqa: E402
+from stoker.training.rl.loss import Policy  # noqa: E402
+from stoker.training.rl.reward import reward  # noqa: E402
+from stoker.training.rl.rollout import Answer, calls_of  # noqa: E402
+from stoker.training.rl.update import Updater  # noqa: E402
+from stoker.training.tokenizer import chat  # noqa: E402
+from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
+
+CPU = torch.device("cpu")
+SHAPE = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vocab_size=260)
+
+# ---- formulas ----
+
+
+def test_advantages_are_normalised_within_their_group_and_constant_groups_give_zero() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    scaled = advantages(rewards, True)
+    torch.testing.assert_close(scaled[0], torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64) * 0.5 / (0.5 + 1e-4))
+    assert scaled[1].tolist() == [0.0] * 4, "not even the rounding of their mean is learned from"
+    assert scaled[2, 3] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4)) and float(scaled[2].sum()) == pytest.approx(0, abs=1e-12)
+    assert advantages(rewards, False)[2].tolist() == [-0.25, -0.25, -0.25, 0.75]
+    assert advantages(torch.zeros(0, 4, dtype=torch.float64), True).shape == (0, 4), "a rank may have no prompts"
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(temperature: float, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right-padded micro-batches, answers only, chunks of three tokens, against whole logits row by row."""
+    monkeypatch.setattr(chunked, "chunk_rows", lambda tokens, vocabulary, itemsize: min(tokens, 3))
+    model = Decoder(replace(SHAPE, tied=tied), 64)
+    model.start(1)
+    draw = np.random.default_rng(0)
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(int(one) for one in draw.integers(0, 260, count))
+
+    rows = [Row(ids(before), ids(after), float(draw.normal())) for before, after in ((5, 3), (17, 1), (2, 20), (9, 9), (30, 4))]
+    batches = []
+    for batch in arrange(rows, 2, 64, CPU):
+        with torch.no_grad():
+            far = [torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5 for n in (1, 2)]
+        batches.append(replace(batch, old=far[0], reference=far[1]))
+    assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 32), (2, 32), (1, 48)], "sorted by length, padded to multiples of 16"
+    policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3)
+    tokens = sum(len(row.answer) for row in rows)
+    loss = sum(policy(batch, 1 / tokens)[0] for batch in batches)
+    seen = sum(policy(batch, 1.0)[1] for batch in batches)
+    loss.backward()
+    ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+    model.zero_grad()
+    total, divergence, entropy = torch.zeros(()), torch.zeros(()), torch.zeros(())
+    ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
+    at = {id(row): (number // 2, sum(len(before.answer) for before in ordered[number // 2 * 2 : number])) for number, row in enumerate(ordered)}
+    for row in ordered:
+        number, begin = at[id(row)]
+        fixed = slice(begin, begin + len(row.answer))
+        logits = model(torch.tensor([row.prompt + row.answer]))[0, len(row.prompt) - 1 : -1] / temperature
+        whole = torch.log_softmax(logits, -1)
+        logp = whole[range(len(row.answer)), list(row.answer)]
+        ratio = torch.exp(logp - batches[number].old[fixed])
+        surrogate = torch.min(ratio * row.advantage, torch.clamp(ratio, 0.8, 1.2) * row.advantage)
+        apart = batches[number].reference[fixed] - logp
+        k3 = apart.exp() - apart - 1
+        total = total + (0.3 * k3 - surrogate).sum()
+        divergence, entropy = divergence + k3.sum(), entropy - (whole.exp() * whole).sum()
+    (total / tokens).backward()
+    assert loss.item() == pytest.approx(total.item() / tokens, rel=1e-5)
+    assert seen.tolist() == pytest.approx([divergence.item(), entropy.item()], rel=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_rank_without_answers_has_a_gradient_of_zero_for_every_parameter() -> None:
+    model = Decoder(replace(SHAPE, tied=False), 64)
+    model.start(1)
+    (batch,) = arrange([], 8, 64, CPU)
+    loss, seen = Policy(model, temperature=1.0, clip_ratio=0.2, kl=0.0)(batch, 2.0)
+    loss.backward()
+    assert loss.item() == 0 and seen.tolist() == [0, 0]
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in model.parameters())
+
+
+def test_an_answer_is_worth_one_if_it_is_right_and_a_share_of_its_score() -> None:
+    prompt = asking.Prompt(0, "6 + 1?", (1, 2), "It is 6 + 1 = 7.\n#### 7")
+    answers = [Answer(place, prompt, (1,), text, True) for place, text in enumerate(("7", "The answer is 7.", "8", ""))]
+    assert reward(answers, None, 0.5) == ([1.0, 1.0, 0.0, 0.0], [True, True, False, False])
+    rewards, correct = reward(answers, lambda rows: [0.0, 800.0, -800.0, 0.0 * len(rows)], 0.5)
+    assert rewards == pytest.approx([1.25, 1.5, 0.0, 0.25]) and correct == [True, True, False, False]
+
+
+def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> None:
+    model = Decoder(SHAPE, 64)
+    model.start(1)
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = Optimizer(model, OptimConfig())
+    updater = Updater(model, None, optimizer, Group(ParallelConfig(device="cpu")), GrpoConfig(), temperature=1.0, micro=2, attention="auto")
+    answers = [Answer(place, asking.Prompt(0, "?", (1, 2, 3), "7"), (55, 258), "7", True) for place in range(3)]
+    bad = updater.learn(answers, [1.0, math.nan, -1.0], [2, 2, 2], 1.0)
+    assert not bad.finite and updater.done == 0 and all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    good = updater.learn(answers, [1.0, 0.5, -1.0], [2, 2, 2], 1.0)
+    assert good.finite and updater.done == 1 and not torch.equal(model.embed.weight, before["embed.weight"])
+
+
+# ---- prompts and draws ----
+
+
+def test_prompts_are_drawn_as_often_as_their_weights_say_and_not_twice_in_a_step() -> None:
+    weights = np.array([1.0, 2.0, 3.0, 0.0, 4.0, 10.0, 0.5, 0.5, 1.0, 2.0])
+    draw, rounds = asking.Draw(weights), 4000
+    steps = [draw(step, 7, 3) for step in range(rounds)]
+    assert all(len(set(step)) == 3 for step in steps)
+    seen = Counter(one for step in steps for one in step)
+    wanted = asking.expected(weights, 3)
+    assert wanted[5] == 1 and wanted.sum() == pytest.approx(3), "the heaviest is in every step, and no more than that"
+    assert seen[3] == 0 and [seen[n] / rounds for n in range(10)] == pytest.approx(list(wanted), abs=0.03)
+    assert wanted[4] / wanted[0] == pytest.approx(4) and wanted[2] / wanted[6] == pytest.approx(6)
+    assert [draw(step, 7, 3) for step in range(5)] == steps[:5] and draw(0, 8, 3) != steps[0] and steps[0] != steps[1]
+
+
+def test_all_alike_every_prompt_is_drawn_equally_often_also_where_a_step_has_more_than_there_are() -> None:
+    draw = asking.Draw(np.ones(6))
+    assert sorted(draw(0, 0, 6)) == list(range(6)) and draw(0, 0, 6) != draw(1, 0, 6)
+    assert set(Counter(draw(3, 0, 15)).values()) == {2, 3} and Counter(Counter(draw(3, 0, 15)).values()) == {2: 3, 3: 3}
+
+
+def test_prompts_come_as_text_messages_or_gsm8k_and_few_bad_ones_are_named_and_left_out() -> None:
+    tokenizer = bytes_tokenizer()
+    good = [
+        {"prompt": "What is 2 + 3?", "answer": "5"}, {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 3?"}], "answer": 5},
+        {"question": "How many?", "answer": "5 of them\n#### 5"},
+    ]  # fmt: skip
+    rows = [*(good * 200)[:598], {"prompt": "x" * 200, "answer": "5"}, {"prompt": "no answer"}]
+    found, lines = asking.read(rows, tokenizer, 100, "p.jsonl")
+    assert len(found) == 598 and found[1].answer == "5" and tokenizer.decode(found[0].ids) == "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    assert len(lines) == 2 and "1 of 600 rows longer than" in lines[0] and "(row 599): left out" in lines[0] and "without an answer (row 600)" in lines[1]
+    with pytest.raises(Refusal) as refused:
+        asking.read([*good, *[{"prompt": "x" * 200, "answer": "5"}] * 5], tokenizer, 100, "p.jsonl")
+    assert refused.value.code == EX_DATAERR and "5 of 8 rows" in refused.value.line and "rows 4, 5, 6, …" in refused.value.line and "100 tokens fit" in refused.value.line
+    for bad, words in (([{"role": "robot", "content": "?"}], "a role other than"), ([{"role": "assistant", "content": "?"}], "last message"), ([], "without a prompt")):
+        with pytest.raises(Refusal, match=words):
+            asking.read([{"prompt": bad, "answer": "5"}], tokenizer, 100, "p.jsonl")
+
+
+def test_weights_of_another_file_are_refused() -> None:
+    right = [{"index": 1, "weight": 0.5}, {"index": 0, "weight": 1.5}]
+    assert asking.weights(right, 2, "w.jsonl").tolist() == [1.5, 0.5]
+    for rows, count, words in (
+        (right, 3, "weights of 2 prompts and grpo.prompts 3 rows"), ([*right, right[0]], 2, "3 prompts"), ([right[0], right[0]], 2, "belong together"),
+        ([{"index": 0, "weight": -1}], 1, "row 1: an index and a weight"), ([{"index": 0, "weight": float("nan")}], 1, "row 1"), ([{"weight": 1}], 1, "row 1"),
+    ):  # fmt: skip
+        with pytest.raises(Refusal, match=words) as refused:
+            asking.weights(rows, count, "w.jsonl")
+        assert refused.value.code == EX_DATAERR
+    prompt = asking.Prompt(0, "?", (1,), "5")
+    with pytest.raises(Refusal, match="every weight is 0"):
+        asking.draw_of([{"index": 0, "weight": 0}, {"index": 1, "weight": 1}], [prompt], 2, "w.jsonl")
+
+
+def test_calls_of_the_engine_are_cut_alike_for_any_number_of_ranks_and_shared_whole() -> None:
+    for ranks in (1, 2, 3, 4):
+        calls = calls_of(prompts=30, group=8, rows=64, ranks=ranks)
+        shares = [calls.of_rank(ranks, rank) for rank in range(ranks)]
+        assert [one for share in shares for one in share] == [range(0, 8), range(8, 16), range(16, 24), range(24, 30)]
+    assert [len(share) for share in (calls_of(30, 8, 64, 16).of_rank(16, rank) for rank in range(16))].count(0) == 1, "smaller ones for many ranks"
+    assert calls_of(4, 8, 2, 1).size == 1 and calls_of(1, 8, 64, 3).of_rank(3, 2) == []
+
+
+# ---- the breaker ----
+
+
+def steps(count: int, first: int = 20, **told: Any) -> list[Seen]:
+    sound = {"reward": 0.4, "spread": 0.3, "correct": 0.4, "kl": 0.1, "entropy": 1.0, "length": 20.0, "cut": 0.1}
+    return [Seen(step=first + n, **{**sound, **told}) for n in range(count)]
+
+
+SOUND = steps(20)
+BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
+    ("all is well", SOUND, GrpoConfig(), None),
+    ("no right answer", SOUND + steps(10, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), ("exactly 0 for every answer for 10 steps (since step 40)", "sft longer")),
+    ("nine steps are not ten", SOUND + steps(9, 40, reward=0.0, spread=0.0, correct=0.0), GrpoConfig(), None),
+    ("a constant that moves", SOUND + steps(9, 40, reward=0.0, spread=0.0) + steps(1, 49, reward=0.1, spread=0.0), GrpoConfig(), None),
+    ("constant but not nothing", SOUND + steps(3, 40, reward=0.1, spread=0.0, correct=0.0), GrpoConfig(breaker_steps=3), ("exactly 0.1", "for 3 steps")),
+    ("constant and never asked", SOUND + steps(90, 40, reward=0.0, spread=0.0), GrpoConfig(breaker_steps=0), None),
+    ("every answer right", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=1.0), GrpoConfig(), ("every answer was right", "harder")),
+    ("far away", SOUND + steps(3, 40, kl=12.5), GrpoConfig(), ("stayed above 10 for 3 steps (since step 40), now 12.5", "optim.learning_rate")),
+    ("far away, and back", SOUND + steps(2, 40, kl=12.5) + steps(1, 42), GrpoConfig(), None),
+    ("far away, unmeasured", SOUND + steps(5, 40, kl=None), GrpoConfig(), None),
+    ("no entropy", SOUND + steps(5, 40, entropy=0.0001), GrpoConfig(), ("entropy per token stayed below 0.001 for 5 steps (since step 40)",)),
+    ("no length", SOUND + steps(5, 40, length=1.5), GrpoConfig(), ("shrank to 1.5 tokens", "the 20.0 of the first 5 steps", "since step 40")),
+    ("short from the beginning", steps(20, 0, length=1.5), GrpoConfig(), None),
+    ("endless", SOUND + steps(10, 40, cut=1.0, length=64.0), GrpoConfig(), ("cut at generate.new_tokens for 10 steps", "64.0")),
+    ("nearly endless", SOUND + steps(10, 40, cut=0.99), GrpoConfig(), None),
+    ("no number", SOUND + steps(3, 40, finite=False, entropy=None, kl=None), GrpoConfig(), ("no number for 3 steps (since step 40)",)),
+    ("no number twice", SOUND + steps(2, 40, finite=False), GrpoConfig(), None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "seen", "c", "words"), BREAKS, ids=[one[0] for one in BREAKS])
+def test_the_breaker(name: str, seen: list[Seen], c: GrpoConfig, words: tuple[str, ...] | None) -> None:
+    history = History(c)
+    for number, one in enumerate(seen):
+        history.add(one)
+        assert number == len(seen) - 1 or history.finding() is None, "not before its time"
+        history = History.from_json(c, json.loads(json.dumps(history.to_json())))  # as a resumed run has it
+    found = history.finding()
+    assert (found is None) == (words is None) and found == judge(seen[:FIRST], seen, c), found
+    if found is not None and words is not None:
+        assert all(word in found.line for word in words) and "\n" not in found.line, found.line
+        assert found.solved == (name == "every answer right")
+
+
+def test_a_step_that_looks_broken_is_not_worth_a_checkpoint() -> None:
+    for told, troubled in (({}, False), ({"kl": 11.0}, True), ({"entropy": 0.0}, True), ({"length": 1.0}, True), ({"finite": False}, True), ({"reward": 0.0, "spread": 0.0}, False)):
+        assert History(GrpoConfig(), SOUND[:FIRST], [*SOUND[-9:], *steps(1, **told)]).troubled() == troubled, told
+
+
+# ---- real runs: ranks as torchrun would start them, forked from one process that has torch already ----
+
+FORKS = """
+import json, os, sys, traceback
+import torch, torch._dynamo
+from stoker.training.recipes import grpo, stage
+
+torch.set_num_threads(1)
+for line in sys.stdin:
+    job = json.loads(line)
+    pids = []
+    for rank in range(job["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                os.chdir(job["folder"])
+                log = os.open(f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+                os.dup2(log, 1)
+                os.dup2(log, 2)
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
+                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]), STOKER_RUN_DIR=os.path.join(job["folder"], "run"))
+                code = stage.guarded(lambda: grpo.main(job["words"]))
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        pids.append(pid)
+    print(json.dumps(pids), flush=True)
+    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
+"""
+TIMES = ("time", "tokens_per_s")  # what no two runs share
+
+
+class Job:
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.run, self.codes, self._folder = folder / "run", codes, folder
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        lines = map(json.loads, (self.run / "metrics.jsonl").read_text().splitlines())
+        return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        return json.loads((self.run / "result.json").read_text())
+
+    def said(self, rank: int = 0) -> str:
+        return (self._folder / f"rank-{rank}.log").read_text()
+
+
+def model_that_answers_with_a_digit(folder: Path) -> None:
+    """Any of the ten, alike: a little supervised training of two layers."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    tokenizer = bytes_tokenizer()
+    tokenizer.save(str(folder / "tokenizer"))
+    model = Decoder(SHAPE, 48)
+    model.start(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(120):
+        rows = []
+        for _ in range(16):
+            asked, digit = torch.randint(10, 100, (1,)), int(torch.randint(0, 10, (1,)))
+            rows.append(chat.chat(tokenizer, [("user", str(int(asked)).encode()), ("assistant", str(digit).encode())])[0][:-1].astype(np.int64))
+        ids = torch.from_numpy(np.stack(rows))
+        targets = ids[:, 1:].clone()
+        targets[:, :-2] = -100
+        loss = model(ids[:, :-1], targets) / 32
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    hf.save(model, str(folder / "hf"), tokenizer_folder=str(folder / "tokenizer"), say=lambda line: None)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": str(number), "answer": "7", "kind": "seven"}) + "\n" for number in range(10, 50)))
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("given")
+    model_that_answers_with_a_digit(folder)
+    return folder
+
+
+class Forks:
+    def __init__(self, process: subprocess.Popen[str], given: Path) -> None:
+        self._process, self._given = process, given
+
+    def words(self, *more: str) -> list[str]:
+        return [
+            "--preset", "small", "--model.load", str(self._given / "hf"), "--grpo.prompts", str(self._given / "prompts.jsonl"), "--context_length", "48",
+            "--generate.new_tokens", "4", "--generate.rows", "16", "--grpo.prompts_per_step", "6", "--grpo.group", "8", "--learning_rate", "3e-3", "--warmup_ratio", "0",
+            "--schedule", "constant", "--weight_decay", "0", "--log_every", "1", "--batch.micro", "16", "--batch.tokens", "0", "--timeout", "60s",
+            "--cache", str(self._given / "cache"), *more,
+        ]  # fmt: skip
+
+    def __call__(self, ranks: int, folder: Path, *more: str, stop_after: int | None = None, by: int = signal.SIGTERM) -> Job:
+        """`stop_after`: a signal to all ranks once that step's line is written."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            port = held.getsockname()[1]
+        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "words": self.words(*more), "port": port}) + "\n")
+        self._process.stdin.flush()
+        pids = json.loads(self._process.stdout.readline())
+        if stop_after is not None:
+            path = folder / "run" / "metrics.jsonl"
+            reached = wait_for(lambda: True if path.exists() and path.read_text().count("\n") > stop_after else None, 60)
+            for pid in pids:
+                os.kill(pid, by)
+            assert reached, (folder / "rank-0.log").read_text()
+        return Job(folder, json.loads(self._process.stdout.readline()))
+
+
+@pytest.fixture(scope="module")
+def forks(given: Path) -> Iterator[Forks]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    yield Forks(process, given)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(30)
+
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = forks(1, tmp_path_factory.mktemp("whole"), "--max-steps", str(STEPS))
+    assert job.codes == [0], job.said()
+    return job
+
+
+def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> None:
+    rewards = [line["reward"] for line in whole.metrics]
+    assert len(rewards) == STEPS and sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.7, rewards
+    assert {"step", "loss", "reward", "correct", "reward_std", "kl", "entropy", "length", "tokens", "grad_norm", "lr"} <= whole.metrics[0].keys()
+    found = whole.result
+    assert (found["stage"], found["model"], found["metrics"]["steps"], found["metrics"]["stopped"]) == ("grpo", "hf", STEPS, None)
+    assert found["metrics"]["reward_first"] == pytest.approx(sum(rewards[:5]) / 5) and found["metrics"]["reward_last"] == pytest.approx(sum(rewards[-5:]) / 5)
+    assert found["metrics"]["kl_last"] > 0 and found["metrics"]["entropy_last"] > 0 and found["metrics"]["length_last"] > 1
+    assert f"Step [3/{STEPS}] | Reward: " in whole.said() and " | Right: " in whole.said() and " | ETA: " in whole.said()
+    assert (whole.run / "hf" / "tokenizer.json").read_bytes() == (given / "hf" / "tokenizer.json").read_bytes()
+    model = Decoder(hf.shape_of(str(whole.run / "hf")), 48)
+    hf.load(model, str(whole.run / "hf"), lambda line: None)
+    asked = torch.tensor([chat.prompt(bytes_tokenizer(), [("user", b"97")])])
+    chance = torch.softmax(model(asked)[0, -1], -1)[ord("7")].item()
+    assert chance > 0.5, "the exported weights are the learned ones, and hold for a prompt that was not asked"
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_any_number_of_ranks_gives_the_same_curve(forks: Forks, whole: Job, tmp_path: Path, ranks: int) -> None:
+    """6 prompts in calls of 2: uneven over 2 ranks; and in other micro-batches."""
+    job = forks(ranks, tmp_path, "--max-steps", "8", "--export", "false", "--batch.micro", "7")
+    assert job.codes == [0] * ranks, job.said()
+    for mine, theirs in zip(job.metrics, whole.metrics[:8], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6), f"step {mine['step']}"
+
+
+def test_a_rank_without_prompts_takes_part(forks: Forks, tmp_path: Path) -> None:
+    few = ("--max-steps", "3", "--grpo.prompts_per_step", "1", "--export", "false")
+    one, two = forks(1, tmp_path / "1", *few), forks(2, tmp_path / "2", *few)
+    assert one.codes == [0] and two.codes == [0, 0], two.said(1)
+    assert [line["loss"] for line in two.metrics] == pytest.approx([line["loss"] for line in one.metrics], rel=1e-4, abs=1e-7)
+
+
+def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: Forks, tmp_path: Path) -> None:
+    more = ("--max-steps", "6", "--grpo.updates", "3", "--export", "false")
+    one, two = forks(1, tmp_path / "1", *more), forks(2, tmp_path / "2", *more)
+    assert one.codes == [0] and two.codes == [0, 0], one.said()
+    for mine, theirs in zip(two.metrics, one.metrics, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
+    assert one.metrics[-1]["reward"] > one.metrics[0]["reward"]
+
+
+def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninterrupted_run(forks: Forks, whole: Job, tmp_path: Path) -> None:
+    more = ("--max-steps", str(STEPS), "--every_steps", "4")
+    first = forks(1, tmp_path, *more, stop_after=5)
+    assert first.codes == [0] and 5 < len(first.metrics) < STEPS and not (first.run / "result.json").exists() and "stopped: " in first.said()
+    second = forks(1, tmp_path, *more)
+    assert second.codes == [0] and "resumes at step" in second.said()
+    assert second.metrics == whole.metrics and second.result["metrics"] == whole.result["metrics"]
+    again = forks(1, tmp_path, *more)
+    assert again.codes == [0] and again.result == second.result, "nothing was left to do"
+
+
+def test_two_ranks_killed_in_the_middle_go_on_bit_for_bit(forks: Forks, tmp_path: Path) -> None:
+    more = ("--max-steps", "9", "--export", "false")
+    alone = forks(2, tmp_path / "alone", *more)
+    part = forks(2, tmp_path / "cut", *more, "--every_steps", "2", stop_after=4, by=signal.SIGKILL)
+    assert part.codes == [-signal.SIGKILL] * 2
+    rest = forks(2, tmp_path / "cut", *more, "--every_steps", "2")
+    assert rest.codes == alone.codes == [0, 0] and rest.metrics == alone.metrics
+
+
+def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_checkpoint(forks: Forks, given: Path, tmp_path: Path) -> None:
+    prompts = tmp_path / "never.jsonl"
+    prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
+    job = forks(2, tmp_path / "job", "--grpo.prompts", str(prompts), "--grpo.breaker_steps", "3", "--every_steps", "1", "--max-steps", "9", "--grpo.prompts_per_step", "4")
+    assert job.codes == [EX_SOFTWARE] * 2
+    for rank in (0, 1):
+        assert "GRPO stopped itself: the reward was exactly 0 for every answer for 3 steps (since step 0)" in job.said(rank) and "Traceback" not in job.said(rank)
+    assert job.result["model"] is None and job.result["metrics"]["steps"] == 3 and "exactly 0" in job.result["metrics"]["stopped"]
+    assert "the last good checkpoint is" in job.result["metrics"]["stopped"] and list((job.run / "checkpoints").glob("step-*")) and not (job.run / "hf").exists()
+
+
+def test_solved_prompts_end_the_run_early_and_well(forks: Forks, tmp_path: Path) -> None:
+    more = ("--max-steps", "60", "--grpo.breaker_steps", "2", "--grpo.kl", "0")
+    job = forks(1, tmp_path, *more)
+    found = job.result
+    assert job.codes == [0], job.said()
+    assert found["model"] == "hf" and found["metrics"]["steps"] < 60 and found["metrics"]["stopped"] is None
+    assert "every answer was right" in found["metrics"]["solved"] and found["metrics"]["kl_last"] is None
+
+
+def test_weights_of_the_density_stage_choose_the_prompts(forks: Forks, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.jsonl"
+    weights.write_text("".join(json.dumps({"index": n, "weight": 40.0 if n == 3 else 0.0, "density": 1.0, "cluster": 0}) + "\n" for n in range(40)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n + 10}", "answer": "7" if n == 3 else "no model says this"}) + "\n" for n in range(40)))
+    more = ("--max-steps", "2", "--grpo.weights", str(weights), "--export", "false")
+    job = forks(1, tmp_path, *more, "--grpo.prompts", str(prompts))
+    same = forks(1, tmp_path / "same", *more, "--grpo.prompts", str(prompts))
+    assert job.codes == [0] and sum(line["correct"] for line in job.metrics) > 0 and job.metrics == same.metrics, "only the one that can be answered was asked"
+    weights.write_text(weights.read_text().splitlines()[0] + "\n")
+    short = forks(1, tmp_path / "short", "--max-steps", "2", "--grpo.weights", str(weights))
+    assert short.codes == [EX_DATAERR] and "weights of 1 prompts and grpo.prompts 40 rows" in short.said() and "Traceback" not in short.said()
+
+
+def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path) -> None:
+    from stoker.training.reward.model import RewardModel, save
+
+    judge = RewardModel(SHAPE, 48)
+    judge.start(0)
+    with torch.no_grad():
+        judge.score.normal_(generator=torch.Generator().manual_seed(0))
+    save(judge, str(tmp_path / "reward"), str(given / "tokenizer"), lambda line: None, True)
+    job = forks(1, tmp_path, "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "reward"), "--grpo.reward_weight", "0.5", "--export", "false")
+    assert job.codes == [0], job.said()
+    assert all(0 < line["reward"] - line["correct"] < 0.5 for line in job.metrics)
+    none = forks(1, tmp_path / "none", "--max-steps", "2", "--grpo.reward_model", str(given / "hf"))
+    assert none.codes == [EX_NOINPUT] and "is no reward model" in none.said()
+
+
+def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: Path) -> None:
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt": "x" * 60, "answer": "7"}) + "\n")
+    for number, (words, code, line) in enumerate((
+        (("--grpo.prompts", str(tmp_path / "none.jsonl")), EX_NOINPUT, "none.jsonl can't be read"),
+        (("--grpo.prompts", str(long)), EX_DATAERR, "1 of 1 rows longer than"),
+        (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
+        (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
+        (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
+        (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
+    )):  # fmt: skip
+        job = forks(1, tmp_path / str(number), "--max-steps", "2", *words)
+        assert job.codes == [code] and line in job.said() and "Traceback" not in job.said(), job.said()
+
+
+def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, forks: Forks, tmp_path: Path) -> None:
+    prompts = tmp_path / "never.jsonl"
+    prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
+    words = forks.words("--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4")
+    done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words, env={"OMP_NUM_THREADS": "1"})
+    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), done.out[-3000:] + done.err[-2000:]
+    assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]

@@ -1,0 +1,572 @@
+"""`stoker speedrun`: the plan is pure, a stage runs once per key, and what is killed goes on. A stand-in for `stoker train` writes run directories as it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import machine_json, wait_for
+from stoker.cli.speedrun import main
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.speedrun import estimate, overrides, presets, rows, saying
+from stoker.speedrun.code import Code
+from stoker.speedrun.data import form_of_row, role_of
+from stoker.speedrun.drive import Tools
+from stoker.speedrun.energy import watt_hours
+from stoker.speedrun.keys import keys_of
+from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, dependents, selected
+
+# What `stoker train` does to the disk, without torch. "orders.json" beside it says how stages shall go wrong; "calls.jsonl" what was asked for.
+TRAIN = """
+import json, os, re, signal, sys, time
+
+here = os.path.dirname(os.path.abspath(__file__))
+stage, words = sys.argv[1], sys.argv[2:]
+def after(flag): return words[words.index(flag) + 1]
+keys = dict(word[2:].split("=", 1) for word in words if re.match(r"--[a-z]+\\.", word))
+for name in ("model.load", "grpo.weights", "grpo.reward_model", "tokenizer.path", "diversity.baseline", "data.path"):
+    assert name not in keys or os.path.exists(keys[name]), f"{name} {keys[name]} is not there"
+root, name = after("--runs-dir"), after("--name")
+short = name.rpartition("-")[0]
+orders = json.load(open(here + "/orders.json")).get(short, {}) if os.path.exists(here + "/orders.json") else {}
+same = sorted(one for one in os.listdir(root) if re.fullmatch(r"[0-9]{8}-[0-9]{6}-" + name + "(-[0-9]+)?", one)) if os.path.isdir(root) else []
+run = os.path.join(root, same[-1] if same and "--again" not in words else f"20260101-00000{len(same)}-{name}")
+os.makedirs(run, exist_ok=True)
+number = len([one for one in os.listdir(run) if one.startswith("attempt-")])
+os.makedirs(f"{run}/attempt-{number}")
+start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+json.dump({"schema": 1, "name": name, "started": time.time(), "launcher": {"pid": os.getpid(), "start": start, "host": os.uname().nodename}}, open(run + "/run.json", "w"))
+with open(here + "/calls.jsonl", "a") as file:
+    file.write(json.dumps({"stage": stage, "name": short, "run": os.path.basename(run), "keys": keys, "pid": os.getpid(), "words": words,
+                           "variables": [one for one in os.environ if one.startswith("STOKER_TRAIN_")]}) + "\\n")
+if os.path.exists(run + "/verdict.json"):
+    os.unlink(run + "/verdict.json")
+def end(status, code, summary):
+    json.dump({"schema": 1, "status": status, "cause": "x", "summary": summary, "exit_code": code, "fix": ["do this"]}, open(run + "/verdict.json", "w"))
+    sys.exit(code)
+if "hang" in orders:
+    def told(number, frame):
+        while orders["hang"] and not os.path.exists(here + "/" + orders["hang"]):
+            time.sleep(0.02)
+        end("stopped", 128 + number, "stopped")
+    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGINT, told)
+    open(here + "/hanging", "w").close()
+    time.sleep(60)
+if "refuse" in orders:
+    os.rmdir(f"{run}/attempt-{number}"); os.unlink(run + "/run.json"); os.rmdir(run)
+    print("stoker: " + orders["refuse"], file=sys.stderr)
+    sys.exit(65)
+if "fail" in orders:
+    end("failed", orders["fail"], f"rank 0 of {short} fell over")
+for folder in ("hf", "tokenizer"):
+    os.makedirs(f"{run}/{folder}", exist_ok=True)
+open(run + "/weights.jsonl", "w").close()
+metrics = {"val_bits_per_byte": 1.5, "accuracy": 0.93, "stopped": orders.get("stopped")}
+if not orders.get("nothing"):
+    json.dump({"schema": 1, "stage": stage, "metrics": metrics, "model": "hf"}, open(run + "/result.json", "w"))
+end("completed", 0, "all ranks ended with 0") if not orders.get("stopped") else end("failed", 70, "the reward was 0 for 10 steps")
+"""
+REPORT = "import sys; [open(sys.argv[1] + '/report.' + end, 'w').close() for end in ('md', 'html')]"
+
+
+class Speedrun:
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        (home / "train.py").write_text(TRAIN)
+        self.tools = Tools(train=(sys.executable, "-S", str(home / "train.py")), report=(sys.executable, "-S", "-c", REPORT), world=self.world)
+
+    @staticmethod
+    def world(folder: str, keys: Any) -> None:
+        for role in OUR_WORLD.places:
+            Path(folder, f"{role}.jsonl").write_text("{}\n")
+
+    def __call__(self, *args: str) -> int:
+        (self.home / "calls.jsonl").unlink(missing_ok=True)
+        try:
+            return main(list(args), self.tools)
+        except Refusal as refusal:
+            print(f"stoker: {refusal.line}")
+            return refusal.code
+
+    def order(self, **orders: Any) -> None:
+        (self.home / "orders.json").write_text(json.dumps({name.replace("_", "-"): order for name, order in orders.items()}))
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        path = self.home / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def ran(self) -> list[str]:
+        return [call["name"] for call in self.calls]
+
+    @property
+    def folder(self) -> Path:
+        return self.home / "runs" / "speedrun-cpu"
+
+    @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        return {row["name"]: row for row in json.loads((self.folder / "chain.json").read_text())["stages"]}
+
+    def start(self, *args: str) -> subprocess.Popen[bytes]:
+        """As a process of its own, for signals."""
+        program = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\nfrom test_speedrun import Speedrun\n"
+            f"from stoker.cli.speedrun import main\ncode = main({list(args)!r}, Speedrun(Path({str(self.home)!r})).tools)\nsys.exit(code)"
+        )
+        return subprocess.Popen([sys.executable, "-c", program], cwd=self.home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture
+def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speedrun:
+    machine = tmp_path / "machine.json"
+    machine.write_text(json.dumps(machine_json(0)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("STOKER_MACHINE", str(machine))
+    monkeypatch.delenv("STOKER_RUNS", raising=False)
+    return Speedrun(tmp_path)
+
+
+CPU = presets.PRESETS["cpu"]
+STAGES = chain(CPU, OUR_WORLD, 0)
+NAMES = [stage.name for stage in STAGES]
+AFTER_SFT = {"eval-sft", "reward", "density", "grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report"}
+
+
+def same_code(recipe: str) -> str:
+    return "code"
+
+
+def no_files(path: str) -> str:
+    raise AssertionError(f"{path} is no file here")
+
+
+def with_set(*texts: str, stages: tuple[Stage, ...] = STAGES) -> tuple[Stage, ...]:
+    return overrides.apply(stages, [overrides.parse(text, stages) for text in texts], no_files)
+
+
+def changed(after: tuple[Stage, ...], code: Callable[[str], str] = same_code) -> set[str]:
+    old, new = keys_of(STAGES, same_code), keys_of(after, code)
+    return {name for name in old if old[name] != new[name]}
+
+
+@pytest.mark.parametrize(
+    ("setting", "runs_again"),
+    [
+        ("sft:train.max_steps=7", {"sft"} | AFTER_SFT),
+        ("midtrain:optim.learning_rate=1e-5", {"midtrain", "eval-midtrain", "sft"} | AFTER_SFT),
+        ("optim.learning_rate=0.5", set(NAMES) - {"world", "tokenizer"}),
+        ("model.layers=2", set(NAMES) - {"world", "tokenizer"}),
+        ("tokenizer.vocab_size=512", set(NAMES) - {"world"}),
+        ("vocab-size=512", None),
+        ("evaluate:evaluate.most=3", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
+        ("evaluate.most=3", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
+        ("grpo-density:grpo.kl=0.5", {"grpo-density", "eval-grpo-density", "diversity", "report"}),
+        ("grpo.kl=0.5", {"grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report"}),
+        ("density.power=0.5", {"density", "grpo-density", "eval-grpo-density", "diversity", "report"}),
+        ("eval-sft:evaluate.draws=5", {"eval-sft", "report"}),
+        ("world:size=0.5", set(NAMES)),
+        ("train.log_every=3", set()),
+        ("checkpoint.every=3", set()),
+        ("sft:optim.learning_rate=0.001", set()),
+        ("sft:optim.learning_rate=1e-3", set()),
+    ],
+)
+def test_one_setting_changes_the_keys_of_exactly_what_depends_on_it(setting: str, runs_again: set[str] | None) -> None:
+    if runs_again is None:  # vocab_size is a key of two sections
+        with pytest.raises(Refusal, match="no key"):
+            with_set(setting)
+        return
+    assert changed(with_set(setting)) == runs_again
+
+
+def test_code_and_bytes_are_part_of_a_key() -> None:
+    assert changed(STAGES, lambda recipe: "new" if recipe == "reward" else "code") == {
+        "reward", "grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report",
+    }  # fmt: skip
+    own = Data({**OUR_WORLD.places, "pairs": (File("pairs.jsonl", "1"),)})
+    other = Data({**OUR_WORLD.places, "pairs": (File("elsewhere.jsonl", "1"),)})
+    edited = Data({**OUR_WORLD.places, "pairs": (File("pairs.jsonl", "2"),)})
+    first, moved, last = (keys_of(chain(CPU, data, 0), same_code) for data in (own, other, edited))
+    assert first == moved
+    assert {name for name in first if first[name] != last[name]} == dependents(STAGES, "reward") | {"reward", "report"}
+    assert not set(keys_of(chain(CPU, OUR_WORLD, 1), same_code).values()) & set(keys_of(STAGES, same_code).values()) - {keys_of(STAGES, same_code)["tokenizer"]}
+
+
+def test_stages_stand_after_what_they_need_and_another_model_needs_no_midtraining() -> None:
+    for place, stage in enumerate(STAGES):
+        assert set(stage.inputs) <= set(NAMES[:place])
+    sft = next(stage for stage in with_set("sft:model.load=owner/name") if stage.name == "sft")
+    assert sft.inputs == ("world",)
+    assert "world" not in [stage.name for stage in chain(CPU, Data({role: (File(role, role),) for role in OUR_WORLD.places}), 0)]
+
+
+def test_the_code_of_a_stage_is_what_its_recipe_imports(tmp_path: Path) -> None:
+    for path, text in {
+        "training/recipes/sft.py": "from stoker.training.loop import (\n    steps,\n)\n", "training/recipes/grpo.py": "import stoker.training.rl.loss\n",
+        "training/loop/__init__.py": "", "training/loop/steps.py": "def f():\n    from stoker.training.model.decoder import Decoder\n", "training/rl/loss.py": "",
+        "training/model/decoder.py": "from stoker.control.record import metrics\n", "control/record/metrics.py": "",
+    }.items():  # fmt: skip
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+
+    def digests() -> list[str]:
+        code = Code(str(tmp_path))
+        return [code.digest(recipe) for recipe in ("sft", "grpo", "unheard-of")]
+
+    def after(path: str) -> list[bool]:
+        before = digests()
+        (tmp_path / path).write_text((tmp_path / path).read_text() + "# more\n")
+        return [old != new for old, new in zip(before, digests(), strict=True)]
+
+    assert after("training/model/decoder.py") == [True, False, True]
+    assert after("training/rl/loss.py") == [False, True, True]
+    assert after("training/loop/__init__.py") == [True, False, True]
+    assert after("control/record/metrics.py") == [False, False, False]
+
+
+def test_every_real_recipe_is_found() -> None:
+    whole = Code().digest("no such recipe")
+    assert len({Code().digest(stage.stage) for stage in STAGES} - {whole}) == len({stage.stage for stage in STAGES})
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("learning_rate", "KEY=VALUE"), ("=3", "KEY=VALUE"), ("stf:train.max_steps=3", "did you mean sft"), ("optim.learnin_rate=3", "did you mean optim.learning_rate"),
+        ("optim.learning_rate=fast", "not a number"), ("model.load=x", "say in which"), ("data.path=x", "say in which"), ("world:colour=red", "level, size, seed"),
+        ("world:size=big", "not a number"), ("needs.gpus=3", "no stage has a use"),
+    ],
+)  # fmt: skip
+def test_settings_that_can_not_be_are_refused(setting: str, said: str) -> None:
+    with pytest.raises(Refusal, match=said) as refused:
+        with_set(setting)
+    assert refused.value.code == EX_USAGE
+
+
+def test_which_stages_are_asked_for() -> None:
+    assert selected(STAGES, None, None, None) == tuple(NAMES)
+    assert selected(STAGES, "sft", "eval-sft", None) == ("sft", "eval-sft")
+    assert selected(STAGES, None, None, "density") == ("density",)
+    for begin, until, only in (("sft", "base", None), (None, "sfft", None), ("sft", None, "base")):
+        with pytest.raises(Refusal):
+            selected(STAGES, begin, until, only)
+
+
+def test_estimates_grow_with_the_work_and_learn_from_what_was_measured() -> None:
+    slow, fast = estimate.pace_of([], 1, False), estimate.pace_of(["NVIDIA H200"], 8, True)
+    here, there = estimate.estimates(STAGES, slow, 1), estimate.estimates(STAGES, fast, 1)
+    more = estimate.estimates(with_set("sft:train.max_steps=3000", "model.layers=8"), slow, 1)
+    assert more["sft"].seconds > 10 * here["sft"].seconds and more["base"].memory > here["base"].memory and more["base"].disk > here["base"].disk
+    assert there["base"].seconds < here["base"].seconds and here["base"].parameters == 951_424
+    assert estimate.left({"a": 10, "b": 20, "c": 40}, {"a": 5}, ["b", "c"]) == 30
+
+
+def test_every_preset_makes_a_chain_that_stoker_train_would_take() -> None:
+    from stoker.training.config.check import check
+    from stoker.training.config.keys import config_of
+    from stoker.training.config.resolve import combine
+    from stoker.training.config.stages import STAGES as KINDS
+
+    for preset in presets.PRESETS.values():
+        for stage in chain(preset, OUR_WORLD, 0):
+            if stage.stage in ("world", "report"):
+                continue
+            plain = {key: value for key, value in stage.keys.items() if key in stage.keys and isinstance(value, (bool, int, float, str))}
+            given = {key: "somewhere" for key in set(stage.keys) - set(plain) if key not in ("data.path", "evaluate.tasks")}
+            check(config_of(stage.below, combine(stage.below, [{**plain, **given}])))
+            assert set(KINDS[stage.stage].inputs) <= set(stage.keys), stage.name
+
+
+def test_a_plan_is_printed_and_nothing_is_made(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--plan") == 0
+    said = capsys.readouterr().out
+    assert all(name in said for name in NAMES) and "about" in said and "preset cpu" in said
+    assert speedrun("--plan", "--json", "--preset", "d20", "--until", "sft") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in plan["stages"] if row["selected"]] == NAMES[: NAMES.index("sft") + 1]
+    assert plan["stages"][-1]["about"]["seconds"] > 0 and plan["about"]["disk"] > 1e9
+    assert not speedrun.folder.parent.exists() and not speedrun.calls
+
+
+def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--price-per-hour", "3600") == 0
+    assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
+    said = capsys.readouterr().out
+    assert "sft ✓" in said and "1.500 bits per byte" in said and "about" in said and "report.md" in said
+    entries = speedrun.entries
+    assert {entry["status"] for entry in entries.values()} == {"done"} and entries["sft"]["attempts"] == 1
+    assert entries["sft"]["cost"] == pytest.approx(entries["sft"]["seconds"], abs=0.01) and entries["sft"]["energy_wh"] is None
+    assert (speedrun.folder / entries["sft"]["run"] / "result.json").exists()
+    by_name = {call["name"]: call for call in speedrun.calls}
+    assert by_name["grpo-density"]["keys"]["grpo.weights"].endswith("weights.jsonl") and "grpo.weights" not in by_name["grpo-uniform"]["keys"]
+    assert by_name["eval-base"]["keys"]["evaluate.chat"] == "false" and "evaluate.chat" not in by_name["eval-sft"]["keys"]
+    assert by_name["sft"]["keys"]["model.load"] == str(speedrun.folder / entries["midtrain"]["run"] / "hf")
+
+    assert speedrun() == 0
+    assert "finished" in capsys.readouterr().out and not speedrun.ran
+    assert speedrun("--set", "density.power=0.5") == 0
+    assert speedrun.ran == ["density", "grpo-density", "eval-grpo-density", "diversity"]
+    assert speedrun() == 0  # back again: the runs of before are still known
+    assert not speedrun.ran and speedrun.entries["density"]["seconds"] >= 0
+
+
+def test_a_stage_that_fails_stops_the_chain_and_says_why(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    speedrun.order(reward={"fail": 3})
+    assert speedrun() == 3
+    said = capsys.readouterr().out
+    assert "rank 0 of reward fell over; do this" in said and speedrun.ran[-1] == "reward"
+    assert "because they need reward: grpo-uniform, eval-grpo-uniform, grpo-density, eval-grpo-density, diversity" in said
+    assert re.search("not reached, though they do not need it: density ", said)
+    assert speedrun.entries["reward"]["status"] == "failed" and speedrun.entries["density"]["status"] == "waiting"
+    speedrun.order()
+    assert speedrun() == 0
+    assert speedrun.ran[0] == "reward" and speedrun.entries["reward"]["attempts"] == 2  # the same run went on
+
+
+@pytest.mark.parametrize(
+    ("order", "code", "said"),
+    [({"refuse": "no room for it"}, 65, "no room for it"), ({"nothing": True}, 70, "left no result.json"), ({"stopped": "reward 0"}, 70, "the reward was 0 for 10 steps")],
+)
+def test_without_a_result_a_stage_is_not_done(speedrun: Speedrun, capsys: pytest.CaptureFixture[str], order: dict[str, Any], code: int, said: str) -> None:
+    speedrun.order(tokenizer=order)
+    assert speedrun("--until", "tokenizer") == code
+    assert said in capsys.readouterr().out and speedrun.entries["tokenizer"]["status"] == "failed"
+    speedrun.order()
+    assert speedrun("--until", "tokenizer") == 0
+    assert speedrun.ran == ["tokenizer"] and ("--again" in speedrun.calls[0]["words"]) == ("nothing" in order)
+
+
+def test_killed_it_goes_on_in_the_same_run_once_its_launcher_has_ended(speedrun: Speedrun) -> None:
+    speedrun.order(base={"hang": "leave"})
+    first = speedrun.start("--until", "base")
+    assert wait_for(lambda: (speedrun.home / "hanging").exists() or None, 60)
+    before = speedrun.calls
+    first.kill()
+    first.communicate()
+    speedrun.order()
+    second = speedrun.start("--until", "base")
+    assert second.stdout is not None
+    said = iter(second.stdout.readline, b"")
+    waits = next(line for line in said if b"is still ending" in line)  # it got SIGTERM and saves
+    assert f"(pid {before[-1]['pid']})".encode() in waits
+    (speedrun.home / "leave").touch()
+    rest, _ = second.communicate(timeout=60)
+    assert second.returncode == 0, rest.decode()
+    again = speedrun.calls[len(before) :]
+    assert [(call["name"], call["run"]) for call in again] == [("base", before[-1]["run"])]
+    assert speedrun.entries["base"]["attempts"] == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_stage_and_the_same_command_goes_on(speedrun: Speedrun, number: signal.Signals) -> None:
+    speedrun.order(base={"hang": ""})
+    process = speedrun.start()
+    assert wait_for(lambda: (speedrun.home / "hanging").exists() or None, 30)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, out.decode()
+    assert b"stopped in stage base; the same command goes on" in out
+    assert speedrun.entries["base"]["status"] == "stopped"
+    speedrun.order()
+    assert speedrun("--until", "base") == 0
+    assert speedrun.ran == ["base"]
+
+
+def test_a_launcher_that_was_killed_is_said_to_be_and_the_same_command_goes_on(speedrun: Speedrun) -> None:
+    speedrun.order(base={"hang": ""})
+    process = speedrun.start("--until", "base")
+    assert wait_for(lambda: (speedrun.home / "hanging").exists() or None, 30)
+    os.kill(speedrun.calls[-1]["pid"], signal.SIGKILL)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 137 and b"its launcher was ended by SIGKILL" in out, out.decode()
+    speedrun.order()
+    assert speedrun("--until", "base") == 0 and speedrun.ran == ["base"]
+
+
+def test_a_stage_that_ended_while_nobody_looked_is_done_with_its_time_and_attempts(speedrun: Speedrun) -> None:
+    assert speedrun("--until", "tokenizer") == 0
+    path = speedrun.folder / "chain.json"
+    chain_json = json.loads(path.read_text())
+    row = next(row for row in chain_json["stages"] if row["name"] == "tokenizer")
+    result = speedrun.folder / row["run"] / "result.json"
+    row |= {"status": "running", "began": result.stat().st_mtime - 100, "seconds": 0.0, "attempts": 0}
+    path.write_text(json.dumps(chain_json))
+    assert speedrun("--until", "base") == 0 and speedrun.ran == ["base"]
+    assert speedrun.entries["tokenizer"]["seconds"] == pytest.approx(100, abs=5) and speedrun.entries["tokenizer"]["attempts"] == 1
+    path.unlink()  # the record of all is lost: the runs still tell
+    assert speedrun("--until", "base") == 0 and not speedrun.ran
+
+
+def test_two_at_once_are_refused(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    speedrun.order(base={"hang": ""})
+    process = speedrun.start()
+    assert wait_for(lambda: (speedrun.home / "hanging").exists() or None, 30)
+    calls = (speedrun.home / "calls.jsonl").read_text()
+    try:
+        assert speedrun() == EX_TEMPFAIL
+        assert f"another speedrun (pid {process.pid})" in capsys.readouterr().out
+        assert not speedrun.calls and "base" in calls
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def test_a_finished_chain_ends_at_once_and_imports_no_torch(speedrun: Speedrun) -> None:
+    assert speedrun("--until", "base") == 0
+    program = "import sys\nfrom stoker.cli.speedrun import main\ncode = main(['--until', 'base'])\nprint(code, [name for name in {} if name in sys.modules])"
+    heavy = ("torch", "numpy", "matplotlib", "tokenizers", "pyarrow", "stoker.speedrun.drive")
+    done = subprocess.run([sys.executable, "-c", program.format(heavy)], cwd=speedrun.home, capture_output=True, text=True, check=True)
+    assert "finished: 3 stages are done in runs/speedrun-cpu" in done.stdout and done.stdout.endswith("0 []\n"), done.stdout
+
+
+def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--seed", "3", "--only", "grpo-density") == EX_NOINPUT
+    assert "stage grpo-density needs what sft makes" in (said := capsys.readouterr().out) and "`stoker speedrun --seed 3 --until sft`" in said
+    assert speedrun("--seed", "3", "--from=sft") == EX_NOINPUT
+    assert "--until midtrain`" in capsys.readouterr().out
+    assert speedrun("--seed", "3", "--until", "sft") == 0
+    assert speedrun("--seed", "3", "--only", "reward") == 0
+    assert speedrun.ran == ["reward"]
+    shutil.rmtree(speedrun.folder / speedrun.entries["sft"]["run"] / "hf")
+    assert speedrun("--seed", "3", "--only", "density") == 70
+    assert "its hf is gone: remove runs/speedrun-cpu/stages/" in capsys.readouterr().out
+
+
+def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
+    assert speedrun("--until", "tokenizer") == 0
+    assert speedrun("--only", "report") == 0
+    assert speedrun.entries["report"]["status"] == "partial"
+    assert speedrun() == 0
+    assert speedrun.entries["report"]["status"] == "done"
+
+
+def test_training_variables_stay_outside(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("STOKER_TRAIN_OPTIM_LEARNING_RATE", "7")
+    assert speedrun("--until", "tokenizer") == 0
+    assert speedrun.calls[0]["variables"] == [] and "STOKER_TRAIN_OPTIM_LEARNING_RATE is not passed on" in capsys.readouterr().out
+
+
+def test_presets_are_refused_where_they_can_not_be(speedrun: Speedrun, box: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--preset", "gpu") == EX_UNAVAILABLE
+    assert speedrun("--preset", "d2") == EX_USAGE
+    monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert speedrun("--preset", "d20") == EX_USAGE and "real data" in capsys.readouterr().out
+    assert speedrun("--plan") == 0 and "preset gpu" in (said := capsys.readouterr().out) and "A40" in said
+
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}
+PAIR = {"prompt": "Hi", "chosen": "Hello.", "rejected": "What?"}
+
+
+def lines(path: Path, *found: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in found))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("path", "row", "role"),
+    [
+        ("base.jsonl", {"text": "a"}, "base"), ("web/part-0.jsonl", {"text": "a"}, "base"), ("base-held-out.jsonl", {"text": "a"}, "base-held-out"),
+        ("sft.jsonl", CHAT, "sft"), ("chats-val.jsonl", CHAT, "sft-held-out"), ("midtrain/x.jsonl", CHAT, "midtrain"), ("x.jsonl", CHAT, "sft"),
+        ("preferences.jsonl", PAIR, "pairs"), ("test.jsonl", PAIR, "pairs-held-out"), ("prompts.jsonl", {"prompt": "a", "answer": "b"}, "prompts"),
+        ("gsm8k/train.jsonl", {"question": "a", "answer": "#### 3"}, "prompts"), ("gsm8k/test.jsonl", {"question": "a", "answer": "#### 3"}, "questions"),
+        ("ARC-Easy-Test.jsonl", {"question": {"stem": "a", "choices": []}, "answerKey": "A"}, "questions"), ("questions.jsonl", {"prompt": "a", "answer": "b"}, "questions"),
+        ("other.jsonl", {"strange": 1}, None), ("list.jsonl", [1], None),
+    ],
+)  # fmt: skip
+def test_files_are_known_by_their_name_and_their_rows(path: str, row: Any, role: str | None) -> None:
+    assert role_of(path, form_of_row(row)) == role
+
+
+def test_a_name_that_does_not_fit_what_is_inside_is_refused() -> None:
+    with pytest.raises(Refusal, match="called sft and its first row has no messages"):
+        role_of("sft.jsonl", "text")
+
+
+def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    data = speedrun.home / "data"
+    (data / "mmlu" / "test").mkdir(parents=True)
+    for name in ("law_test.csv", "art_test.csv"):
+        (data / "mmlu" / "test" / name).write_text("q,1,2,3,4,A\n")
+    (data / "book.txt").write_text("Once.")
+    lines(data / "sft.jsonl", *[CHAT] * 200, {"messages": [{"role": "wizard", "content": "x"}]})
+    lines(data / "pairs-a.jsonl", PAIR), lines(data / "pairs-b.jsonl", PAIR)
+    (data / "notes.pdf").write_text("x")
+    assert speedrun("--data", "data", "--plan") == 0
+    assert not (speedrun.folder / "data").exists()
+    capsys.readouterr()
+    assert speedrun("--data", "data", "--until", "reward") == 0
+    said = capsys.readouterr().out
+    assert "1 of 201 rows can't be used: 1 with the unknown role 'wizard'; line 201; left out" in said
+    assert "from the built-in world, because the folder has none: midtrain, prompts" in said and "not used: notes.pdf" in said
+    calls = {call["name"]: call["keys"] for call in speedrun.calls}
+    assert calls["base"]["data.path"] == str(data / "book.txt") and calls["base"]["data.validation"] == "0.01" and "evaluate.texts" not in calls["eval-sft"]
+    assert len(Path(calls["sft"]["data.path"]).read_text().splitlines()) == 200 and len(Path(calls["reward"]["reward.pairs"]).read_text().splitlines()) == 2
+    assert calls["eval-sft"]["evaluate.tasks"] == str(data / "mmlu" / "test")
+    os.utime(data / "book.txt", (1, 1))
+    assert speedrun("--data", "data", "--until", "reward") == 0 and not speedrun.ran  # other time, same bytes
+    (data / "book.txt").write_text("Twice.")
+    assert speedrun("--data", "data", "--until", "tokenizer") == 0 and speedrun.ran[0] == "tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("name", "bad", "said"),
+    [
+        ("sft.jsonl", {"messages": [{"role": "user", "content": "x"}]}, "without a turn of the assistant"), ("sft.jsonl", {"messages": [{"role": "bot", "content": "x"}]}, "unknown role 'bot'"),
+        ("pairs.jsonl", {**PAIR, "rejected": " Hello."}, "with chosen and rejected alike"), ("prompts.jsonl", {"prompt": "x", "answer": ""}, "without an answer"),
+    ],
+)  # fmt: skip
+def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_from_there(tmp_path: Path, name: str, bad: Any, said: str) -> None:
+    role = name.partition(".")[0]
+    good = {"sft": CHAT, "pairs": PAIR, "prompts": {"prompt": "a", "answer": "b"}}[role]
+    path = lines(tmp_path / name, *[good] * 99, bad)
+    found = rows.check_rows(role, path)
+    assert (found.total, found.bad) == (100, 1)
+    with pytest.raises(Refusal, match=f"1 of 100 rows can't be used: 1 .*{said}; line 100") as refused:
+        rows.judge(path, found)
+    assert refused.value.code == EX_DATAERR
+    more = lines(tmp_path / name, *[good] * 100, bad)
+    assert "left out" in rows.judge(more, rows.check_rows(role, more))
+
+
+def test_a_folder_with_nothing_usable_is_refused_with_what_was_looked_for(tmp_path: Path, speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert speedrun("--data", "empty") == EX_DATAERR and "looked for base*" in (said := capsys.readouterr().out) and "it is empty" in said
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "a.png").write_text("x")
+    lines(tmp_path / "odd" / "b.jsonl", {"strange": 1})
+    assert speedrun("--data", "odd") == EX_DATAERR and "found a.png, b.jsonl" in capsys.readouterr().out
+    assert speedrun("--data", "nowhere") == EX_NOINPUT
+
+
+def test_a_setting_that_names_a_file_counts_by_its_bytes(speedrun: Speedrun) -> None:
+    path = lines(speedrun.home / "mine.jsonl", CHAT)
+    setting = ("--set", f"sft:data.path={path}", "--until", "sft")
+    assert speedrun(*setting) == 0 and next(call for call in speedrun.calls if call["name"] == "sft")["keys"]["data.path"] == path
+    lines(speedrun.home / "mine.jsonl", CHAT, CHAT)
+    assert speedrun(*setting) == 0 and speedrun.ran == ["sft"]
+
+
+def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
+    assert saying.headline("evaluate", {"all": {"accuracy": 0.625, "drawn_accuracy": None}}) == "62.5% of held-out questions right"
+    assert saying.headline("grpo", {"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
+    assert saying.headline("sft", {}) == "" and saying.progress(str(tmp_path), 10) == ""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
+    assert saying.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
+    (tmp_path / "verdict.json").write_text(json.dumps({"status": "failed", "summary": "rank 0 ended with exit code 65", "evidence": ["exit code 65", "stoker: too long"]}))
+    assert saying.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
+    assert watt_hours(0, 3_600_000) == 1.0 and watt_hours(5, 1) is None and watt_hours(None, 5) is None
