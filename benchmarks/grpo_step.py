@@ -95,7 +95,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     from stoker.training.rl.advantage import advantages
     from stoker.training.rl.config import GrpoConfig
     from stoker.training.rl.prompts import Prompt
-    from stoker.training.rl.rollout import Rollout, calls_of, outcome
+    from stoker.training.rl.rollout import Rollout, outcome
     from stoker.training.rl.update import Updater
     from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
@@ -123,10 +123,7 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     answers_a_step = size.prompts * size.group
     engine = Engine(model, rows=answers_a_step, length=size.prompt + size.new)
     bare = bytes_tokenizer()
-    rollout = Rollout(
-        engine, Bytes(bare.data, bare.config, bare.where), {END}, GenerateConfig(new_tokens=size.new), calls_of(size.prompts, size.group, answers_a_step, 1),
-        size.group, group,
-    )  # fmt: skip
+    rollout = Rollout(engine, Bytes(bare.data, bare.config, bare.where), {END}, GenerateConfig(new_tokens=size.new), size.group, group)
     prompts = [Prompt(number, text, tuple(text.encode()), "") for number, text in enumerate(texts(size))]
 
     def now() -> float:

@@ -38,7 +38,7 @@ from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
 from stoker.training.rl.loss import Policy  # noqa: E402
 from stoker.training.rl.reward import reward  # noqa: E402
-from stoker.training.rl.rollout import Answer, calls_of  # noqa: E402
+from stoker.training.rl.rollout import Answer  # noqa: E402
 from stoker.training.rl.update import Updater  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
@@ -192,15 +192,6 @@ def test_weights_of_another_file_are_refused() -> None:
     prompt = asking.Prompt(0, "?", (1,), "5")
     with pytest.raises(Refusal, match="every weight is 0"):
         asking.draw_of([{"index": 0, "weight": 0}, {"index": 1, "weight": 1}], [prompt], 2, "w.jsonl")
-
-
-def test_calls_of_the_engine_are_cut_alike_for_any_number_of_ranks_and_shared_whole() -> None:
-    for ranks in (1, 2, 3, 4):
-        calls = calls_of(prompts=30, group=8, rows=64, ranks=ranks)
-        shares = [calls.of_rank(ranks, rank) for rank in range(ranks)]
-        assert [one for share in shares for one in share] == [range(0, 8), range(8, 16), range(16, 24), range(24, 30)]
-    assert [len(share) for share in (calls_of(30, 8, 64, 16).of_rank(16, rank) for rank in range(16))].count(0) == 1, "smaller ones for many ranks"
-    assert calls_of(4, 8, 2, 1).size == 1 and calls_of(1, 8, 64, 3).of_rank(3, 2) == []
 
 
 # ---- the breaker ----

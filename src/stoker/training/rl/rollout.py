@@ -1,4 +1,4 @@
-"""A step's answers: which rank writes which, and with which random numbers. The same answers for any number of ranks that share the calls."""
+"""A step's answers: which rank writes which, and with which random numbers. The same answers for any number of ranks."""
 
 from __future__ import annotations
 
@@ -28,53 +28,35 @@ class Answer:
     whole: bool  # it ended by itself
 
 
-@shape
-class Calls:
-    """The engine is called for `size` prompts at a time. An answer depends on its call's seed and its place in the call, so calls are cut alike for
-    every number of ranks, and a rank takes whole ones; only where there are more ranks than full calls they become smaller."""
-
-    prompts: int  # of a step
-    size: int
-
-    def of_rank(self, ranks: int, rank: int) -> list[range]:
-        count = -(-self.prompts // self.size)
-        share = split(count, ranks, rank, 1, False)
-        return [range(number * self.size, min((number + 1) * self.size, self.prompts)) for number in range(share.begin, share.end)]
-
-
-def calls_of(prompts: int, group: int, rows: int, ranks: int) -> Calls:
-    """As many prompts a call as fill the engine's rows, `group` answers each."""
-    return Calls(prompts, max(min(rows // group, -(-prompts // ranks)), 1))
-
-
 class Rollout:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, calls: Calls, group: int, ranks: Group) -> None:
-        self._engine, self._tokenizer, self._stop, self._c, self._group = engine, tokenizer, frozenset(stop), c, group
-        self._calls = calls.of_rank(ranks.world, ranks.rank)
+    """An answer depends on the seeds and its own place in the step: on no number of ranks or rows."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group) -> None:
+        self._engine, self._tokenizer, self._stop, self._c, self._group, self._ranks = engine, tokenizer, frozenset(stop), c, group, ranks
         self.refresh = engine.refresh  # after the weights changed
 
     def __call__(self, prompts: Sequence[Prompt], *seeds: int) -> list[Answer]:
         """This rank's answers to the step's prompts, `group` in a row to each."""
+        share = split(len(prompts), self._ranks.world, self._ranks.rank, 1, False)
+        places = range(share.begin * self._group, share.end * self._group)
+        asked = [prompts[place // self._group] for place in places]
+        written = self._engine.generate(
+            [prompt.ids for prompt in asked], new_tokens=self._c.new_tokens, stop=self._stop, temperature=self._c.temperature, top_k=self._c.top_k,
+            top_p=self._c.top_p, seed=number_from("answers", *seeds), indexes=places,
+        )  # fmt: skip
         found: list[Answer] = []
-        for call in self._calls:
-            asked = [(number, prompts[number]) for number in call for _ in range(self._group)]
-            written = self._engine.generate(
-                [prompt.ids for _, prompt in asked], new_tokens=self._c.new_tokens, stop=self._stop, temperature=self._c.temperature, top_k=self._c.top_k,
-                top_p=self._c.top_p, seed=number_from("answers", *seeds, call.start),
-            )  # fmt: skip
-            for offset, ((_, prompt), ids) in enumerate(zip(asked, written, strict=True)):
-                whole = ids[-1] in self._stop
-                text = self._tokenizer.decode(ids[:-1] if whole else ids)
-                found.append(Answer(call.start * self._group + offset, prompt, tuple(ids), text, whole))
+        for place, prompt, ids in zip(places, asked, written, strict=True):
+            whole = ids[-1] in self._stop
+            text = self._tokenizer.decode(ids[:-1] if whole else ids)
+            found.append(Answer(place, prompt, tuple(ids), text, whole))
         return found
 
 
 def rollout_of(model: Decoder, tokenizer: Tokenizer, longest: int, c: Config, ranks: Group) -> Rollout:
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
-    calls = calls_of(c.grpo.prompts_per_step, c.grpo.group, c.generate.rows, ranks.world)
-    rows = min(c.generate.rows, calls.size * c.grpo.group)
-    engine = Engine(model, rows=rows, length=longest + c.generate.new_tokens, vocab=tokenizer.vocab_size)
-    return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c.generate, calls, c.grpo.group, ranks)
+    share = -(-c.grpo.prompts_per_step // ranks.world)
+    engine = Engine(model, rows=min(c.generate.rows, share * c.grpo.group), length=longest + c.generate.new_tokens, vocab=tokenizer.vocab_size)
+    return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c.generate, c.grpo.group, ranks)
 
 
 @shape

@@ -1,0 +1,132 @@
+"""stoker chat [MODEL] [--stage NAME] [--prompt TEXT] [--temperature T] [--max-tokens N] [--system TEXT] [--raw]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from stoker.contract import layout
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.settings import Parser
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.training.generate.conversation import Conversation
+
+_EPILOG = """examples:
+  stoker chat                                      the newest run that has a model
+  stoker chat runs/speedrun-cpu --stage sft
+  stoker chat my-model --prompt "What is 2 + 3?" --temperature 0
+  stoker chat runs/latest --raw --prompt "Once upon a time"      a base model goes on with the text
+
+Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker chat", usage="stoker chat [MODEL] [options]", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Talks to a model in the terminal.",
+    )  # fmt: skip
+    made.add_argument(
+        "model", nargs="?", metavar="MODEL",
+        help="a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run that has a model)",
+    )  # fmt: skip
+    made.add_argument("--stage", metavar="NAME", help="which stage's model: base, midtrain, sft, grpo-density … (default: the last)")
+    made.add_argument("--prompt", metavar="TEXT", help="one answer on stdout, and nothing else there")
+    made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
+    made.add_argument("--raw", action="store_true", help="no roles and no memory: the model goes on with what is typed, as base models do")
+    made.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest token (default: 0.7)")
+    made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens that together have this probability")
+    made.add_argument("--max-tokens", type=int, default=256, metavar="N", help="an answer is cut after so many tokens (default: 256)")
+    made.add_argument("--context", type=int, default=0, metavar="N", help="tokens of a conversation (default: what the model was trained for, up to 4096)")
+    made.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers (default: another one each time)")
+    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    told = parser().parse_args(argv)
+    if told.max_tokens < 1:
+        raise Refusal(f"--max-tokens {told.max_tokens}: at least 1", EX_USAGE)
+    if told.raw and told.system:
+        raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
+    from stoker.training.generate.finding import find
+
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say)
+    talk = _opened(told, found.folder)
+    if told.prompt is not None:
+        _answer(talk, told.prompt)
+        return 0
+    return _converse(talk)
+
+
+def _opened(told: argparse.Namespace, folder: str) -> Conversation:
+    from stoker.training.generate.conversation import Conversation, Manner  # torch: seconds, so only once there is a model
+    from stoker.training.generate.engine import Engine
+    from stoker.training.generate.opening import context_of, device_of, opened
+    from stoker.training.generate.sample import checked
+
+    checked(told.temperature, 0, told.top_p)
+    device, context = device_of(told.device), context_of(folder, told.context)
+    model, words = opened(folder, context, device, lambda _: None)
+    manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
+    seed = told.seed if told.seed is not None else time.time_ns()
+    talk = Conversation(Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, _say)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    _say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
+    return talk
+
+
+def _converse(talk: Conversation) -> int:
+    watched = sys.stdin.isatty()
+    if watched:
+        import readline  # noqa: F401  input() edits lines and remembers them
+
+        _say("Ctrl-C stops an answer, Ctrl-D leaves")
+    while True:
+        try:
+            text = input("> " if watched else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            if watched:
+                print()
+            return 0
+        if not text:
+            continue
+        try:
+            _answer(talk, text, stoppable=True)
+        except Refusal as refusal:
+            _say(refusal.line)
+
+
+def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
+    """Printed as it comes. The first Ctrl-C ends the answer after its next token, a second one the program."""
+    stopped = False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        if stopped:
+            raise KeyboardInterrupt
+        stopped = True
+
+    before = signal.signal(signal.SIGINT, stop) if stoppable else None
+    pieces = talk.answer(text)
+    try:
+        for piece in pieces:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+            if stopped:
+                break
+    finally:
+        pieces.close()  # what was said so far becomes the answer
+        if before is not None:
+            signal.signal(signal.SIGINT, before)
+    print(flush=True)
+
+
+def _say(line: str) -> None:
+    print(f"stoker: {line}", file=sys.stderr, flush=True)

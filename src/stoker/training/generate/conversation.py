@@ -1,0 +1,78 @@
+"""A conversation with a model: its turns, what of them still fits into the context, and the answer's text as it comes."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Generator
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import shape
+from stoker.training.generate.engine import Engine
+from stoker.training.tokenizer import chat
+from stoker.training.tokenizer.tokenizer import Tokenizer
+
+
+@shape
+class Manner:
+    temperature: float
+    top_p: float
+    max_tokens: int
+    raw: bool = False  # a text goes on: no roles, no marks, no memory
+
+
+class Conversation:
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, manner: Manner, system: str = "", seed: int = 0, say: Callable[[str], None] = print) -> None:
+        if not manner.raw:
+            try:
+                chat.check(tokenizer)
+            except Refusal as refusal:
+                raise Refusal(f"{refusal.line}; --raw goes on with plain text", refusal.code) from refusal
+        self._engine, self._tokenizer, self._manner, self._say, self._seed = engine, tokenizer, manner, say, seed
+        self._system = [("system", system.encode())] if system else []
+        self._turns: list[tuple[str, bytes]] = []
+        self._dropped = False
+        self._marks = frozenset(tokenizer.special.values())
+        self._stop = {tokenizer.end_id} if manner.raw else {tokenizer.end_id, tokenizer.special[chat.STOP]}
+
+    def answer(self, text: str) -> Generator[str, None, None]:
+        """Piece by piece. Whoever stops listening keeps what was said as the answer."""
+        self._turns.append(("user", text.encode("utf-8", "surrogateescape")))
+        try:
+            ids = self._prompt(text)
+        except Refusal:
+            self._turns.pop()
+            raise
+        length = min(self._manner.max_tokens, self._engine.length - len(ids))
+        tokens = self._engine.stream(
+            ids, new_tokens=length, stop=self._stop, temperature=self._manner.temperature, top_p=self._manner.top_p, seed=self._seed + len(self._turns)
+        )  # fmt: skip
+        decoder, said = codecs.getincrementaldecoder("utf-8")("replace"), b""  # a character may be several tokens
+        try:
+            for token in tokens:
+                if token in self._marks:
+                    continue
+                data = self._tokenizer.decode_bytes([token])
+                said += data
+                yield decoder.decode(data)
+            yield decoder.decode(b"", final=True)
+        finally:
+            self._turns.append(("assistant", said))
+
+    def _prompt(self, text: str) -> list[int]:
+        room = self._engine.length - min(self._manner.max_tokens, self._engine.length // 2)
+        if self._manner.raw:
+            ids = [self._tokenizer.end_id, *self._tokenizer.encode(text)]  # a text begins where another ended, as in training
+        else:
+            ids = self._chat()
+            while len(ids) > room and len(self._turns) > 2:
+                del self._turns[:2]  # a question and its answer
+                if not self._dropped:
+                    self._say("the conversation is longer than the context: its oldest turns are forgotten")
+                    self._dropped = True
+                ids = self._chat()
+        if len(ids) > room:
+            raise Refusal(f"this takes {len(ids)} tokens, and {room} is what the context has beside the answer: shorten it, or lower --max-tokens", EX_USAGE)
+        return ids
+
+    def _chat(self) -> list[int]:
+        return chat.prompt(self._tokenizer, [*self._system, *self._turns])

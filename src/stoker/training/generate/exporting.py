@@ -1,0 +1,106 @@
+"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, chat template, the tokens that end an answer."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.shape import fields_of
+from stoker.training.checkpoint.folders import write_whole
+from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
+from stoker.training.generate.finding import HF, Found, told_by
+from stoker.training.model import hf
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.hf_names import places
+from stoker.training.tokenizer.chat import START, STOP
+from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+Say = Callable[[str], None]
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+CONFIG, TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
+# What tokenizer/chat.py writes, in the templates' language.
+TEMPLATE = (
+    "{% for message in messages %}{{ '" + START + "' + message['role'] + '\\n' + message['content'] + '" + STOP + "' + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '" + START + "assistant\\n' }}{% endif %}"
+)
+
+
+def export(found: Found, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
+    (_checkpoint if found.checkpoint else _folder)(found.folder, out, dtype, tokenizer, say)
+
+
+def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
+    if os.path.realpath(folder) == os.path.realpath(out):
+        raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
+    shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
+    with torch.device("meta"):
+        model = Decoder(shape, context if isinstance(context, int) else 2048, torch.float32)
+    model.place(torch.device("cpu"))
+    hf.load(model, folder, say)
+    stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
+    kind = DTYPES[dtype or ("bf16" if stored in ("bfloat16", "float16") else "fp32")]
+    words = load_tokenizer(tokenizer or folder)
+    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=lambda fresh: add_template(fresh, words, say))
+
+
+def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
+    opened = open_checkpoint(path)
+    told, context = opened.meta.get("model"), (opened.meta.get("data") or {}).get("context")
+    if not isinstance(told, dict) or not isinstance(context, int):
+        raise Refusal(f"{path} does not say which model it is of: it was written by something else than `stoker train`", EX_DATAERR)
+    shape = ModelConfig(**{key: value for key, value in told.items() if key in fields_of(ModelConfig)})
+    where = tokenizer or _tokenizer_of(opened)
+    words = load_tokenizer(where)
+    if words.digest != opened.meta.get("tokenizer_digest"):
+        raise Refusal(f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR)
+    tensors = _tensors(opened, shape)
+    more: Say = lambda fresh: add_template(fresh, words, say)  # noqa: E731
+    hf.save_from(tensors, shape, out, context_length=context, say=say, dtype=DTYPES[dtype or "fp32"], tokenizer_folder=where, end_ids=ends(words), more=more)
+
+
+def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """One at a time."""
+    stored = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in opened.tensors}
+    for place in places(shape):
+        name = stored.get(f"model.{place.name}")
+        if name is None:
+            raise Refusal(f"{opened.path} has no {place.name}: it is of another kind of model", EX_DATAERR)
+        yield place.name, opened.read(name)
+
+
+def _tokenizer_of(opened: Checkpoint) -> str:
+    """The one with the checkpoint's digest: beside it, or in the cache of prepared data."""
+    digest = opened.meta.get("tokenizer_digest")
+    run = os.path.dirname(os.path.dirname(os.path.abspath(opened.path)))
+    near = [os.path.join(run, HF), *sorted(glob.glob("cache/datasets/*/tokenizer")), *sorted(glob.glob("cache/tokenizers/*"))]
+    for folder in near:
+        if os.path.exists(os.path.join(folder, "tokenizer.json")) and load_tokenizer(folder).digest == digest:
+            return folder
+    raise Refusal(f"{opened.path}: its tokenizer is neither in {run} nor in cache/: name its folder with --tokenizer", EX_NOINPUT)
+
+
+def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids at which an answer ends: transformers reads them from generation_config.json."""
+    marks = (tokenizer.special.get(STOP), tokenizer.end_id)
+    return tuple(dict.fromkeys(one for one in marks if one is not None))
+
+
+def add_template(folder: str, tokenizer: Tokenizer, say: Say) -> None:
+    """Its own stays; a tokenizer without our marks gets none."""
+    path = os.path.join(folder, CONFIG)
+    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.told.end, "clean_up_tokenization_spaces": False, **tokenizer.config}
+    if told.get("chat_template") or any(os.path.exists(os.path.join(folder, name)) for name in TEMPLATES):
+        say("the tokenizer has a chat template of its own: it stays")
+        return
+    if START not in tokenizer.special or STOP not in tokenizer.special:
+        say(f"no chat template: the tokenizer has no {START} and {STOP}")
+        return
+    write_whole(path, (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode())

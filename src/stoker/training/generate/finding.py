@@ -1,0 +1,133 @@
+"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest run that has one. No torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+from stoker.control.record import reader
+from stoker.training.checkpoint.folders import steps_in
+from stoker.training.checkpoint.manifest import NAME as MANIFEST
+from stoker.training.model.hf_config import CONFIG
+from stoker.training.model.hf_hub import folder_of
+
+HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
+NO_ANSWERS = ("reward",)  # stages whose model gives scores
+
+
+@shape
+class Found:
+    folder: str  # weights as transformers writes them, or a checkpoint
+    checkpoint: bool = False
+
+
+def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints: bool = False) -> Found:
+    """`checkpoints`: one counts where there is no folder for transformers."""
+    if where is None:
+        return Found(_newest(root, stage))
+    if _has_weights(where):
+        if stage:
+            raise Refusal(f"{where} is one model: --stage {stage} goes with a speedrun's folder", EX_USAGE)
+        return Found(where)
+    if checkpoints and os.path.exists(os.path.join(where, MANIFEST)):
+        return Found(where, checkpoint=True)
+    if os.path.isdir(os.path.join(where, STAGES)):
+        return Found(_of_speedrun(where, stage))
+    if not os.path.isdir(where) and "/" in where.strip("/") and not os.path.exists(os.path.join(root, where)):
+        return Found(folder_of(where, say))
+    run = where if os.path.isdir(where) else reader.find(where, root).dir
+    if stage:
+        raise Refusal(f"{run} is one run: --stage {stage} goes with a speedrun's folder", EX_USAGE)
+    return _of_run(run, checkpoints)
+
+
+def _has_weights(folder: str) -> bool:
+    return os.path.isfile(os.path.join(folder, CONFIG))
+
+
+def _of_run(run: str, checkpoints: bool) -> Found:
+    if _stage_of(run) in NO_ANSWERS and not checkpoints:
+        raise Refusal(f"{run} made a reward model: it gives scores, not answers", EX_USAGE)
+    if _has_weights(os.path.join(run, HF)):
+        return Found(os.path.join(run, HF))
+    steps = steps_in(os.path.join(run, layout.CHECKPOINTS)) or steps_in(run)
+    if steps and checkpoints:
+        return Found(next(iter(steps.values())), checkpoint=True)
+    if steps:
+        raise Refusal(f"{run} has checkpoints and no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
+    held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
+    raise Refusal(f"{run} has no model: a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}", EX_NOINPUT)
+
+
+def _of_speedrun(folder: str, stage: str | None) -> str:
+    """chain.json says which run is a stage's; the newest of its name where there is none yet."""
+    told = _json(os.path.join(folder, CHAIN)).get("stages")
+    rows = [row for row in told if isinstance(row, dict) and row.get("run")] if isinstance(told, list) else []
+    models = {str(row["name"]): os.path.join(folder, str(row["run"]), HF) for row in rows if row.get("stage") not in NO_ANSWERS}
+    models = {name: path for name, path in models.items() if _has_weights(path)}
+    if not rows:
+        models = {_name_of(os.path.dirname(path)): path for path in _models(folder)}
+    if not models:
+        raise Refusal(f"{folder}: no stage of this speedrun has made a model yet", EX_NOINPUT)
+    if stage is None:
+        return list(models.values())[-1]
+    if stage not in models:
+        raise Refusal(f"{folder}: no model of a stage {stage!r}{suggest(stage, models)}; there are {', '.join(models)}", EX_NOINPUT)
+    return models[stage]
+
+
+def _newest(root: str, stage: str | None) -> str:
+    found = [path for folder in (root, *_speedruns(root)) for path in _models(folder, "" if folder == root else STAGES)]
+    if stage is not None:
+        found = [path for path in found if stage in (_stage_of(os.path.dirname(path)), _name_of(os.path.dirname(path)))]
+    if not found:
+        which = f"no run of stage {stage}" if stage else "no run"
+        raise Refusal(f"{which} in {root} has made a model: name a folder with {CONFIG} and weights, or train one (`stoker train pretrain`)", EX_NOINPUT)
+    return max(found, key=_made)
+
+
+def _speedruns(root: str) -> Iterator[str]:
+    if os.path.isdir(root):
+        yield from (entry.path for entry in os.scandir(root) if not entry.is_symlink() and os.path.isdir(os.path.join(entry.path, STAGES)))
+
+
+def _models(folder: str, inside: str = STAGES) -> list[str]:
+    """hf folders of the runs there that answer, oldest first."""
+    place = os.path.join(folder, inside) if inside else folder
+    if not os.path.isdir(place):
+        return []
+    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if not entry.is_symlink() and entry.is_dir()]
+    return sorted((path for path in paths if _has_weights(path) and _stage_of(os.path.dirname(path)) not in NO_ANSWERS), key=_made)
+
+
+def _made(folder: str) -> float:
+    return os.path.getmtime(os.path.join(folder, CONFIG))
+
+
+def _stage_of(run: str) -> str:
+    return str(_json(os.path.join(run, RESULT)).get("stage", ""))
+
+
+def _name_of(run: str) -> str:
+    """base, grpo-density …: a speedrun's runs are called when-NAME-key. Of other runs, the stage."""
+    match = re.fullmatch(r"\d{8}-\d{6}-(.+)-[0-9a-f]{8}(-\d+)?", os.path.basename(os.path.realpath(run)))
+    return match[1] if match else _stage_of(run)
+
+
+def _json(path: str) -> dict[str, Any]:
+    found = reader.read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def told_by(folder: str, key: str) -> Any:
+    """A key of the folder's config.json; None where it has none."""
+    with open(os.path.join(folder, CONFIG), encoding="utf-8") as file:
+        found: Any = json.load(file)
+    return found.get(key) if isinstance(found, dict) else None

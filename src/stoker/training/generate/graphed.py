@@ -1,0 +1,174 @@
+"""A batch on a GPU. A decoding step, from the embedding to the written token, is one CUDA graph: launched by hand its 300 kernels take ten times as long.
+
+Everything a step reads or writes has a fixed place, the slot it works on among them; the host launches and looks only every LOOK tokens, one look late,
+whether any row is still alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stoker.training.generate import plain
+from stoker.training.generate.cache import Cache
+from stoker.training.generate.forward import angles, blocks, logits_of, prefill
+from stoker.training.generate.sample import Drawing, draw, uniforms
+from stoker.training.generate.weights import Weights
+from stoker.training.model.config import ModelConfig
+
+LOOK = 16
+BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
+ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
+PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in Qwen3-0.6B's feed-forward layer
+
+
+class Graphed:
+    """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are: so the tests see them."""
+
+    def __init__(self, w: Weights, c: ModelConfig, cos: Tensor, sin: Tensor, rows: int, length: int, kernels: Any = None) -> None:
+        self._weights, self._config, self._kernels = w, c, kernels
+        self._ops = kernels or plain
+        device = w.embed.device
+        self._cos, self._sin = angles(cos[:length], sin[:length])
+        self._cache = Cache(c, rows, -(-(length + ROUND) // BUCKET) * BUCKET, w.embed.dtype, device)
+        self._steps: dict[tuple[int, Drawing], Callable[[], None]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._looking = _Looking(device)
+
+        def buffer(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._ids, self._lengths, self._positions = buffer(rows), buffer(rows), buffer(rows)
+        self._alive, self._stop = buffer(rows, dtype=torch.bool), buffer(len(w.head), dtype=torch.bool)
+        self._answers_from, self._slot, self._place = buffer(1), buffer(1), buffer(1)
+        self._noise, self._written = buffer(length, rows, dtype=torch.float32), buffer(rows, length)
+        self._slots = torch.arange(self._cache.length, device=device)
+
+    def forget(self) -> None:
+        """The weights lie elsewhere."""
+        self._steps.clear()
+
+    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Drawing, seed: int) -> Iterator[Tensor]:
+        """After each token: what is written so far, [rows, so many]; on the device, and maybe still being computed."""
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        begin = -(-int(lengths.max()) // ROUND) * ROUND
+        steps = [self._step(self._end(begin + place), how) for place in range(new_tokens - 1)]  # captured before there is a state to spoil
+        logits = self._start(prompts, lengths, begin, stop, uniforms(seed, indexes, new_tokens))
+        self._write(logits, how, len(prompts))
+        for place in range(new_tokens):
+            yield self._written[: len(prompts), : place + 1]
+            if place + 1 == new_tokens or ((place + 1) % LOOK == 0 and not self._looking.any(self._alive)):
+                return
+            steps[place]()
+
+    def _end(self, slot: int) -> int:
+        return self._cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
+
+    def _start(self, prompts: Sequence[Sequence[int]], lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
+        rows = len(prompts)
+        ids = torch.zeros(rows, begin, dtype=torch.int64)
+        for row, prompt in enumerate(prompts):
+            ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+        self._looking.begin()
+        if not self._kernels:
+            self._cache.kv.zero_()  # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
+        self._lengths.fill_(1)  # rows nobody asked for see one slot of whatever was there
+        self._lengths[:rows] = lengths.to(self._lengths.device)
+        self._positions.copy_(self._lengths - 1)
+        self._alive.copy_(torch.arange(len(self._alive)) < rows)
+        self._answers_from.fill_(begin)
+        self._slot.fill_(begin - 1)
+        self._place.zero_()
+        self._stop.copy_(stop)
+        self._noise[: len(noise), :rows] = torch.from_numpy(noise).to(self._noise.device)
+        ids, at_once, found = ids.to(self._ids.device), max(PREFILL_TOKENS // begin, 1), []
+        for row in range(0, rows, at_once):
+            part = slice(row, min(row + at_once, rows))
+            found.append(prefill(self._weights, self._config, self._ops, ids[part], self._lengths[part], self._cos, self._sin, self._cache.kv[:, :, part]))
+        return torch.cat(found)
+
+    def _write(self, logits: Tensor, how: Drawing, rows: int) -> None:
+        """Draws a token for each of the first `rows`, writes it, and goes one place on."""
+        uniform = self._noise.index_select(0, self._place)[0, :rows]
+        if self._kernels and how.plain and not how.greedy:
+            token = self._kernels.draw(logits, uniform, how.temperature)
+        else:
+            token = draw(logits, uniform, how)
+        token = torch.where(self._alive[:rows], token, 0)
+        self._ids[:rows].copy_(token)
+        self._written.index_copy_(1, self._place, self._ids[:, None])
+        self._alive[:rows].logical_and_(~self._stop[token])
+        for counter in (self._place, self._slot, self._positions):
+            counter += 1
+
+    def _one(self, end: int, how: Drawing) -> None:
+        cached = self._cache.kv[:, :, :, :, :end]
+        if self._kernels:
+
+            def attention(q: Tensor, kv: Tensor) -> Tensor:
+                found: Tensor = self._kernels.attend(q, kv, self._lengths, self._answers_from, self._slot, self._alive)
+                return found
+        else:
+            slots = self._slots[:end]
+            seen = (slots < self._lengths[:, None]) | ((slots >= self._answers_from) & (slots <= self._slot))
+            mask = torch.zeros(seen.shape, dtype=cached.dtype, device=cached.device).masked_fill_(~seen, float("-inf"))[:, None, None, :]
+
+            def attention(q: Tensor, kv: Tensor) -> Tensor:
+                return plain.attend(q, kv, mask)
+
+        cos, sin = self._cos[self._positions], self._sin[self._positions]
+        x, delta = blocks(self._weights, self._config, self._ops, self._ids, cos, sin, cached, self._slot, 1, attention)
+        self._write(logits_of(self._weights, self._ops, x, delta), how, len(self._ids))
+
+    def _step(self, end: int, how: Drawing) -> Callable[[], None]:
+        if (end, how) not in self._steps:
+            self._steps[end, how] = self._captured(end, how)
+        return self._steps[end, how]
+
+    def _captured(self, end: int, how: Drawing) -> Callable[[], None]:
+        def step() -> None:
+            self._one(end, how)
+
+        if self._pool is None:
+            return step
+        for counter in (self._ids, self._positions, self._slot, self._place, self._answers_from):
+            counter.zero_()
+        self._lengths.fill_(1)
+        beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(beside):  # compiles kernels and lets cuBLAS take its workspace, neither of which a capture may
+            step()
+        torch.cuda.current_stream().wait_stream(beside)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: NCCL's watchdog and loaders that pin memory go on meanwhile
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            step()
+        return graph.replay
+
+
+class _Looking:
+    """Whether any row was alive at the look before this one. The host waits for that look, 16 tokens behind: the GPU never waits for the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._flags = torch.zeros(2, dtype=torch.bool, pin_memory=cuda)
+        self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []  # type: ignore[no-untyped-call]
+        self._count = 0
+
+    def begin(self) -> None:
+        self._count = 0
+
+    def any(self, alive: Tensor) -> bool:
+        now, before = self._count % 2, (self._count + 1) % 2
+        self._flags[now].copy_(alive.any(), non_blocking=True)
+        if self._events:
+            self._events[now].record()
+        self._count += 1
+        if self._count == 1:
+            return True
+        if self._events:
+            self._events[before].synchronize()
+        return bool(self._flags[before])

@@ -1,0 +1,158 @@
+"""plain.py's operations as Triton kernels, and the drawing of a token: nine kernels a layer, products included, where torch would take forty."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from stoker.training.model import fused_kernel
+
+CHUNK = 1024  # words of the vocabulary that one program adds up
+TILE = 16384  # bytes of keys, and of values, that a program takes at once: three in flight fit into 99 KB, which every GPU since Ampere has
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    out, normed, _ = fused_kernel.add_norm(x, delta, weight, eps)
+    return out, normed
+
+
+swiglu = fused_kernel.swiglu
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _turn(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, norm, queries, kv, begin, heads, kv_heads, tokens, plane, row_stride, head_stride, slot_stride, eps,
+    with_norm: tl.constexpr, begin_is_told: tl.constexpr, half: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.arange(0, half)
+    here = qkv + (token * (heads + 2 * kv_heads) + head) * (2 * half) + pair
+    a = tl.load(here).to(tl.float32)
+    b = tl.load(here + half).to(tl.float32)
+    if head < heads + kv_heads:
+        if with_norm:
+            scale = 1.0 / tl.sqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * half) + eps)
+            factor = norm + head * (2 * half) + pair
+            # Rounded where the decoder rounds.
+            a = (a * scale * tl.load(factor)).to(qkv.dtype.element_ty).to(tl.float32)
+            b = (b * scale * tl.load(factor + half)).to(qkv.dtype.element_ty).to(tl.float32)
+        c = tl.load(cos + token * (2 * half) + pair)
+        s = tl.load(sin + token * (2 * half) + half + pair)
+        turned = a * c - b * s
+        b = b * c + a * s
+        a = turned
+    if head < heads:
+        target = queries + (token * heads + head) * (2 * half) + pair
+        tl.store(target, a)
+        tl.store(target + half, b)
+    else:
+        slot = token % tokens + (tl.load(begin) if begin_is_told else begin)
+        which = (head - heads) // kv_heads
+        target = kv + which * plane + (token // tokens) * row_stride + ((head - heads) % kv_heads) * head_stride + slot * slot_stride + pair
+        tl.store(target, a)
+        tl.store(target + half, b)
+
+
+def turn(
+    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor, begin: int | Tensor, tokens: int
+) -> Tensor:  # fmt: skip
+    kv_heads, head_dim = kv.shape[2], kv.shape[4]
+    queries = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    _turn[(qkv.shape[0], heads + 2 * kv_heads)](
+        qkv, cos, sin, qkv if qk_norm is None else qk_norm, queries, kv, begin, heads, kv_heads, tokens, *kv.stride()[:4], eps,
+        qk_norm is not None, not isinstance(begin, int), head_dim // 2, num_warps=1,
+    )  # fmt: skip
+    return queries
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _attend(  # type: ignore[no-untyped-def]
+    queries, kv, out, lengths, answers_from, newest, alive, scale, kv_heads, plane, row_stride, head_stride, slot_stride,
+    group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr, slots: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    member = tl.arange(0, group_block)
+    dim = tl.arange(0, head_dim)
+    inside = (member < group)[:, None]
+    place = ((row * kv_heads + head) * group + member[:, None]) * head_dim + dim[None, :]
+    q = tl.load(queries + place, mask=inside, other=0.0)
+    length = tl.load(lengths + row)
+    start = tl.load(answers_from)
+    end = (tl.load(newest) + 1) * tl.load(alive + row).to(tl.int64)  # a row that has ended reads nothing
+    keys = kv + row * row_stride + head * head_stride
+    peak = tl.full([group_block], float("-inf"), tl.float32)
+    total = tl.zeros([group_block], tl.float32)
+    mixed = tl.zeros([group_block, head_dim], tl.float32)
+    for first in range(0, end.to(tl.int32), slots):
+        slot = first + tl.arange(0, slots)
+        seen = ((slot < length) | (slot >= start)) & (slot < end)  # not the hole between prompt and answer
+        tile = keys + slot[:, None].to(tl.int64) * slot_stride + dim[None, :]
+        k = tl.load(tile, mask=seen[:, None], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.where(seen[None, :], score, float("-inf"))
+        higher = tl.maximum(peak, tl.max(score, 1))  # finite: the first tile holds slot 0, which is always a token
+        chance = tl.exp(score - higher[:, None])
+        fade = tl.exp(peak - higher)
+        v = tl.load(tile + plane, mask=seen[:, None], other=0.0)
+        total = total * fade + tl.sum(chance, 1)
+        mixed = mixed * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+        peak = higher
+    tl.store(out + place, mixed / tl.maximum(total, 1e-30)[:, None], mask=inside)
+
+
+def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest: Tensor, alive: Tensor) -> Tensor:
+    """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows that have ended."""
+    rows, heads, head_dim = q.shape
+    kv_heads = kv.shape[2]
+    group = heads // kv_heads
+    out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
+    _attend[(rows, kv_heads)](
+        q, kv, out, lengths, answers_from, newest, alive.view(torch.int8), head_dim**-0.5, kv_heads, *kv.stride()[:4],
+        group, max(16, triton.next_power_of_2(group)), head_dim, max(16, TILE // (head_dim * q.element_size())), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _chunks(logits, peaks, sums, width, temperature, chunk: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1)
+    column = number * chunk + tl.arange(0, chunk)
+    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    peak = tl.max(value)
+    tl.store(peaks + row * tl.num_programs(1) + number, peak)
+    tl.store(sums + row * tl.num_programs(1) + number, tl.sum(tl.exp(value - peak)))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pick(logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: tl.constexpr, chunk_block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    number = tl.arange(0, chunk_block)
+    peak = tl.load(peaks + row * chunks + number, mask=number < chunks, other=float("-inf"))
+    top = tl.max(peak)
+    running = tl.cumsum(tl.load(sums + row * chunks + number, mask=number < chunks, other=0.0) * tl.exp(peak - top), 0)
+    at = tl.load(uniform + row) * tl.max(running)
+    which = tl.minimum(tl.sum((running <= at).to(tl.int32)), chunks - 1)
+    rest = at - tl.max(tl.where(running <= at, running, 0.0))
+    column = which * chunk + tl.arange(0, chunk)
+    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    chance = tl.exp(value - top)
+    found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
+    last = tl.max(tl.where(chance > 0, tl.arange(0, chunk), 0))  # the chunk's sum was rounded another way: `rest` may lie just behind its end
+    tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
+
+
+def draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """sample.draw where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word within it."""
+    rows, width = logits.shape
+    count = triton.cdiv(width, CHUNK)
+    peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)
+    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    _chunks[(rows, count)](logits, peaks[0], peaks[1], width, temperature, CHUNK, num_warps=4)
+    block = triton.next_power_of_2(count)
+    _pick[(rows,)](logits, peaks[0], peaks[1], uniform, out, width, count, temperature, CHUNK, block, num_warps=4)
+    return out

@@ -1,0 +1,80 @@
+"""Drawing the next token. One number per token decides: where it falls in the probabilities laid end to end, in the order of the ids.
+
+That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is in the batch, and a
+whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 hashes a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import shape
+
+
+@shape
+class Drawing:
+    temperature: float = 1.0  # 0: the likeliest
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0  # 1: all
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def plain(self) -> bool:
+        """Nothing is left out."""
+        return self.top_k == 0 and self.top_p >= 1.0
+
+
+def checked(temperature: float, top_k: int, top_p: float) -> Drawing:
+    if not 0.0 <= temperature < float("inf"):
+        raise Refusal(f"temperature {temperature:g} can't be: 0 (the likeliest token) or above", EX_USAGE)
+    if top_k < 0 or not 0.0 < top_p <= 1.0:
+        raise Refusal(f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE)
+    return Drawing(temperature, top_k, top_p)
+
+
+def uniforms(seed: int, indexes: Sequence[int], count: int) -> NDArray[np.float32]:
+    """[count, rows], in [0, 1): splitmix64's mixing, once per coordinate."""
+    rows = np.asarray(indexes, dtype=np.uint64)[None, :]
+    places = np.arange(count, dtype=np.uint64)[:, None]
+    start = np.full((1, 1), seed % 2**64, dtype=np.uint64)
+    mixed = _mix(_mix(_mix(start) + rows) + places)
+    return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def draw(logits: Tensor, uniform: Tensor, how: Drawing) -> Tensor:
+    """[rows, vocabulary] and [rows] -> ids [rows]."""
+    if how.greedy:
+        return logits.argmax(-1)
+    wide = logits.float() / how.temperature
+    if how.plain:
+        return _place(torch.softmax(wide, -1), uniform)
+    kept = min(how.top_k or wide.shape[-1], wide.shape[-1])
+    values, ids = torch.topk(wide, kept, dim=-1, sorted=True)
+    chances = torch.softmax(values, -1)
+    if how.top_p < 1.0:
+        before = chances.cumsum(-1) - chances  # the first is always kept
+        chances = chances.masked_fill(before >= how.top_p, 0.0)
+    return ids.gather(-1, _place(chances, uniform)[:, None])[:, 0]
+
+
+def _place(chances: Tensor, uniform: Tensor) -> Tensor:
+    """The first whose running sum passes `uniform` of the whole: never one of chance 0, and `uniform` below 1 never reaches the end."""
+    running = chances.cumsum(-1)
+    found = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
+    return found.clamp(max=chances.shape[-1] - 1)  # of numbers that are NaN: an id all the same, so that whoever looks at them can say so
