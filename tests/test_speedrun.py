@@ -265,7 +265,7 @@ def test_which_stages_are_asked_for() -> None:
 
 
 def test_estimates_grow_with_the_work_and_learn_from_what_was_measured() -> None:
-    slow, fast = estimate.pace_of([], 1, False), estimate.pace_of(["NVIDIA H200"], 8, True)
+    slow, fast = estimate.pace_of([], 1, 1, False), estimate.pace_of(["NVIDIA H200"], 8, 1, True)
     here, there = estimate.estimates(STAGES, slow, 1), estimate.estimates(STAGES, fast, 1)
     more = estimate.estimates(with_set("sft:train.max_steps=3000", "model.layers=8"), slow, 1)
     assert more["sft"].seconds > 10 * here["sft"].seconds and more["base"].memory > here["base"].memory and more["base"].disk > here["base"].disk
@@ -516,7 +516,9 @@ def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Sp
     calls = {call["name"]: call["keys"] for call in speedrun.calls}
     assert calls["base"]["data.path"] == str(data / "book.txt") and calls["base"]["data.validation"] == "0.01" and "evaluate.texts" not in calls["eval-sft"]
     assert len(Path(calls["sft"]["data.path"]).read_text().splitlines()) == 200 and len(Path(calls["reward"]["reward.pairs"]).read_text().splitlines()) == 2
-    assert calls["eval-sft"]["evaluate.tasks"] == str(data / "mmlu" / "test")
+    words = next(call["words"] for call in speedrun.calls if call["name"] == "eval-sft")
+    tasks = [word.partition("=")[2] for word in words if word.startswith("--evaluate.tasks=")]
+    assert tasks[0] == str(data / "mmlu" / "test") and [os.path.basename(task) for task in tasks[1:]] == ["prompts-held-out.jsonl"]  # the prompts are the world's
     os.utime(data / "book.txt", (1, 1))
     assert speedrun("--data", "data", "--until", "reward") == 0 and not speedrun.ran  # other time, same bytes
     (data / "book.txt").write_text("Twice.")

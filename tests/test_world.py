@@ -158,7 +158,8 @@ def test_the_files_have_the_rows_that_were_asked_for(world: Path) -> None:
     assert (told["schema"], told["seed"], told["level"], told["size"]) == (1, 1, 0, SIZE)
     assert told["rows"] == {path.stem: len(path.read_text().splitlines()) for path in world.glob("*.jsonl")}
     assert {name: round(count / SIZE) for name, count in told["rows"].items() if not name.startswith("base")} == {
-        "midtrain": 20000, "midtrain-held-out": 1000, "sft": 12000, "sft-held-out": 600, "pairs": 8000, "pairs-held-out": 800, "prompts": 4000, "questions": 600,
+        "midtrain": 20000, "midtrain-held-out": 1000, "sft": 12000, "sft-held-out": 600, "pairs": 8000, "pairs-held-out": 800, "prompts": 4000, "prompts-held-out": 400,
+        "questions": 600,
     }  # fmt: skip
     assert 5.9e6 * SIZE <= sum(len(row["text"]) for row in rows(world, "base")) < 6.1e6 * SIZE
 
@@ -180,7 +181,7 @@ def test_every_question_has_the_right_answer(world: Path, tmp_path: Path, level:
             unknown += 1
             continue
         assert found == row["answer"], row
-    assert unknown < 0.02 * len(asked)
+    assert unknown < 0.04 * len(asked)
 
 
 def test_every_strict_answer_ends_with_the_answer_and_its_steps_add_up(world: Path) -> None:

@@ -134,7 +134,8 @@ class Drive:
         options = self.course.options
         words = [*self.tools.train, stage.stage, "--preset", stage.below, "--runs-dir", state.runs_root(self.course.folder), "--name",
                  run_name(stage.name, self.course.keys), "--max-restarts", str(options.max_restarts)]  # fmt: skip
-        words += ["--nproc-per-node", options.nproc_per_node] if options.nproc_per_node is not None else []
+        ranks = "1" if stage.stage == "tokenizer" else self.course.nproc_per_node  # a tokenizer is one process's work
+        words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
         former = state.run_of(self.course.folder, stage, self.course.keys)
         said = reader.load(former) if former is not None else None

@@ -42,9 +42,10 @@ class Estimate:
     tokens: int = 0
 
 
-def pace_of(cards: Sequence[str | None], cores: int, gpus: bool) -> Pace:
+def pace_of(cards: Sequence[str | None], cores: int, ranks: int, gpus: bool) -> Pace:
+    """Of one rank; CPU ranks share the cores."""
     if not gpus:
-        return replace(CORE, flops=CORE.flops * cores, words=f"{cores} CPU core{'s' if cores > 1 else ''}")
+        return replace(CORE, flops=CORE.flops * cores / ranks, words=f"{cores} CPU core{'s' if cores > 1 else ''}")
     name = next((name for name in cards if name), "") or ""
     return replace(next((pace for word, pace in CARDS.items() if word in name), OTHER_CARD), words=name or "GPUs of an unknown kind")
 

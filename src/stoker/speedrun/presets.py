@@ -22,22 +22,32 @@ class Preset:
     data: bool = False  # the built-in world is too small for it
 
 
-_TALK = {"generate.new_tokens": 48, "generate.temperature": 1.0}
+# Muon on all matrices, and small steps: a third of the tokens that AdamW takes to the same loss. 64 tokens hold the longest counted answer.
+_MUON = {"optim.kind": "muon", "optim.beta2": 0.98, "optim.weight_decay": 0.05, "optim.schedule": "linear", "optim.min_ratio": 0.05, "optim.warmup_steps": 10}
 _CPU: dict[str, dict[str, Any]] = {
-    "all": {"data.context_length": 128, "batch.micro": 32, "train.log_every": 10, "checkpoint.every": 15.0, "compute.compile": "off", **_TALK},
+    "all": {
+        "data.context_length": 128, "batch.micro": 8, "batch.tokens": 2048, "train.log_every": 10, "train.eval_every": 0, "train.eval_tokens": 65_536,
+        "checkpoint.every": 20.0, "compute.compile": "off", "generate.new_tokens": 64, "generate.temperature": 1.0, "generate.rows": 128,
+    },
     "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
     "pretrain": {
-        "model.depth": 0, "model.layers": 4, "model.dim": 128, "model.heads": 4, "batch.tokens": 4096, "train.max_steps": 600, "optim.learning_rate": 3e-3,
-        "optim.warmup_ratio": 0.05, "train.eval_tokens": 65_536,
+        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1100,
+        "optim.learning_rate": 3e-3, "optim.muon_learning_rate": 0.02, "optim.warmup_steps": 20,
     },
-    "midtrain": {"batch.tokens": 4096, "train.max_steps": 300, "optim.learning_rate": 2e-3, "train.eval_tokens": 65_536},
-    "sft": {"batch.tokens": 4096, "train.max_steps": 300, "optim.learning_rate": 1e-3, "train.eval_tokens": 65_536},
-    "reward": {"data.context_length": 256, "batch.tokens": 4096, "train.max_steps": 200, "optim.learning_rate": 5e-4},  # both answers of a pair in one sample
+    "midtrain": {**_MUON, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.015},
+    "sft": {**_MUON, "train.max_steps": 560, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.015},
+    # Both answers of a pair lie in one row, several pairs beside each other.
+    "reward": {
+        **_MUON, "data.context_length": 320, "batch.tokens": 5120, "train.max_steps": 150, "optim.learning_rate": 1e-3, "optim.muon_learning_rate": 0.01,
+    },
     "density": {"density.neighbours": 16, "density.clusters": 16},
-    "grpo": {"train.max_steps": 40, "train.log_every": 1, "grpo.prompts_per_step": 16, "grpo.group": 8, "optim.learning_rate": 1e-4},
-    "evaluate": {"evaluate.most": 600, "evaluate.draws": 2, "generate.rows": 128},
+    "grpo": {
+        "data.context_length": 192, "batch.micro": 32, "train.max_steps": 32, "train.log_every": 1, "grpo.prompts_per_step": 16, "grpo.group": 8,
+        "optim.learning_rate": 5e-4, "optim.schedule": "constant", "optim.warmup_steps": 3, "optim.weight_decay": 0.0,
+    },
+    "evaluate": {"data.context_length": 192, "evaluate.draws": 2},
     "eval-base": {"evaluate.chat": False, "evaluate.shots": 0, "evaluate.draws": 0},
-    "diversity": {"diversity.most": 48, "diversity.answers": 6, "generate.rows": 128},
+    "diversity": {"data.context_length": 192, "diversity.most": 48, "diversity.answers": 6},
 }
 _GPU: dict[str, dict[str, Any]] = {
     "all": {"data.context_length": 512, "batch.micro": 64, "train.log_every": 10, "checkpoint.every": 30.0, "generate.new_tokens": 128, "generate.rows": 256},
@@ -74,7 +84,7 @@ def _real(depth: int, steps: int, micro: int) -> dict[str, dict[str, Any]]:
 PRESETS: dict[str, Preset] = {
     one.name: one
     for one in (
-        Preset("cpu", "a model of 0.9 M parameters on a CPU, minutes", "small", 0, 1.0, _CPU),
+        Preset("cpu", "a model of 0.5 M parameters on a CPU, ten minutes on two cores", "small", 0, 1.0, _CPU),
         Preset("gpu", "8 layers on one GPU, a quarter of an hour", "production", 1, 8.0, _GPU, gpus=True),
         Preset("d20", "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours", "production", 2, 8.0, _real(20, 21_400, 16), gpus=True, data=True),
         Preset("d32", "32 layers, 1.7 billion parameters, real data, 8 GPUs for days", "production", 2, 8.0, _real(32, 71_680, 8), gpus=True, data=True),

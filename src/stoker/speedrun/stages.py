@@ -69,7 +69,7 @@ WORLD, REPORT = "world", "report"
 FILES = {
     "base": "base.jsonl", "base-held-out": "base-held-out.jsonl", "midtrain": "midtrain.jsonl", "midtrain-held-out": "midtrain-held-out.jsonl",
     "sft": "sft.jsonl", "sft-held-out": "sft-held-out.jsonl", "pairs": "pairs.jsonl", "pairs-held-out": "pairs-held-out.jsonl", "prompts": "prompts.jsonl",
-    "questions": "questions.jsonl",
+    "prompts-held-out": "prompts-held-out.jsonl", "questions": "questions.jsonl",
 }  # fmt: skip
 OUR_WORLD = Data({role: (From(WORLD, file),) for role, file in FILES.items()})
 SHARE_HELD_OUT = "0.01"
@@ -96,7 +96,8 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
         return Stage(name, recipe, {key: canonical(key, value) for key, value in keys.items()}, outputs, preset.below)
 
     def evaluation(of: str) -> Stage:
-        asked = {"model.load": From(of, "hf"), "evaluate.tasks": data.places.get("questions", ()), "evaluate.texts": data.one("base-held-out")}
+        tasks = (*data.places.get("questions", ()), *data.places.get("prompts-held-out", ()))
+        asked = {"model.load": From(of, "hf"), "evaluate.tasks": tasks, "evaluate.texts": data.one("base-held-out")}
         return stage(f"eval-{of}", "evaluate", asked, "completions.jsonl")
 
     def chats(role: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from stoker.training.world.reading import Content, Reader, sentences
 from stoker.training.world.splits import chain_held, fact_held, order_held, pair_held, sum_held
 
 TRAINING = ("base", "midtrain", "sft", "pairs", "prompts")
-HELD = ("midtrain-held-out", "sft-held-out", "pairs-held-out", "questions")
+HELD = ("midtrain-held-out", "sft-held-out", "pairs-held-out", "prompts-held-out", "questions")
 
 
 def leaks(folder: str) -> list[str]:

@@ -15,7 +15,7 @@ from stoker.training.world import rows
 from stoker.training.world.dice import Dice
 from stoker.training.world.world import World
 
-VERSION = 1  # of what is written: another number, other bytes
+VERSION = 2  # of what is written: another number, other bytes
 SCHEMA = 1
 WORLD = "world.json"
 CHUNK = 4096  # rows that are joined and written at once
@@ -34,7 +34,7 @@ FILES = (
     File("midtrain", rows.midtrain, False, 20_000), File("midtrain-held-out", rows.midtrain, True, 1_000),
     File("sft", rows.sft, False, 12_000), File("sft-held-out", rows.sft, True, 600),
     File("pairs", rows.pairs, False, 8_000), File("pairs-held-out", rows.pairs, True, 800),
-    File("prompts", rows.prompts, False, 4_000), File("questions", rows.questions, True, 600),
+    File("prompts", rows.prompts, False, 4_000), File("prompts-held-out", rows.prompts, True, 400), File("questions", rows.questions, True, 600),
 )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ def pairs(w: World, dice: Dice, held: bool) -> Iterator[str]:
     while True:
         case = CASES[dice.pick(kinds)](w, dice, held)
         if dice.random() < 0.5:
-            style = dice.random()  # both answers show their steps, or none does
+            style = 0.0  # both show their steps: two bare numbers are nothing to tell right from wrong by
             kind, chosen, rejected = "right", strict(case, _Fixed(style)), strict(case, _Fixed(style), right=False)
         else:
             kind, chosen = "form", strict(case, dice)
