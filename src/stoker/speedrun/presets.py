@@ -42,12 +42,12 @@ _CPU: dict[str, dict[str, Any]] = {
     },
     "density": {"density.neighbours": 16, "density.clusters": 16},
     "grpo": {
-        "data.context_length": 192, "batch.micro": 32, "train.max_steps": 32, "train.log_every": 1, "grpo.prompts_per_step": 16, "grpo.group": 8,
+        "data.context_length": 192, "batch.tokens": 0, "batch.micro": 32, "train.max_steps": 32, "train.log_every": 1, "grpo.prompts_per_step": 16, "grpo.group": 8,
         "optim.learning_rate": 5e-4, "optim.schedule": "constant", "optim.warmup_steps": 3, "optim.weight_decay": 0.0,
     },
-    "evaluate": {"data.context_length": 192, "evaluate.draws": 2},
+    "evaluate": {"data.context_length": 192, "batch.tokens": 0, "evaluate.draws": 2},
     "eval-base": {"evaluate.chat": False, "evaluate.shots": 0, "evaluate.draws": 0},
-    "diversity": {"data.context_length": 192, "diversity.most": 48, "diversity.answers": 6},
+    "diversity": {"data.context_length": 192, "batch.tokens": 0, "diversity.most": 48, "diversity.answers": 6},
 }
 _GPU: dict[str, dict[str, Any]] = {
     "all": {"data.context_length": 512, "batch.micro": 64, "train.log_every": 10, "checkpoint.every": 30.0, "generate.new_tokens": 128, "generate.rows": 256},
