@@ -82,9 +82,8 @@ def _trainings(chain: Chain) -> Iterator[Row]:
     for before, name in (("base", "midtrain"), ("midtrain", "sft")):
         found = chain.result(name)
         if found is not None:
-            values = found.curve("val_bits_per_byte")[1]
-            first, last = values[0] if values else None, found.number("val_bits_per_byte")
-            yield _untested(MODELS[name], "its own held-out bits per byte; before: at its first look", first, last, False)
+            first, last = found.number("val_bits_per_byte_before"), found.number("val_bits_per_byte")
+            yield _untested(MODELS[name], "its own held-out bits per byte; before: its first step", first, last, False)
         yield from _answers(chain, before, name, MODELS[name])
 
 

@@ -12,6 +12,7 @@ class TrainConfig:
     seed: int = option("weights and dropout", default=0)
     log_every: int = option("a step line and a metrics line every so many steps", default=10)
     eval_every: int = option("validation every so many steps (0: at the end only)", default=0)
+    eval_first: bool = option("validation before the first step, too: what a stage began with", default=False)
     eval_tokens: int = option("tokens a validation reads (0: all that are held out)", default=1_000_000)
     log_to: str = option("also to: tensorboard, wandb, trackio, mlflow, comma-separated", default="", metavar="NAMES")
     profile: bool = option("write a trace of a few steps and print the ten costliest items", default=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +39,7 @@ from stoker.training.parallel.group import Group, shard, wrap
 from stoker.training.parallel.split import even_micro, largest_share
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
+BEFORE = "before.json"
 MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
 
 
@@ -200,6 +202,7 @@ class Job:
             before_update=saver.before_update, after_backward=self.drill.spoil_gradients, graph=self.graph, look=self._look() if c.train.debug else None,
         )  # fmt: skip
         self.settle()
+        self._measure_first()
         feeder = Feeder(
             self.samples, self.order, self.course, first_step=self.position.step, steps=self.steps, ranks=group.world, rank=group.rank, micro=self.micro,
             equal_steps=group.strategy == "fsdp", pinned=group.device.type == "cuda",
@@ -221,6 +224,16 @@ class Job:
     def whole(self) -> bool:
         """Whether the run has come to its end, in this attempt or one before."""
         return self.position.step >= self.steps or (self.last is not None and self.last.done >= self.steps)
+
+    def _measure_first(self) -> None:
+        """Kept in a file of its own: the run may go on in another attempt, where the beginning is gone."""
+        if not self.c.train.eval_first or self.position.step or self.held_out is None:
+            return
+        found = self.learner.measure(self.wrapped, self.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        self.voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
+        if self.group.first:
+            told = {"schema": layout.SCHEMA, "val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
+            write_whole(os.path.join(self.folder, BEFORE), json.dumps(told).encode())
 
     def _saver(self) -> Saver:
         """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""

@@ -16,7 +16,7 @@ from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.resolve import recipe_config
 from stoker.training.config.schema import Config
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.loop.job import Job
+from stoker.training.loop.job import BEFORE, Job
 from stoker.training.loop.say import where_runs_go
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
@@ -89,14 +89,25 @@ def finish(c: Config, stage: str, metrics: dict[str, Any], *, model: str | None 
 
 def learned(job: Job) -> dict[str, Any]:
     """The numbers of a stage that trained; of one that had been trained before, those it left in its metrics."""
-    last = job.last
+    last, before = job.last, _before(job.folder)
     if last is None or last.validation is None:
-        return {"steps": job.steps, "tokens": job.position.tokens, **_newest(job.folder)}
+        return {"steps": job.steps, "tokens": job.position.tokens, **_newest(job.folder), **before}
     found = last.validation
     return {
+        **before,
         "steps": last.done, "tokens": last.tokens, "loss": last.loss, "val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte,
         "val_right": found.right,
     }  # fmt: skip
+
+
+def _before(folder: str) -> dict[str, Any]:
+    """What train.eval_first measured, if it was asked to."""
+    path = os.path.join(folder, BEFORE)
+    if not os.path.exists(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        told = json.load(file)
+    return {key: told[key] for key in ("val_loss_before", "val_bits_per_byte_before")}
 
 
 def _newest(folder: str) -> dict[str, Any]:
