@@ -34,8 +34,8 @@ _CPU: dict[str, dict[str, Any]] = {
         **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1100,
         "optim.learning_rate": 3e-3, "optim.muon_learning_rate": 0.02, "optim.warmup_steps": 20,
     },
-    "midtrain": {**_MUON, "train.eval_first": True, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.015},
-    "sft": {**_MUON, "train.eval_first": True, "train.max_steps": 560, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.015},
+    "midtrain": {**_MUON, "train.eval_first": True, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.008},
+    "sft": {**_MUON, "train.eval_first": True, "train.max_steps": 560, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.006},
     # Both answers of a pair lie in one row, several pairs beside each other.
     "reward": {
         **_MUON, "data.context_length": 320, "batch.tokens": 5120, "train.max_steps": 150, "optim.learning_rate": 1e-3, "optim.muon_learning_rate": 0.01,
