@@ -31,14 +31,14 @@ _CPU: dict[str, dict[str, Any]] = {
     },
     "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
     "pretrain": {
-        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1100,
+        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1200,
         "optim.learning_rate": 3e-3, "optim.muon_learning_rate": 0.02, "optim.warmup_steps": 20,
     },
     "midtrain": {**_MUON, "train.eval_first": True, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.008},
-    "sft": {**_MUON, "train.eval_first": True, "train.max_steps": 560, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.006},
+    "sft": {**_MUON, "train.eval_first": True, "train.max_steps": 600, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.006},
     # Both answers of a pair lie in one row, several pairs beside each other.
     "reward": {
-        **_MUON, "data.context_length": 320, "batch.tokens": 5120, "train.max_steps": 150, "optim.learning_rate": 1e-3, "optim.muon_learning_rate": 0.01,
+        **_MUON, "data.context_length": 256, "batch.tokens": 4096, "train.max_steps": 60, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.002,
     },
     "density": {"density.neighbours": 16, "density.clusters": 16},
     "grpo": {

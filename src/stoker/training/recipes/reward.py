@@ -22,7 +22,7 @@ from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.reward.calibration import calibration
-from stoker.training.reward.model import LEARNER, held_out_margins
+from stoker.training.reward.model import held_out_margins, learner
 from stoker.training.reward.pairs import Pair, PairRows, read_pairs
 from stoker.training.tokenizer import chat
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     stages.done("ranks")
     folder = c.tokenizer.path or stage.weights_of(c.model.load)
     material = Material(train.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train, other)
-    job = Job(c, material, group, stages, LEARNER)
+    job = Job(c, material, group, stages, learner(c.reward.likelihood))
     with kernels(ready.attention(c.compute, group.device)):
         job.build()
         stages.done("model")

@@ -8,4 +8,5 @@ from stoker.contract.shape import option, shape
 @shape
 class RewardConfig:
     pairs: str = option("jsonl rows with prompt, chosen and rejected", default="", metavar="PATH")
+    likelihood: bool = option("the answer's own log-probability adds to its score, with a weight that is learned", default=True)
     held_out: str = option("pairs to measure by; empty: the last tenth of `pairs`", default="", metavar="PATH")

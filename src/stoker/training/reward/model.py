@@ -1,6 +1,10 @@
-"""The reward model: a decoder whose head is one vector. Its score is read at the mark that ends an answer.
+"""The reward model: a decoder whose head is one vector. Its score is read at the mark that ends an answer:
 
-Bradley and Terry: the better of two answers wins with probability σ(score(better) − score(worse)); the loss is −log of that, summed over pairs.
+    s(x, y) = w · h(x, y) + a · log p(y | x)
+
+The second term is what the decoder itself thinks of the answer, with a learned weight: a small model's likelihood tells right from wrong (91 % of the
+small world's pairs) long before a vector has learned to. Bradley and Terry: the better of two answers wins with probability σ(s(better) − s(worse)); the
+loss is −log of that, summed over pairs.
 """
 
 from __future__ import annotations
@@ -24,30 +28,60 @@ from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_write import SCORE as HEAD
+from stoker.training.model.logprobs import token_logprobs
 from stoker.training.parallel.group import Group
-from stoker.training.reward.pairs import Prompt, answered
+from stoker.training.reward.pairs import Prompt, answered, asked
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-_NAME = "score"
+_OWN = ("score", "trust")  # what a decoder does not have
+TRUST = 0.2  # at the beginning: two answers differ by tens of nats, and the probability of a win should not begin at 1
 
 
 class RewardModel(Decoder):
+    """`likelihood`: whether the second term counts (reward.likelihood)."""
+
+    likelihood = True
+
     def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, context_length, dtype)
-        self.score = nn.Parameter(torch.zeros(c.dim, device=self.embed.weight.device))
+        device = self.embed.weight.device
+        self.score = nn.Parameter(torch.zeros(c.dim, device=device))
+        if self.likelihood:
+            self.trust = nn.Parameter(torch.full((1,), TRUST, device=device))
 
     @torch.no_grad()
     def start(self, seed: int) -> None:
         super().start(seed)
-        self.score.zero_()  # all answers alike at the beginning: the loss is log 2
+        self.score.zero_()
+        if self.likelihood:
+            self.trust.fill_(TRUST)
 
-    def scores(self, inputs: Tensor, segments: Tensor | None) -> Tensor:
-        """[B, T]: the score that an answer ending there has."""
-        return self.hidden(inputs, segments).float() @ self.score.float()
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Names of what no decoder has."""
+        return _OWN if self.likelihood else _OWN[:1]
+
+    def parts(self, inputs: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """[B, T] each: w · h of an answer that ends there, and log p of its segment up to there."""
+        x = self.hidden(inputs, segments)
+        read = x.float() @ self.score.float()
+        return read, self._told(x, inputs, segments) if self.likelihood else None
+
+    def _told(self, x: Tensor, inputs: Tensor, segments: Tensor | None) -> Tensor:
+        rows, length = inputs.shape
+        found, _ = token_logprobs(x[:, :-1].flatten(0, 1), self.head_weight, inputs[:, 1:].flatten(), 1.0)
+        told = F.pad(found.view(rows, length - 1), (1, 0))
+        if segments is None:
+            return told.cumsum(1)
+        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        running = told.masked_fill(new, 0.0).cumsum(1)
+        place = torch.arange(length, device=inputs.device).expand_as(segments)
+        return running - running.gather(1, torch.where(new, place, 0).cummax(dim=1).values)
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """With targets the sum of the pairs' losses times `scale`; without, the scores."""
-        scores = self.scores(inputs, segments)
+        """With targets the sum of the pairs' losses times `scale`; without, the scores. The prompt's own likelihood is in both answers of a pair alike."""
+        read, told = self.parts(inputs, segments)
+        scores = read if told is None else read + self.trust * told
         if targets is None:
             return scores
         loss = (F.softplus(-margins(scores, targets)) * (targets != IGNORED)).sum()
@@ -89,59 +123,79 @@ def held_out_margins(model: nn.Module, samples: Rows, group: Group, micro: int) 
 def load(model: Decoder, folder: str, say: Say) -> None:
     """A reward model's folder, or a decoder's: the head then stays as it is."""
     assert isinstance(model, RewardModel)
-    hf.load_named(model, ((name, p) for name, p in hf.named(model) if name != _NAME), folder, say)
+    hf.load_named(model, ((name, p) for name, p in hf.named(model) if name not in _OWN), folder, say)
     path = os.path.join(folder, HEAD)
     if os.path.exists(path):
+        stored = load_file(path)
         with torch.no_grad():
-            model.score.copy_(like(load_file(path)[_NAME].to(model.score.device), model.score))
+            for name in model.own:
+                parameter = getattr(model, name)
+                parameter.copy_(like(stored[name].to(parameter.device), parameter))
 
 
 def save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) -> None:
     assert isinstance(model, RewardModel)
-    whole = model.score.detach()
-    whole = whole.full_tensor() if hasattr(whole, "full_tensor") else whole
+    own = {name: _whole(getattr(model, name).detach()) for name in model.own}
 
     def head(where: str) -> None:
-        save_file({_NAME: whole.float().cpu().contiguous()}, os.path.join(where, HEAD))
+        save_file({name: tensor.float().cpu().contiguous() for name, tensor in own.items()}, os.path.join(where, HEAD))
 
-    hf.save(model, folder, tokenizer_folder=tokenizer, say=say, write=write, without=(_NAME,), more=head)
+    hf.save(model, folder, tokenizer_folder=tokenizer, say=say, write=write, without=_OWN, more=head)
 
 
-LEARNER = Learner(RewardModel, load, save, measure)
+def _whole(tensor: Tensor) -> Tensor:
+    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return found
+
+
+class _Plain(RewardModel):
+    likelihood = False
+
+
+def learner(likelihood: bool) -> Learner:
+    return Learner(RewardModel if likelihood else _Plain, load, save, measure)
 
 
 def open_reward(c: Config, folder: str, device: torch.device) -> RewardModel:
     folder = hf_hub.folder_of(folder, lambda line: None)
     if not os.path.exists(os.path.join(folder, HEAD)):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
+    kind = RewardModel if "trust" in load_file(os.path.join(folder, HEAD)) else _Plain
     with torch.device(device):
-        model = RewardModel(hf_config.shape_of(folder), c.data.context_length, ready.dtype_of(c.compute, device))
+        model = kind(hf_config.shape_of(folder), c.data.context_length, ready.dtype_of(c.compute, device))
     model.place(device)
     load(model, folder, lambda line: None)
     model.eval()
     return model
 
 
-@torch.no_grad()
 def scores(model: RewardModel, tokenizer: Tokenizer, rows: Sequence[tuple[Prompt, str]], device: torch.device, micro: int = 64) -> list[float]:
-    """Of each prompt's answer. Rows of like length go together; each is read at its last token."""
-    ids = [answered(tokenizer, prompt, answer)[-model.context_length :] for prompt, answer in rows]
-    return score_ids(model, ids, device, micro)
+    """Of each prompt's answer; what is too long for the model loses its beginning."""
+    found = []
+    for prompt, answer in rows:
+        begun, whole = asked(tokenizer, prompt), answered(tokenizer, prompt, answer)
+        cut = max(len(whole) - model.context_length, 0)
+        found.append((whole[cut:], max(len(begun) - cut, 1)))
+    return score_ids(model, found, device, micro)
 
 
 @torch.no_grad()
-def score_ids(model: RewardModel, ids: Sequence[Sequence[int]], device: torch.device, micro: int = 64) -> list[float]:
-    order = sorted(range(len(ids)), key=lambda one: len(ids[one]))
-    found = [0.0] * len(ids)
+def score_ids(model: RewardModel, rows: Sequence[tuple[Sequence[int], int]], device: torch.device, micro: int = 64) -> list[float]:
+    """Of each (conversation, place where its answer begins). Rows of like length go together; each is read at its last token."""
+    order = sorted(range(len(rows)), key=lambda one: len(rows[one][0]))
+    found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):
         some = order[begin : begin + micro]
-        longest = max(len(ids[one]) for one in some)
-        inputs = torch.zeros(len(some), longest, dtype=torch.int64)
+        inputs = torch.zeros(len(some), max(len(rows[one][0]) for one in some), dtype=torch.int64)
         for row, one in enumerate(some):
-            inputs[row, : len(ids[one])] = torch.tensor(ids[one], dtype=torch.int64)
-        ends = torch.tensor([len(ids[one]) - 1 for one in some], device=device)
-        values = model.scores(inputs.to(device), None).gather(1, ends[:, None])[:, 0].tolist()
-        for one, value in zip(some, values, strict=True):
+            inputs[row, : len(rows[one][0])] = torch.tensor(rows[one][0], dtype=torch.int64)
+        ends = torch.tensor([[len(rows[one][0]) - 1] for one in some], device=device)
+        starts = torch.tensor([[rows[one][1] - 1] for one in some], device=device)
+        read, told = model.parts(inputs.to(device), None)
+        values = read.gather(1, ends)
+        if told is not None:
+            values = values + model.trust * (told.gather(1, ends) - told.gather(1, starts))
+        for one, value in zip(some, values[:, 0].tolist(), strict=True):
             found[one] = value
     return found
 

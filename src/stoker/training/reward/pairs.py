@@ -44,9 +44,14 @@ def messages_of(prompt: Any) -> list[tuple[str, bytes]]:
     return found
 
 
+def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
+    """The conversation up to the answer."""
+    return chat.prompt(tokenizer, messages_of(prompt))
+
+
 def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
-    """The conversation up to the mark that ends the answer: there the score is read."""
-    return [*chat.prompt(tokenizer, messages_of(prompt)), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
+    """And up to the mark that ends it: there the score is read."""
+    return [*asked(tokenizer, prompt), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
 
 
 def read_pairs(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: int, where: str, say: Callable[[str], None]) -> list[Pair]:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.model.decoder import Decoder
+from stoker.training.model.logprobs import token_logprobs
 from stoker.training.rl.batches import Batch
-from stoker.training.rl.logprobs import token_logprobs
 
 
 def token_losses(logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip_ratio: float, kl: float) -> tuple[Tensor, Tensor]:
