@@ -16,4 +16,5 @@ export PATH="$PWD/.venv/bin:$PATH"
 step ruff python -m ruff check
 step mypy python -m mypy
 step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-step pytest python -m pytest -q "$@"
+# Two workers, a file each: half of the suite waits for processes and timeouts.
+step pytest python -m pytest -q -n 2 --dist loadfile "$@"
