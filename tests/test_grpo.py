@@ -24,13 +24,13 @@ from conftest import Stoker, wait_for  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
+from stoker.training.model import logprobs as chunked  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.optim.config import OptimConfig  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
-from stoker.training.rl import logprobs as chunked  # noqa: E402
 from stoker.training.rl import prompts as asking  # noqa: E402
 from stoker.training.rl.advantage import advantages  # noqa: E402
 from stoker.training.rl.batches import Row, arrange  # noqa: E402
