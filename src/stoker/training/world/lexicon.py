@@ -77,8 +77,8 @@ def lexicon(level: int) -> Lexicon:
         return words[: counts[level] if level < len(counts) else len(words)]
 
     places = first(PLACES, 12, 24)
-    animals, more_animals = _told(_ANIMALS), first(_MORE_ANIMALS, 0, 12)
-    things, more_things = _told(_THINGS), first(_MORE_THINGS, 0, 12)
+    animals, more_animals = _told(_ANIMALS)[: 8 if level == 0 else None], first(_MORE_ANIMALS, 0, 12)
+    things, more_things = _told(_THINGS)[: 8 if level == 0 else None], first(_MORE_THINGS, 0, 12)
     foods, sounds = [told[3] for told in animals], [told[4] for told in animals]
     for name in more_animals:
         animals.append([name, *(_drawn(name, among) for among in (COLOURS, places, foods, sounds))])
@@ -87,9 +87,9 @@ def lexicon(level: int) -> Lexicon:
     facts = [Fact(told[0], quality, value) for told in animals for quality, value in zip(("colour", "home", "food", "sound"), told[1:], strict=True)]
     facts += [Fact(told[0], quality, value) for told in things for quality, value in zip(("colour", "home", "material"), told[1:], strict=True)]
     return Lexicon(
-        level=level, names=first(NAMES, 24, 60), places=places, things=[told[0] for told in things], animals=[told[0] for told in animals],
-        items=first(ITEMS, 8, 12), dishes=first(DISHES, 12, 20), facts=facts,
-        most=(20, 50, 100, 200)[min(level, 3)], reach=(6, 20, 100, 200)[min(level, 3)], steps=(2, 2 + level), sentences=(3 + level, 5 + 2 * level),
+        level=level, names=first(NAMES, 16, 60), places=places, things=[told[0] for told in things], animals=[told[0] for told in animals],
+        items=first(ITEMS, 8, 12), dishes=first(DISHES, 8, 20), facts=facts,
+        most=(20, 50, 100, 200)[min(level, 3)], reach=(6, 20, 100, 200)[min(level, 3)], steps=(2, 2 + level), sentences=(2 + 2 * level, 4 + 3 * level),
     )  # fmt: skip
 
 
