@@ -17,6 +17,7 @@ from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN, RESULT
 
 COMPLETIONS = "completions.jsonl"
+QUESTIONS, PROMPTS = "questions", "prompts-held-out"  # files, as evaluation names them
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 _TOLD = ("restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed")  # events worth a line in a report
 
@@ -39,9 +40,20 @@ class Marks:
 @shape
 class Evaluation:
     everything: Marks
+    files: dict[str, Marks]  # of questions, where there are several
     kinds: dict[str, Marks]
     bits_per_byte: float | None
     samples: tuple[Sample, ...]
+
+    @property
+    def questions(self) -> Marks:
+        """Evenly of all kinds, as far as the data tells them from GRPO's prompts."""
+        return self.files.get(QUESTIONS, self.everything)
+
+    @property
+    def prompts(self) -> Marks | None:
+        """Held out, drawn as GRPO's own are."""
+        return self.files.get(PROMPTS)
 
 
 @shape
@@ -176,12 +188,13 @@ def measured(data: Any, key: str) -> Measured:
 
 
 def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> Evaluation:
-    kinds = metrics.get("kinds")
+    files, kinds = metrics.get("tasks"), metrics.get("kinds")
     told = result.get("samples")
     rows: Sequence[Any] = told if isinstance(told, list) and told else list(_first_of_each_kind(where))
     samples = tuple(_sample(row) for row in rows if isinstance(row, dict))
     return Evaluation(
-        marks(metrics.get("all")), {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
+        marks(metrics.get("all")), {_text(name): marks(found) for name, found in files.items()} if isinstance(files, dict) and len(files) > 1 else {},
+        {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
         number_at(metrics, "bits_per_byte"), samples,
     )  # fmt: skip
 

@@ -31,7 +31,7 @@ _CPU: dict[str, dict[str, Any]] = {
     },
     "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
     "pretrain": {
-        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1150,
+        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1100,
         "optim.learning_rate": 3e-3, "optim.muon_learning_rate": 0.02, "optim.warmup_steps": 20,
     },
     "midtrain": {**_MUON, "train.eval_first": True, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.008},

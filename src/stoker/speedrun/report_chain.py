@@ -20,7 +20,7 @@ MOST_TROUBLES = 8  # of one stage; `stoker why` has them all
 
 def headline(chain: Chain) -> Iterator[Block]:
     """The main numbers; what is not there is left out."""
-    evaluated = {name: one.everything.likeliest.value for name in MODELS if (one := chain.evaluation(name)) is not None}
+    evaluated = {name: one.questions.likeliest.value for name in MODELS if (one := chain.evaluation(name)) is not None}
     right = {name: value for name, value in evaluated.items() if value is not None}
     seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
     took = span(seconds) if seconds is not None else "time unknown"
@@ -29,7 +29,8 @@ def headline(chain: Chain) -> Iterator[Block]:
         said.append("Held-out questions right: " + ", ".join(f"{MODELS[name]} {percent(value)}" for name, value in right.items()) + ".")
     gains = {name.removeprefix("grpo-"): found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name)).difference is not None}
     if gains:
-        said.append("GRPO over SFT: " + ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, found in gains.items()) + ".")
+        told = ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, found in gains.items())
+        said.append(f"GRPO over SFT, on held-out prompts of its kind: {told}.")
     reward = chain.result("reward")
     if reward is not None and pairs_right(reward).value is not None:
         said.append(f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs told right.")

@@ -35,6 +35,8 @@ def models_table(chain: Chain) -> Iterator[Block]:
     yield Text(f"Right answers to {held_out}, below each share its 95 % interval. Likeliest: the model's first choice; drawn: answers drawn at a temperature.")
     kinds = dict.fromkeys(kind for one in found.values() if one for kind in one.kinds)
     rows = [("all, likeliest", [one.everything.likeliest if one else Measured() for one in found.values()])]
+    files = dict.fromkeys(name for one in found.values() if one for name in one.files)
+    rows += [(f"file {name}", [one.files[name].likeliest if one and name in one.files else Measured() for one in found.values()]) for name in files]
     rows += [(kind, [one.kinds[kind].likeliest if one and kind in one.kinds else Measured() for one in found.values()]) for kind in kinds]
     rows += [("all, drawn", [one.everything.drawn if one else Measured() for one in found.values()])]
     made = [(Cell(label), *(_share(value) for value in values)) for label, values in rows]
@@ -96,10 +98,13 @@ def _answers(chain: Chain, before: str, after: str, stage: str) -> Iterator[Row]
     old, new = chain.evaluation(before), chain.evaluation(after)
     if old is None or new is None:
         return
-    was, now = old.everything, new.everything
-    for what, one, two in (("questions right, likeliest", was.likeliest, now.likeliest), ("questions right, drawn", was.drawn, now.drawn)):
-        if one.value is not None and two.value is not None:
-            yield _shares(stage, f"{what}; before: {MODELS[before]}", one, two)
+    told = [("questions right", old.questions, new.questions)]
+    if old.prompts and new.prompts and before not in ("base", "midtrain"):
+        told.append(("held-out prompts of GRPO's kind right", old.prompts, new.prompts))
+    for what, was, now in told:
+        for how, one, two in (("likeliest", was.likeliest, now.likeliest), ("drawn", was.drawn, now.drawn)):
+            if one.value is not None and two.value is not None:
+                yield _shares(stage, f"{what}, {how}; before: {MODELS[before]}", one, two)
 
 
 def _shares(stage: str, what: str, before: Measured, after: Measured) -> Row:
@@ -128,9 +133,13 @@ def _grpo(chain: Chain) -> Iterator[Row]:
 
 
 def over_sft(chain: Chain, name: str) -> Change:
-    """What a GRPO run added to SFT: of the likeliest answers."""
+    """What a GRPO run added to SFT: to the likeliest answers to prompts like its own, held out, where there are such."""
     old, new = chain.evaluation("sft"), chain.evaluation(name)
-    return change(old.everything.likeliest, new.everything.likeliest) if old and new else Change(None)
+    if old is None or new is None:
+        return Change(None)
+    if old.prompts and new.prompts:
+        return change(old.prompts.likeliest, new.prompts.likeliest)
+    return change(old.everything.likeliest, new.everything.likeliest)
 
 
 def training(chain: Chain) -> Iterator[Block]:

@@ -44,7 +44,7 @@ class Story(NamedTuple):
 
 def tell(w: World, dice: Dice, held: bool) -> Story:
     low, high = w.lexicon.sentences
-    people = dice.some(w.names, 2 + dice.below(2 + w.level))
+    people = dice.some(w.names, 2 + dice.below(1 + 2 * w.level))
     where: dict[str, str] = {}
     holds: dict[str, str] = {}
     told: list[str] = []
