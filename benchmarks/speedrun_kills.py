@@ -5,7 +5,7 @@
     python benchmarks/speedrun_kills.py --jobs 6            on a machine with 12 cores
 
 A short chain (all 16 stages, few steps, deterministic) runs once with nobody touching it. Then each trial starts the same chain in a folder of its own,
-kills at a random moment (a stage by its share of that time, then a share of the stage), and gives the same command until it ends with 0. Every stage's result.json
+kills at a random moment (a stage by its share of that time, then a share of the stage), and gives the same command until it ends with 0. Each result.json
 must be the uninterrupted chain's, times apart, and so must the report's tables.
 """
 
