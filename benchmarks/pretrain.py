@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain_score import PEERS, SCHEMA, SIZES, finished, parities, table
+from pretrain_score import PEERS, SCHEMA, SIZES, finished, later, parities, table
 
 HERE = Path(__file__).resolve().parent
 TAIL = 15  # lines of a failed cell
@@ -91,7 +91,7 @@ def measure(told: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
     def left() -> float | None:
         return told.budget - (time.monotonic() - began) if told.budget else None
 
-    steps = {name: max(SIZES[name].steps, SIZES[name].parity if told.parity else 0) for name in sizes}
+    steps = {name: max(told.steps, SIZES[name].steps, SIZES[name].parity if told.parity else 0) for name in sizes}
     folder = Path(tempfile.mkdtemp(prefix="pretrain-", dir=told.scratch))
     cells: list[dict[str, Any]] = []
     try:
@@ -136,6 +136,7 @@ def main() -> int:
     parser.add_argument("--peers", default="stoker,hf-tuned", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--parity", action="store_true", help="enough steps for the gate (50 on S, 10 on M and L)")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="at least so many: how far losses part later on")
     parser.add_argument("--json", metavar="OUT", help="each finished cell is appended to it at once")
     parser.add_argument("--budget", type=float, default=0.0, metavar="SECONDS", help="no cell goes on after this (0: no limit)")
     parser.add_argument("--least", type=float, default=25.0, metavar="SECONDS", help="with less of the budget left no cell is begun")
@@ -153,6 +154,8 @@ def main() -> int:
     gates = parities(cells)
     for (size, peer), parity in gates.items():
         print(f"parity {size}/{peer}: {parity}".replace("**", ""))
+    for line in later(cells):
+        print(line)
     failed = told.parity and any(not parity.passed for (_, peer), parity in gates.items() if peer.startswith("stoker"))
     return 1 if failed or not complete else 0
 
