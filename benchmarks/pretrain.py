@@ -96,7 +96,7 @@ def measure(told: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
     cells: list[dict[str, Any]] = []
     try:
         room = left()
-        machine, text = child("pretrain_prepare.py", {"sizes": sizes}, folder, min(PREPARING_S, room) if room else PREPARING_S)
+        machine, text = child("pretrain_prepare.py", {"sizes": sizes, "steps": told.steps}, folder, min(PREPARING_S, room) if room else PREPARING_S)
         if machine is None:
             raise SystemExit("preparing failed:\n" + "\n".join(text.splitlines()[-TAIL:]))
         print(f"prepared in {time.monotonic() - began:.0f} s on {machine['device']}", file=sys.stderr, flush=True)

@@ -20,9 +20,9 @@ VERSIONS = ("torch", "transformers", "accelerate", "lightning", "numpy")
 CUDA = torch.cuda.is_available()
 
 
-def prepare(folder: Path, sizes: list[str]) -> dict[str, Any]:
+def prepare(folder: Path, sizes: list[str], steps: int) -> dict[str, Any]:
     for name in sizes:
-        make_tokens(folder / name / "data", SIZES[name])
+        make_tokens(folder / name / "data", SIZES[name], steps)
         make_weights(folder / name / "weights", SIZES[name])
     found = {name: version(name) for name in VERSIONS}
     device = torch.cuda.get_device_name() if CUDA else f"CPU, {len(os.sched_getaffinity(0))} cores"
@@ -36,12 +36,12 @@ def version(name: str) -> str:
         return "not installed"
 
 
-def make_tokens(folder: Path, size: Size) -> None:
+def make_tokens(folder: Path, size: Size, steps: int) -> None:
     """As `stoker prepare` lays them out. Zipf's law; every second token, on average, follows from the one before it."""
     from stoker.training.data import shards
     from stoker.training.data.files import write_json
 
-    count = max(size.steps, size.parity) * size.rows * size.context + 1  # the same for short runs as for long ones: so their losses compare
+    count = max(steps, size.steps, size.parity) * size.rows * size.context + 1  # the same for short runs as for long ones: so their losses compare
     random = np.random.default_rng(SEED)
     weights = 1 / np.arange(3, size.vocabulary + 3) ** 1.05
     drawn = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(count))
@@ -104,4 +104,4 @@ def hand_over(found: dict[str, Any], told: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     TOLD = json.loads(sys.argv[1])
-    hand_over(prepare(Path(TOLD["folder"]), TOLD["sizes"]), TOLD)
+    hand_over(prepare(Path(TOLD["folder"]), TOLD["sizes"], TOLD["steps"]), TOLD)
