@@ -76,6 +76,9 @@ def test_the_likeliest_tokens_are_those_of_a_loop_without_a_cache(c: ModelConfig
     for rows in (1, 4, 16):
         assert Engine(model, rows=rows, length=70).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
     assert graphed(model, 4, 192).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
+    tight = Engine(model, rows=4, length=35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0)
+    assert graphed(model, 4, 35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0) == tight, "30 tokens are filled up to 32; 35 have room for 3 more"
+    assert graphed(model, 4, 31).generate(prompts(), new_tokens=1, stop=STOP, temperature=0) == [one[:1] for one in tight], "filled up past what there is room for"
 
 
 def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
@@ -285,7 +288,9 @@ def test_graphs_write_what_a_loop_without_a_cache_does(c: ModelConfig) -> None:
     assert engine.generate(prompts(), new_tokens=150, stop=STOP, temperature=0) == want
     one, two = (engine.generate(prompts(), new_tokens=60, stop=STOP, seed=seed) for seed in (1, 2))
     assert one != two and one == engine.generate(prompts(), new_tokens=60, stop=STOP, seed=1)
-    assert one == Engine(made(c), rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), "the CPU draws the same"
+    there = made(c)
+    there.load_state_dict(model.state_dict())
+    assert one == Engine(there, rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), "the CPU draws the same"
 
 
 @gpu

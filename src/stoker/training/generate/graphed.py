@@ -32,7 +32,8 @@ class Graphed:
         self._weights, self._config, self._kernels = w, c, kernels
         self._ops = kernels or plain
         device = w.embed.device
-        self._cos, self._sin = angles(cos[:length], sin[:length])
+        # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
+        self._cos, self._sin = angles(*(torch.cat([table[:length], table[:1].expand(ROUND, -1)]) for table in (cos, sin)))
         self._cache = Cache(c, rows, -(-(length + ROUND) // BUCKET) * BUCKET, w.embed.dtype, device)
         self._steps: dict[tuple[int, Drawing], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
