@@ -19,6 +19,7 @@ from stoker.training.model import fp8
 from stoker.training.model.decoder import Decoder, Linear
 from stoker.training.parallel.config import ComputeConfig
 
+FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
 COMPILE_THREADS = 4  # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
 
 
@@ -110,11 +111,16 @@ def _loss(c: ComputeConfig, device: torch.device) -> str:
 def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -> None:
     if not fp8.available(device):
         raise Refusal("compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use compute.fp8 off", EX_UNAVAILABLE)
-    linears = [module for module in model.layers.modules() if isinstance(module, Linear)]
+    # All 16 blocks of a 1.2 B model in fp8: the loss is 0.10 above bf16's after 30 steps; without the first and last two 0.02, at 97 % of the speed.
+    kept = len(model.layers) // FP8_KEPT
+    blocks = list(model.layers)[kept : len(model.layers) - kept]
+    linears = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
     small = 0
     for module in linears:
         module.fp8 = fp8.fits(module.in_features, module.out_features)
         small += not module.fp8
+    if kept:
+        say(f"fp8: {len(blocks)} of {len(model.layers)} blocks; the first and the last {kept} stay in bf16")
     if small:
         say(f"fp8: {small} of {len(linears)} matrices are too small to gain by it and stay in bf16")
 
