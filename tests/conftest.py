@@ -146,3 +146,7 @@ def box(tmp_path: Path) -> Callable[..., dict[str, str]]:
         return {"STOKER_MACHINE": str(path)}
 
     return make
+
+
+from netcluster import netcluster  # noqa: E402, F401  a fixture of its own file; at the end: it waits with `wait_for`
+from slurmcluster import slurm, slurm_cluster  # noqa: E402, F401

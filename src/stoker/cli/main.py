@@ -21,6 +21,8 @@ COMMANDS = {
     "ladder": "imports one by one, then 1, half and all ranks: where does a script begin to fail?",
     "burnin": "same-seed replicas on every GPU: which one computes something else, which is slow",
     "doctor": "what is wrong with this machine, and what to type",
+    "cluster": "check: are these hosts fit to train together; init: write a hosts file by asking them",
+    "submit": "write a Slurm job script for a run, submit it, follow it",
     "completion": "print a completion script for bash, zsh or tcsh",
 }
 

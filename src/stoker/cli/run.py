@@ -10,6 +10,12 @@ from stoker.contract.settings import Parser, add_flags, build, from_environment
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.hosts import Hosts
+
+_SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}  # options of runs on several machines: the others load nothing for them
+
 _EXAMPLES = """examples:
   stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
   stoker run --nproc-per-node 4 -m mypkg.train      as torchrun would
@@ -17,6 +23,8 @@ _EXAMPLES = """examples:
   stoker run --gpus any:2 --min-free-memory 20GB --wait 10m train.py
   stoker run --detach --name exp1 --max-restarts 3 --notify 'mail -s done me' train.py
   stoker run --no-python ./a.out                    any program
+  stoker run --hosts cluster.yaml --min-hosts 2 train.py   several machines; goes on without one that is lost
+  stoker run --nnodes 2 --node-rank 1 --master-addr 10.0.0.1 train.py   by hand on each, as torchrun would
 
 exit codes: the guilty rank's own; 128+n for a signal; 70 where that would be 0 or was our doing; 0 only if every rank ended with 0.
 refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, driver or port not to be had, 71 system error,
@@ -71,8 +79,13 @@ def start(request: Request) -> int:
     from stoker.control.cluster import transport
     from stoker.control.launch import detach
 
+    hosts: Hosts | None = None
+    if "SLURM_JOB_ID" in os.environ or request.given & _SEVERAL:
+        from stoker.control.launch.where import hosts_of
+
+        request, hosts = hosts_of(request, os.environ)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None
-    link = transport.local(0 if detach.usable_stdin() else -1) if request.options.hosts is None else None
+    link = transport.local(0 if detach.usable_stdin() else -1) if hosts is None else None
     from stoker.control.launch.coordinator import run
 
-    return run(request, link, report)
+    return run(request, link, report, hosts)

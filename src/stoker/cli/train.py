@@ -177,7 +177,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
 
     config = resolved.config
     if options.hosts is not None:
-        _say("data is prepared on this host only: other hosts need the same cache folder, shared or copied")
+        _say("data is prepared on this host only: other hosts need the same cache folder: shared, or copied with --stage PATH")
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given)
     if config.model.load:

@@ -1,4 +1,4 @@
-"""stoker why [RUN] [--json]"""
+"""stoker why [RUN | slurm:JOB] [--json]"""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
+from stoker.contract.shapes import Verdict
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
 
 def parser() -> Parser:
     made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run, or slurm:JOB (default: the newest)")
     made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
     made.add_argument("--json", action="store_true", help="the verdict as JSON")
     return made
@@ -25,37 +26,62 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
+    root = layout.runs_root(told.runs_dir, os.environ)
+    if told.run and told.run.startswith("slurm:"):
+        from stoker.control.launch import submitted
+
+        found = submitted.run_of(root, told.run[6:])
+        if found is None:
+            return _show(submitted.verdict_of(root, told.run[6:]), told.run, "", told.json)
+        run = found
+    else:
+        run = reader.find(told.run, root)
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
         verdict = lost(run.id)
+    if (run.data.get("environment") or {}).get("SLURM_JOB_ID") and status not in ("running", "completed"):
+        from stoker.control.launch import submitted
+
+        verdict = submitted.with_slurm(os.path.dirname(run.dir), run, verdict)
+    if verdict is not None:
+        return _show(verdict, f"run {run.id}", run.dir, told.json)
     if told.json:
-        data = verdict.to_json() if verdict else {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)}
-        json.dump(data, sys.stdout, indent=1)
-        print()
+        _dump({"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)})
         return 0
-    if verdict is None:
-        print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
-        for event in _suspicions(run.dir):
-            print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
-            for line in event.get("evidence") or ():
-                print(f"    {line}")
+    print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+    for event in _suspicions(run.dir):
+        print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+        for line in event.get("evidence") or ():
+            print(f"    {line}")
+    return 0
+
+
+def _dump(data: dict[str, Any]) -> None:
+    json.dump(data, sys.stdout, indent=1)
+    print()
+
+
+def _show(verdict: Verdict, title: str, run_dir: str, as_json: bool) -> int:
+    """`run_dir`: empty for a job in which no run began."""
+    if as_json:
+        _dump(verdict.to_json())
         return 0
-    print(f"run {run.id}: {verdict.status}, exit code {verdict.exit_code}")
+    print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
     print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
     print(f"  {verdict.summary}")
-    for title, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
+    for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:
-            print(f"{title}:")
+            print(f"{heading}:")
             for line in lines:
                 print(f"  {line}")
-    restarts = [event for event in reader.events(run.dir) if event.get("event") == "restart"]
+    restarts = [event for event in reader.events(run_dir) if event.get("event") == "restart"] if run_dir else []
     if restarts:
         print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
         print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
-    print(f"record: {run.dir}")
+    if run_dir:
+        print(f"record: {run_dir}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 SCHEMA = 1
+SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought
 RUN = "run.json"
 EVENTS = "events.jsonl"
 VERDICT = "verdict.json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
+HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several: two of them may be one machine
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler

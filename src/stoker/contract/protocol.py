@@ -40,6 +40,11 @@ class Decoder:
         self._header: Message | None = None
         self.greeting = b""
 
+    @property
+    def greeted(self) -> bool:
+        """The agent itself has spoken, not only the login before it."""
+        return not self._await_sentinel
+
     def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
         self._buffer += data
         if self._await_sentinel and not self._past_greeting():

@@ -73,7 +73,7 @@ def _init(self: Any, *args: Any, **kwargs: Any) -> None:
     if len(args) > len(fields):
         raise TypeError(f"{type(self).__name__} takes {len(fields)} values, not {len(args)}")
     own = self.__dict__
-    for name, value in zip(fields, args, strict=False):
+    for name, value in zip(fields, args):  # noqa: B905  strict is of Python 3.10: an agent's may be 3.9
         if name in kwargs:
             raise TypeError(f"{type(self).__name__}: {name} is given twice")
         own[name] = value

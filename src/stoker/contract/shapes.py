@@ -73,6 +73,7 @@ class Evidence:
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
+    regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
 
 
 @shape

@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -19,10 +20,11 @@ from typing import Any
 from stoker.contract import protocol
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.control.agent import kernel, spawn
+from stoker.control.agent.finishing import Finishing
 from stoker.control.agent.gate import Gate
-from stoker.control.agent.inspection import Inspection
 from stoker.control.agent.ladder import StopLadder
 from stoker.control.agent.locks import GpuLocks, held
+from stoker.control.agent.looking import Looking
 from stoker.control.agent.memory import MemoryWatch, memory_now
 from stoker.control.agent.port import reserve
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
@@ -33,6 +35,7 @@ from stoker.control.machine import host
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
+from stoker.control.machine.processes import process
 
 
 class Agent:
@@ -46,14 +49,14 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector)
         self._vitals = Vitals(self._relay.say)
-        self._inspections: dict[int, Inspection] = {}
+        self._looking = Looking(self._selector, self._relay, self._sweeper)
         self._decoder = protocol.Decoder()
         self._ranks: dict[int, Rank] = {}
         self._by_pid: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
         self._gate: Gate | None = None
         self._ladder: StopLadder | None = None
-        self._finish: dict[str, Any] | None = None
+        self._finish: Finishing | None = None
         self._memory: MemoryWatch | None = None
         self._port: socket.socket | None = None
         self._observer: Observer | None = None
@@ -75,7 +78,8 @@ class Agent:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         folder = "/tmp" if os.access("/tmp", os.W_OK) else None  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
-        with tempfile.TemporaryDirectory(prefix="stoker-", dir=folder, ignore_cleanup_errors=True) as self._dir:
+        self._dir = tempfile.mkdtemp(prefix="stoker-", dir=folder)
+        try:
             self._mail = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._mail.bind(os.path.join(self._dir, "s"))
             self._mail.setblocking(False)
@@ -87,6 +91,8 @@ class Agent:
             finally:
                 if self._sweeper.groups:  # ranks that have not been swept
                     self._sweeper.kill()
+        finally:
+            shutil.rmtree(self._dir, ignore_errors=True)
         return 0
 
     def _loop(self, wake: int) -> None:
@@ -105,8 +111,8 @@ class Agent:
                     return  # the guardian is gone: nobody would sweep after us
                 elif what == "out":
                     self._relay.flush()
-                elif what == "inspection":
-                    self._read_inspection(key.fd)
+                elif what == "look":
+                    self._looking.read(key.fd)
                 elif 0 < self._relay.read(key.fd) < RESTLESS:
                     self._relay.rest(key.fd)
             if not self._tick():
@@ -139,8 +145,11 @@ class Agent:
         if self._ladder:
             self._collect()
             self._ladder.step()
-        if self._finish:
-            self._finishing(now)
+        if self._finish and self._finish.step(self._sweeper, self._relay, self._ranks, self._nvml):
+            self._finish = self._gate = None
+            if self._port is not None:
+                self._port.close()
+                self._port = None
         self._relay.flush()
         return True
 
@@ -151,7 +160,10 @@ class Agent:
             return True
         if not data:
             return False  # end of file: the coordinator is gone, or done with us
-        self._last_heard = time.monotonic()
+        now = time.monotonic()
+        if now - self._last_heard > protocol.SILENCE_S and not self._suspended:
+            return False  # we were stopped for longer than the coordinator waits: these orders are for a run that goes on without us
+        self._last_heard = now
         for order, _ in self._decoder.feed(data):
             try:
                 self._obey(order)
@@ -159,6 +171,7 @@ class Agent:
                 self._relay.say({"is": "refused", "line": refusal.line, "code": refusal.code})
             except OSError as problem:
                 self._relay.say({"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR})
+        self._last_heard = time.monotonic()  # what we took to obey was not the coordinator's silence
         return True
 
     def _obey(self, order: protocol.Message) -> None:
@@ -166,15 +179,7 @@ class Agent:
         if do == "ping":
             return
         if do == "open":
-            run_id, run_dir = order["run"], order["dir"]
-            os.write(self._heart, os.fsencode(f"{run_id}\0{run_dir}\0{self._dir}\n"))  # the guardian sweeps by the same tag, and our folder
-            self._sweeper.run_id, self._sweeper.run_dir = run_id, run_dir
-            self._locks.run_id = run_id
-            self._hup_ignored = bool(order.get("hup_ignored"))
-            if order.get("packages"):
-                sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
-            self._observer = Observer(order.get("recorded"))
-            self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held(), "pid": os.getpid(), "guardian": self._guardian})
+            self._open(order)
         elif do == "look":
             assert self._observer is not None
             self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held()})
@@ -193,9 +198,13 @@ class Agent:
             for rank in self._by_pid.values():
                 kernel.send(rank.me, order["signal"])
         elif do == "inspect":
-            self._inspect(order)
+            self._looking.inspect(order, self._by_pid.values())
+        elif do == "probe":
+            self._looking.probe(order)
+        elif do in ("tell", "unprobe"):
+            self._looking.tell(order)
         elif do == "finish":
-            self._finish = {"begun": time.monotonic(), "grace": order["grace"], "asked": 0.0, "named": [], "said": False}
+            self._finish = Finishing(order["grace"])
         elif do == "suspend":
             self._suspended = True
             self._to_all(signal.SIGSTOP)
@@ -207,6 +216,25 @@ class Agent:
             self._closing = True
         else:
             raise protocol.ProtocolError(f"unknown order {do!r}")
+
+    def _open(self, order: protocol.Message) -> None:
+        sweeper = self._sweeper
+        sweeper.run_id, sweeper.run_dir, sweeper.host = order["run"], order["dir"], order.get("host", "")
+        # The guardian sweeps by the same tag, and our folder.
+        os.write(self._heart, os.fsencode(f"{sweeper.run_id}\0{sweeper.run_dir}\0{self._dir}\0{sweeper.host}\n"))
+        self._locks.run_id = sweeper.run_id
+        self._hup_ignored = bool(order.get("hup_ignored"))
+        if order.get("packages"):
+            sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
+        found = []
+        if order.get("former"):
+            from stoker.control.agent.takeover import take_over
+
+            found = take_over(order["former"], sweeper)
+        self._observer = Observer(order.get("recorded"))
+        selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
+        self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held(), "pid": os.getpid(), "guardian": self._guardian,
+                         "selves": selves, "found": found, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")})  # fmt: skip
 
     def _to_all(self, signum: int) -> None:
         for one in self._sweeper.leftovers():
@@ -316,25 +344,6 @@ class Agent:
         self._relay.say({"is": "first-step", "rank": rank.rank, "time": when})
         self._tell_memory(rank, "POST-MODEL", "at its first step")
 
-    # ---- looking closer ----
-
-    def _inspect(self, order: protocol.Message) -> None:
-        """In a child: stacks and the flight recorder may take seconds, and a sick kernel may keep whoever asks."""
-        asked = [rank for rank in self._by_pid.values() if order.get("ranks") is None or rank.rank in order["ranks"]]
-        if asked and not self._inspections:
-            one = Inspection(order, asked)
-            self._inspections[one.handle] = one
-            self._selector.register(one.handle, selectors.EVENT_READ, "inspection")
-        else:
-            self._relay.say({"is": "inspection", "ask": order["ask"]}, b"{}")
-
-    def _read_inspection(self, handle: int) -> None:
-        one = self._inspections[handle]
-        if one.read():
-            self._selector.unregister(handle)
-            del self._inspections[handle]
-            self._relay.say({"is": "inspection", "ask": one.ask}, one.answer())
-
     def _collect(self) -> None:
         """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be a stranger's."""
         reap(self._sweeper.groups)
@@ -367,56 +376,6 @@ class Agent:
         elif order["grace"] == 0:
             self._ladder.hurry()
         self._ladder.step()
-
-    def _finishing(self, now: float) -> None:
-        """All ranks have ended: what they left behind gets its own grace, then goes."""
-        finish = self._finish
-        assert finish is not None
-        reap(self._sweeper.groups)
-        left = self._sweeper.leftovers()
-        if left and not finish["asked"]:
-            if now - finish["begun"] < finish["grace"]:
-                if not finish["said"] and now - finish["begun"] > 1.0:
-                    finish["said"] = True
-                    self._relay.say({"is": "helpers", "names": [f"pid {one.pid} ({one.name})" for one in left], "seconds": finish["grace"]})
-                return
-            finish["asked"] = now
-            finish["named"] = [f"pid {one.pid} ({one.name})" for one in left]
-            self._sweeper.signal_all(signal.SIGTERM, left)
-            return
-        if left and now - finish["asked"] < 1.0:
-            return
-        stuck = self._sweeper.kill()
-        self._sweeper.groups.clear()
-        reap()
-        for handle in list(self._relay.streams):
-            self._relay.read_all(handle)
-            if handle in self._relay.streams:
-                self._relay.forget(handle)
-        held_back = self._wait_for_gpus()
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-        self._finish = None
-        self._gate = None
-        self._relay.say({
-            "is": "finished", "stopped": finish["named"], "gpus_held": held_back,
-            "stuck": [{"pid": one.pid, "name": one.name, "state": one.state} for one in stuck],
-        })  # fmt: skip
-
-    def _wait_for_gpus(self) -> list[str]:
-        """Until NVML has our processes off the cards; 2 s at most. On an H200 it takes 0.15 s."""
-        nvml = self._observer.nvml if self._observer else None
-        if nvml is None:
-            return []
-        ours = {rank.pid for rank in self._ranks.values()}
-        cards = {rank.gpu for rank in self._ranks.values() if rank.gpu}
-        deadline = time.monotonic() + 2.0
-        while True:
-            busy = [card for card in cards if nvml.pids(card) & ours]
-            if not busy or time.monotonic() > deadline:
-                return busy
-            time.sleep(0.02)
 
 
 def _read_json(path: str) -> Any:

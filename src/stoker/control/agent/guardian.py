@@ -17,7 +17,9 @@ from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
 
-STALL_S = 2 * protocol.SILENCE_S  # the agent writes a line a second; a machine that swaps may be late
+# The agent writes a line a second; a machine that swaps may be late. By now the coordinator has given this host up, and 15 s after it fell
+# silent nothing may be left here.
+STALL_S = protocol.SILENCE_S + 2.0
 
 
 def main(stdin_fd: int = -1) -> int:
@@ -77,7 +79,7 @@ def _wait(child: int, heart: int, sweeper: Sweeper) -> int:
             *lines, words = (words + data).split(b"\n")
             for line in lines:
                 if line:  # an empty one is a heartbeat; this says which run it is
-                    sweeper.run_id, sweeper.run_dir, sweeper.scratch = os.fsdecode(line).split("\0")
+                    sweeper.run_id, sweeper.run_dir, sweeper.scratch, sweeper.host = os.fsdecode(line).split("\0")
         elif time.monotonic() - last > STALL_S:
             print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
             os.kill(child, signal.SIGKILL)

@@ -29,12 +29,12 @@ class Inspection:
         self.handle, write = os.pipe()
         os.set_blocking(self.handle, False)
         try:
-            self._pid = os.fork()
+            self.pid = os.fork()
         except OSError:
             os.close(self.handle)
             os.close(write)
             raise
-        if self._pid == 0:
+        if self.pid == 0:
             _in_child(order, ranks, write)
         os.close(write)
 
@@ -49,11 +49,11 @@ class Inspection:
             return False
         os.close(self.handle)
         with contextlib.suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)  # its pipe is closed by its end
+            os.waitpid(self.pid, 0)  # its pipe is closed by its end
         return True
 
     def answer(self) -> bytes:
-        return b"".join(self._parts) or b"{}"
+        return (b"".join(self._parts) or b"{}") + b"\n"  # srun passes whole lines on: without its end it would wait for the next word
 
 
 def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:

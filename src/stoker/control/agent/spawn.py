@@ -17,6 +17,7 @@ from stoker.control.machine.processes import Process, process
 
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
 _PIPE_BYTES = 1 << 20
+_SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ; Python's fcntl has it since 3.10
 _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
 
 
@@ -115,10 +116,10 @@ def _become(
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
         if spec.get("cwd"):
-            os.chdir(spec["cwd"])
+            os.chdir(os.path.expanduser(spec["cwd"]))
         if spec.get("cpus"):
             os.sched_setaffinity(0, spec["cpus"])
-        os.execvpe(spec["argv"][0], spec["argv"], env)
+        os.execvpe(os.path.expanduser(spec["argv"][0]), spec["argv"], env)
     except BaseException as problem:
         os.write(failed, f"{spec['argv'][0]}: {problem}".encode()[:4000])
     os._exit(127)
@@ -129,7 +130,7 @@ def _pipe() -> tuple[int, int]:
     os.set_blocking(read, False)
     for room in (_PIPE_BYTES, _PIPE_BYTES // 4):
         try:
-            fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, room)
+            fcntl.fcntl(write, _SET_PIPE_SIZE, room)
             break
         except PermissionError:  # the user's pipe budget is spent: the kernel's default will do
             continue

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+from stoker.contract import names
 from stoker.control.agent import kernel
 from stoker.control.machine import processes
 from stoker.control.machine.processes import Process
@@ -23,6 +24,7 @@ class Sweeper:
         self.spare = spare
         self.run_id = ""  # known once the coordinator has said it
         self.run_dir = ""
+        self.host = ""  # as the run calls us: another host of the same run may be this very machine
         self.scratch = ""  # the agent's folder on this host
         self.groups: set[int] = set()  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
 
@@ -39,7 +41,9 @@ class Sweeper:
 
     def _tagged(self, pid: int) -> bool:
         # Kernel threads and other users' processes have no readable environment: run_tag is None for them.
-        return bool(self.run_id) and processes.run_tag(pid) == (self.run_id, self.run_dir)
+        if not self.run_id or processes.run_tag(pid) != (self.run_id, self.run_dir):
+            return False
+        return not self.host or processes.environment(pid).get(names.HOST) == self.host
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:

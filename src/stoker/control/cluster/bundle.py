@@ -11,9 +11,16 @@ from stoker.control.cluster.transport import ROOT
 
 _ROOMS = ("contract", "control/agent", "control/machine", "control/rank")
 
-# Runs on the other host. Reads the zip from the protocol's own stdin, keeps it by its digest so that the next run compiles nothing.
-UNPACK = """
-import hashlib, io, os, sys, zipfile
+OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
+TOO_OLD = "stoker: this Python is too old for the agent:"
+NOT_WRITTEN = "stoker: the agent's files can't be written:"
+
+# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin, keeps it by its digest so that the next
+# run compiles nothing.
+_UNPACK = """
+import sys
+if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
+import hashlib, io, os, shutil, zipfile
 want = int(sys.argv[1])
 data = b""
 while len(data) < want:
@@ -23,15 +30,27 @@ while len(data) < want:
 base = os.path.join(os.path.expanduser("~"), ".cache", "stoker", "agent-" + hashlib.sha256(data).hexdigest()[:16])
 if not os.path.exists(os.path.join(base, "complete")):
     fresh = base + "." + str(os.getpid())
-    zipfile.ZipFile(io.BytesIO(data)).extractall(fresh)
-    open(os.path.join(fresh, "complete"), "w").close()
-    try: os.rename(fresh, base)
-    except OSError:
-        if not os.path.exists(os.path.join(base, "complete")): base = fresh
+    try:
+        zipfile.ZipFile(io.BytesIO(data)).extractall(fresh)
+        open(os.path.join(fresh, "complete"), "w").close()
+        os.rename(fresh, base)
+    except OSError as problem:
+        shutil.rmtree(fresh, ignore_errors=True)
+        if not os.path.exists(os.path.join(base, "complete")): sys.exit("NOT_WRITTEN %s: %s" % (base, problem.strerror))
 sys.path.insert(0, base)
-from stoker.control.agent.guardian import boot
+from MODULE import boot
 boot(sys.argv[2:])
-""".strip()
+""".strip().replace("OLDEST", repr(OLDEST_PYTHON)).replace("TOO_OLD", TOO_OLD).replace("NOT_WRITTEN", NOT_WRITTEN)
+
+
+def unpack(module: str = "stoker.control.agent.guardian") -> str:
+    """Python for the other host: takes the files, then calls that module's `boot`.
+
+    One line without a character any login shell acts on: csh takes no newline within quotes, fish reads backslashes there.
+    """
+    import base64
+
+    return f"import base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
 
 
 def pack() -> bytes:

@@ -32,13 +32,17 @@ def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping
         "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
         "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
         "script": redact.text(request.script), "args": redact.arguments(list(request.args)),
-        "plan": {
-            "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
-            "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid} for p in plan.places],
-        },
+        "plan": _planned(plan),
         "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
         "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
         "environment": redact.environment(os.environ),
+    }  # fmt: skip
+
+
+def _planned(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
+        "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid} for p in plan.places],
     }  # fmt: skip
 
 
@@ -48,9 +52,10 @@ def _own_version() -> str:
     return __version__
 
 
-def enrich(run_dir: str, request: Request) -> dict[str, Any]:
-    """Versions and revision, looked up once the ranks are on their way: nobody waits for it."""
+def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
+    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very attempt."""
     data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
+    data["plan"] = _planned(plan)
     data.setdefault("versions", {}).update(_package_versions(("torch", "transformers", "numpy", "lightning", "accelerate")))
     data["git"] = git_revision(os.getcwd())
     data["config_hash"] = config_hash(request)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stoker.control.watch.watcher import Watcher
 
 LOOK_S = 5.0
+CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
 
 
@@ -37,10 +38,12 @@ class Attempt:
         self.stop_now = False
         self.stopped_at = 0.0
         self.steps_reached = 0
+        self.regrouping = ""  # the host that is to join: the attempt was ended for that
         self.finished: set[str] = set()  # hosts whose agents have swept
         self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
         self.unwatched = False  # the watch room failed
         self.notes: list[str] = []  # what was noticed on the way and ended nothing
+        self.checkpoints = 0  # saved whole in this attempt, as rank 0 says
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float) -> None:
@@ -48,12 +51,12 @@ class Attempt:
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
-        self.watch = Watcher(self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS)
+        self.watch = Watcher(self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS, self.plan.ranks)
         self.losses = Losses()
 
     @property
     def expected(self) -> int:
-        return self.plan.world_size
+        return len(self.plan.places)
 
     @property
     def all_ended(self) -> bool:
@@ -61,8 +64,11 @@ class Attempt:
             return all(rank in self.ends for rank in self.up)
         return len(self.ends) == self.expected
 
-    def must_stop(self, now: float, settle_s: float) -> bool:
-        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be reported."""
+    def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
+        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be reported.
+
+        `quiet`: a host has not spoken for a while. An echo waits until that host does, or is lost: then it is what the ranks lost.
+        """
         bad = [end for end in self.ends.values() if failed(end)]
         if not bad and not self.trouble:
             return False
@@ -72,6 +78,8 @@ class Attempt:
         left_early = any(end.code == 0 for end in self.ends.values())
         if not only_echoes or left_early:
             return True
+        if quiet:
+            return False
         # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at for that.
         if not self.unwatched:
             self.watch.failing(time.monotonic())
@@ -93,6 +101,7 @@ class Attempt:
             self.steps_reached,
             self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
             tuple(self.trouble),
+            self.regrouping,
         )
 
 

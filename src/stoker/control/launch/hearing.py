@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
-from stoker.control.launch.attempt import Attempt, read_around, read_error
+from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
@@ -59,7 +59,7 @@ class Hearing:
             self._bad_number(bad)
 
     def _label(self, rank: int) -> str:
-        return self._attempt.plan.places[rank].label
+        return self._attempt.plan.place(rank).label
 
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record = self._attempt, self._record
@@ -201,6 +201,8 @@ class Hearing:
         self._record.event("mark", rank=message["rank"], name=message["name"])
         self._attempt.watch.said(message["rank"], time.monotonic())
         self._attempt.can.add(message["name"])
+        if message["name"] == CHECKPOINT and message["rank"] == 0:
+            self._attempt.checkpoints += 1
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])

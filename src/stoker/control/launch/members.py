@@ -8,15 +8,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from stoker.contract import protocol
 from stoker.control.cluster.transport import Link
 
 _CHUNK = 1 << 20
+GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
+QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 
 
 class Member:
-    """One host's agent."""
+    """One life of one host's agent."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -27,6 +30,15 @@ class Member:
         self.gone: str = ""  # why we lost it
         self._lock = threading.RLock()  # the pinger writes too
         self.complaint = ""  # the last thing it wrote to stderr
+        self.preamble = ""  # its stderr before the agent's first word: a banner, or why there is no agent
+        self.answers: dict[str, protocol.Message] = {}  # the newest of each kind
+        self.probed: dict[str, Any] = {}  # of one that waits to join: what it answered, by the probe's name
+        self.selves: list[list[int]] = []  # pid and start time of its guardian and agent, there
+
+    @property
+    def quiet(self) -> bool:
+        """It lives as far as we know, and has not said a word for longer than usual."""
+        return not self.gone and self.decoder.greeted and time.monotonic() - self.heard > QUIET_S
 
     def say(self, message: protocol.Message) -> None:
         with self._lock:
@@ -42,7 +54,10 @@ class Member:
             except BlockingIOError:
                 return
             except OSError as problem:
-                self.lose(f"its pipe is closed ({problem.strerror})")
+                if self.decoder.greeted or self.link.local:
+                    self.lose(f"its pipe is closed ({problem.strerror})")
+                else:
+                    self.outbox.clear()  # ssh did not get there: its end says why
 
     def lose(self, why: str) -> None:
         with self._lock:
@@ -57,22 +72,31 @@ class Member:
             self.lose("closed")
             os.close(self.link.orders)
 
+    def cut_off(self) -> None:
+        """A lost one's connection goes, so that its old words can't come later. The agent there ends by its own silence rule."""
+        self.retire()
+        if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
+            os.kill(self.link.pid, signal.SIGKILL)  # not waited for yet: its number can't be another's
+            os.waitpid(self.link.pid, 0)
+        os.close(self.link.answers)
+        os.close(self.link.errors)
+
 
 Hear = Callable[[Member, protocol.Message, bytes], None]
 Complain = Callable[[Member, str], None]
 
 
 class Members:
-    """All agents of a run, in rank order."""
+    """All agents of a run, in rank order; and those of hosts that are back and wait for the next attempt."""
 
     def __init__(self, members: list[Member], hear: Hear, complain: Complain) -> None:
-        self.all = members
+        self.all: list[Member] = []
+        self.waiting: list[Member] = []
         self._hear = hear
         self._complain = complain
         self._selector = selectors.DefaultSelector()
         for member in members:
-            self._selector.register(member.link.answers, selectors.EVENT_READ, (self._read, member))
-            self._selector.register(member.link.errors, selectors.EVENT_READ, (self._read_errors, member))
+            self.add(member, self.all)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -82,9 +106,31 @@ class Members:
         self._closing = threading.Event()
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
+    def add(self, member: Member, to: list[Member]) -> None:
+        self._selector.register(member.link.answers, selectors.EVENT_READ, (self._read, member))
+        self._selector.register(member.link.errors, selectors.EVENT_READ, (self._read_errors, member))
+        to.append(member)
+
+    def drop(self, member: Member) -> None:
+        for handle in (member.link.answers, member.link.errors):
+            if handle in self._selector.get_map():
+                self._selector.unregister(handle)
+        for group in (self.all, self.waiting):
+            if member in group:
+                group.remove(member)
+        member.cut_off()
+
+    def join(self, ready: list[str], order: list[str]) -> list[str]:
+        """Those of the waiting that are ready take part from now on. `order`: of the hosts, by name. Returns who joined."""
+        joined = [member for member in self.waiting if not member.gone and member.host in ready]
+        self.waiting = [member for member in self.waiting if member not in joined]
+        self.all = sorted([*self.all, *joined], key=lambda member: order.index(member.host))
+        return [member.host for member in joined]
+
     def _ping(self) -> None:
         while not self._closing.wait(protocol.PING_S):
-            self.say({"do": "ping"})
+            for member in [*self.all, *self.waiting]:
+                member.say({"do": "ping"})
 
     def say(self, message: protocol.Message) -> None:
         for member in self.all:
@@ -92,7 +138,7 @@ class Members:
 
     def pump(self, seconds: float) -> None:
         """Waits for the next word, from agents or a signal, for at most so long, and delivers it."""
-        for member in self.all:
+        for member in [*self.all, *self.waiting]:
             if member.outbox:
                 member.flush()
         ready = self._selector.select(min(seconds, protocol.PING_S))
@@ -104,9 +150,10 @@ class Members:
                 read, member = key.data
                 read(member)
                 member.heard = now
-        for member in self.all:
-            if not member.gone and now - member.heard > protocol.SILENCE_S:
-                self._lose(member, f"it has been silent for {protocol.SILENCE_S:.0f} s")
+        for member in [*self.all, *self.waiting]:
+            patience = protocol.SILENCE_S if member.decoder.greeted else GREETING_S
+            if not member.gone and now - member.heard > patience:
+                self._lose(member, f"silent for {patience:.0f} s" if member.decoder.greeted or member.link.local else _why_unmet(member))
 
     def _read(self, member: Member) -> None:
         try:
@@ -115,8 +162,16 @@ class Members:
             return
         if not data:
             self._read_errors(member)
+            if not member.decoder.greeted and not member.link.local:
+                # A shared connection's process writes its stderr by itself: what it says may come after its stdout is closed.
+                deadline = time.monotonic() + 0.5
+                while member.link.errors in self._selector.get_map() and time.monotonic() < deadline:
+                    self._read_errors(member)
+                    time.sleep(0.002)
+                self._lose(member, _why_unmet(member))
+                return
             last = member.complaint or member.decoder.greeting.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            self._lose(member, "it ended" + (f": {last}" if last else ""))
+            self._lose(member, f"it ended: {last}" if last else "it ended")
             return
         try:
             for message, payload in member.decoder.feed(data):
@@ -134,6 +189,9 @@ class Members:
         if not data:
             self._selector.unregister(member.link.errors)
             return
+        if not member.decoder.greeted and not member.link.local:
+            member.preamble += data.decode("utf-8", "replace")
+            return
         for line in data.decode("utf-8", "replace").splitlines():
             if line.strip():
                 member.complaint = line.strip()
@@ -147,18 +205,35 @@ class Members:
     def close(self) -> None:
         """Tells every agent to end and waits for it; an agent that does not is left to its guardian, which sees the pipe close."""
         self._closing.set()
-        self.say({"do": "close"})
+        everybody = [*self.all, *self.waiting]
+        for member in everybody:
+            member.say({"do": "close"})
         deadline = time.monotonic() + 3.0
-        waiting = {member.link.pid for member in self.all}
-        for member in self.all:
+        ending = {member.link.pid: member.link for member in everybody}
+        for member in everybody:
             member.retire()
-        while waiting and time.monotonic() < deadline:
-            for pid in list(waiting):
+        while ending and time.monotonic() < deadline:
+            for pid in list(ending):
                 if os.waitpid(pid, os.WNOHANG)[0] == pid:
-                    waiting.discard(pid)
-            if waiting:
+                    del ending[pid]
+            if ending:
                 time.sleep(0.001)
-        for member in self.all:
+        for pid, link in ending.items():
+            if not link.local:  # an ssh client whose other side does not answer any more
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        for member in everybody:
             os.close(member.link.answers)
             os.close(member.link.errors)
         signal.set_wakeup_fd(-1)
+
+
+def _why_unmet(member: Member) -> str:
+    """ssh ended, or went silent, before any agent spoke. Its exit code is left for whoever waits for it."""
+    from stoker.control.cluster.ssh_words import explain
+
+    deadline = time.monotonic() + 0.5
+    while (ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None and time.monotonic() < deadline:
+        time.sleep(0.005)  # its stdout is closed: it is on its way out
+    code = None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+    return explain(member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), code)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import names, protocol
-from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
 from stoker.control.cluster import transport
@@ -19,8 +19,14 @@ from stoker.control.launch.output import wants_split
 from stoker.control.launch.plan import RunPlan, make_plan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.storeport import taken, wanted_port
+from stoker.control.launch.unusable import Unusable
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.hosts import Host, Hosts
 
 MEET_S = 30.0
 Listener = Callable[[str, protocol.Message, bytes], None]
@@ -35,75 +41,113 @@ class Interrupted(Exception):
 
 
 class Muster:
-    """The agents of a run and what they have answered. `link`: the local agent, already on its way; None where ssh reaches them."""
+    """The agents of a run and what they have answered. `link`: the local agent, already on its way; None where `hosts` are reached."""
 
-    def __init__(self, request: Request, link: transport.Link | None, signals: list[int], say: Callable[[str], None]) -> None:
+    def __init__(self, request: Request, link: transport.Link | None, signals: list[int], say: Callable[[str], None], hosts: Hosts | None = None) -> None:
         self.request = request
         self.options = request.options
         self._signals = signals
         self._say = say
-        self._answers: dict[str, dict[str, Any]] = {}  # the newest answer of each kind, by host and kind
         self.listener: Listener | None = None  # who hears of the ranks
-        self._run_id = ""
+        self._place: RunPlace | None = None
         self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
-        links = [link] if link is not None else [self._reach(host) for host in self._hosts()]
+        self.hosts = hosts
+        self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
+        self._asked = 0
+        self._probed: dict[str, dict[str, Any]] = {}  # answers of probes, by question and host
+        links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
 
-    def _hosts(self) -> list[str]:
-        told = self.options.hosts or ""
-        hosts = [host.strip() for host in told.split(",") if host.strip()]
-        if not hosts or len(set(hosts)) < len(hosts):
-            raise Refusal(f"--hosts {told}: name each host once, separated by commas", EX_USAGE)
-        if any(host.startswith("-") for host in hosts):
-            raise Refusal(f"--hosts {told}: a host name does not begin with '-'", EX_USAGE)
-        return hosts
-
-    def _reach(self, host: str) -> transport.Link:
+    def reach(self, host: Host, again: bool = False) -> transport.Link:
+        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was lost."""
+        assert self.hosts is not None
+        fresh = ("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4") if again else ()
         try:
-            return transport.ssh(host, self.options.ssh_option, self.options.python or "python3")
+            return transport.reach(host, replace(self.hosts, ssh_options=(*fresh, *self.hosts.ssh_options)))
         except FileNotFoundError as problem:
-            raise Refusal("--hosts needs the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
+            raise Refusal(f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH", EX_UNAVAILABLE) from problem
+
+    @property
+    def _run_id(self) -> str:
+        return self._place.id if self._place else ""
+
+    # ---- meeting ----
+
+    def open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
+        """`former`: who ran there for this run before, and must be gone first."""
+        assert self._place is not None
+        return {
+            "do": "open", "run": self._place.id, "dir": self._place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
+            "recorded": os.environ.get(names.MACHINE), "packages": packages_dir(), "host": host, "former": former or [],
+        }  # fmt: skip
 
     def meet(self, place: RunPlace) -> None:
-        self._run_id = place.id
-        self.members.say({
-            "do": "open", "run": place.id, "dir": place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-            "recorded": os.environ.get(names.MACHINE), "packages": packages_dir(),
-        })  # fmt: skip
+        self._place = place
+        for member in self.members.all:
+            member.say(self.open_order(member.host))
         self._await("host", MEET_S)
+        if self.hosts is not None and self.hosts.srun:
+            self._take_shares()
+
+    def _take_shares(self) -> None:
+        """In a Slurm job each node's step is told which of the node's GPUs are the job's: those, and no others."""
+        for member in self.members.all:
+            told = member.answers["host"].get("visible")
+            if told and not self.by_name[member.host].here:
+                self.by_name[member.host] = replace(self.by_name[member.host], gpus=told)
 
     def answered(self, kind: str) -> bool:
         """Has every agent that is still there said this since it was last forgotten?"""
-        return all(kind in self._answers[member.host] for member in self.members.all if not member.gone)
+        return all(kind in member.answers for member in self.members.all if not member.gone)
 
     def forget(self, kind: str) -> None:
         for member in self.members.all:
-            self._answers.setdefault(member.host, {}).pop(kind, None)
+            member.answers.pop(kind, None)
+            member.answers.pop("refused", None)
 
     def _await(self, kind: str, seconds: float) -> None:
-        """Until every agent has answered in this kind."""
+        """Until every agent has answered in this kind; those that can't are named together."""
         self.forget(kind)
         deadline = time.monotonic() + seconds
         while True:
-            waiting = [member for member in self.members.all if kind not in self._answers[member.host]]
-            if not waiting:
-                return
-            for member in waiting:
-                refused = self._answers[member.host].get("refused")
-                if refused:
-                    raise Refusal(refused["line"], refused["code"])
-                where = f"host {member.host}" if member.host else "this machine"
-                if member.gone:
-                    raise Refusal(f"the agent on {where} is gone: {member.gone}", EX_UNAVAILABLE, cause="host.agent")
-                if time.monotonic() > deadline:
-                    raise Refusal(f"the agent on {where} does not answer within {seconds:.0f} s: a sick driver, or a machine without memory",
-                                  EX_UNAVAILABLE, cause="host.agent")  # fmt: skip
+            waiting = [member for member in self.members.all if kind not in member.answers]
+            late = time.monotonic() > deadline
+            if all(member.gone or "refused" in member.answers or late for member in waiting):
+                break
             self.members.pump(0.5)
             self._heed_signals()
+        if waiting:
+            raise self._unusable(waiting, seconds)
+
+    def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
+        refused = [member for member in waiting if "refused" in member.answers]
+        if len(waiting) == 1 and refused:
+            told = refused[0].answers["refused"]
+            return Refusal(told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}", told["code"])
+        slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
+        why = {one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow for one in waiting}
+        return Unusable(why, max(len(self.by_name), 1))
+
+    def probe(self, what: str, args: Mapping[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """Asks several hosts at once. One that does not answer in time, or is gone, has {"error": ...} as its answer."""
+        self._asked += 1
+        ask = f"muster-{self._asked}"
+        found = self._probed[ask] = {}
+        asked = [member for member in self.members.all if member.host in args]
+        for member in asked:
+            member.say({"do": "probe", "ask": ask, "what": what, "args": args[member.host], "seconds": seconds})
+        deadline = time.monotonic() + seconds + 1.0
+        while any(member.host not in found and not member.gone for member in asked) and time.monotonic() < deadline:
+            self.members.pump(0.5)
+            self._heed_signals()
+        del self._probed[ask]
+        return {member.host: found.get(member.host, {"error": member.gone or f"no answer within {seconds:.0f} s"}) for member in asked}
+
+    # ---- planning ----
 
     @property
     def machines(self) -> dict[str, Machine]:
-        return {member.host: machine_from_json(self._answers[member.host]["host"]["machine"]) for member in self.members.all}
+        return {member.host: machine_from_json(member.answers["host"]["machine"]) for member in self.members.all}
 
     def plan(self, argv: list[str]) -> RunPlan:
         """Looks, chooses, locks. With --wait it looks again until there is room; a lost race for a lock is a look again, too."""
@@ -113,7 +157,7 @@ class Muster:
         while True:
             held = {member.host: self._held(member) for member in self.members.all}
             try:
-                plan = make_plan(self.request, argv, os.environ, self._sound_machines(), held, wants_split(self.options))
+                plan = make_plan(self.request, argv, os.environ, self._sound_machines(), held, wants_split(self.options), self.by_name)
                 lost = {} if self.options.dry_run or self.options.share_gpus else self._lock(plan)
                 if not lost:
                     return plan
@@ -135,11 +179,11 @@ class Muster:
     def _lent(self, member: Member) -> list[str]:
         """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
         ours = [f"run {run} " for run in (self._run_id, os.environ.get(names.RUN_ID)) if run]
-        return [uuid for uuid, who in self._answers[member.host]["host"]["held"].items() if any(run in who for run in ours)]
+        return [uuid for uuid, who in member.answers["host"]["held"].items() if any(run in who for run in ours)]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)
-        return {uuid: who for uuid, who in self._answers[member.host]["host"]["held"].items() if uuid not in lent}
+        return {uuid: who for uuid, who in member.answers["host"]["held"].items() if uuid not in lent}
 
     def _sound_machines(self) -> dict[str, Machine]:
         """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel yet."""
@@ -170,13 +214,18 @@ class Muster:
             mine = {place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host}
             member.say({"do": "lock", "gpus": sorted(mine - set(self._lent(member)))})
         self._await("locked", MEET_S)
-        return {uuid: who for member in self.members.all for uuid, who in self._answers[member.host]["locked"]["refused"].items()}
+        return {uuid: who for member in self.members.all for uuid, who in member.answers["locked"]["refused"].items()}
 
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.members.pump(left)
             self._heed_signals()
+
+    def listen(self, seconds: float) -> None:
+        """Until the next word of anybody, for at most so long."""
+        self.members.pump(seconds)
+        self._heed_signals()
 
     def _heed_signals(self) -> None:
         """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
@@ -186,21 +235,22 @@ class Muster:
                 raise Interrupted(signum)
             self.suspend()
 
-    def reserve(self) -> tuple[str, int]:
+    def reserve(self, address: str, port: int | None = None) -> tuple[str, int]:
+        """The store's, on the first host. `port`: that one and no other; None: what the options say."""
         first = self.members.all[0]
-        port, asked = wanted_port(self.request)
-        address = self.options.master_addr or ("127.0.0.1" if len(self.members.all) == 1 else first.host.rpartition("@")[2])
-        self._answers[first.host].pop("port", None)
-        first.say({"do": "reserve", "addr": address, "port": port, "soft": not asked})
+        wanted, asked = wanted_port(self.request) if port is None else (port, bool(port))
+        first.answers.pop("port", None)
+        first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
         deadline = time.monotonic() + 10.0
-        while "port" not in self._answers[first.host]:
+        while "port" not in first.answers:
+            if first.gone and self.by_name:
+                raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
             if first.gone or time.monotonic() > deadline:
                 raise Refusal(f"the agent did not reserve a port: {first.gone or 'no answer'}", EX_OSERR, cause="launch.port")
             self.members.pump(0.5)
-        answer = self._answers[first.host]["port"]
+        answer = first.answers["port"]
         if not answer["port"]:
-            raise Refusal(f"port {answer['wanted']} is in use by {answer['holder']}; leave --master-port out for a free one", EX_UNAVAILABLE,
-                          cause="launch.port-in-use")  # fmt: skip
+            raise taken(answer)
         if answer.get("wanted"):
             self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {answer['holder']}; using port {answer['port']}")
         return address, int(answer["port"])
@@ -214,42 +264,31 @@ class Muster:
             self.members.pump(0.1)
         os.kill(os.getpid(), signal.SIGSTOP)
         now = time.monotonic()
-        for member in self.members.all:
+        for member in [*self.members.all, *self.members.waiting]:
             member.heard = now
         self.members.say({"do": "resume"})
 
     def _complain(self, member: Member, line: str) -> None:
-        self._say(f"{member.host + ': ' if member.host else ''}{line}")
+        if member not in self.members.waiting:  # a host that is tried again every few seconds has said it once
+            self._say(f"{member.host + ': ' if member.host else ''}{line}")
 
     def _hear(self, member: Member, message: protocol.Message, payload: bytes) -> None:
-        if message["is"] == "ping":
+        kind = message["is"]
+        if kind == "ping":
             return
-        if message["is"] != "out":
-            self._answers.setdefault(member.host, {})[message["is"]] = message
-        if self.listener is not None:
+        if kind == "probe" and message["ask"] in self._probed:
+            import json
+
+            self._probed[message["ask"]][member.host] = json.loads(payload or b"{}")
+            return
+        if kind == "probe" and member in self.members.waiting:
+            import json
+
+            member.probed[message["what"]] = json.loads(payload or b"{}")
+            return
+        if kind != "out":
+            member.answers[kind] = message
+        if kind == "host" and "selves" in message:
+            member.selves = message["selves"]
+        if self.listener is not None and member not in self.members.waiting:
             self.listener(member.host, message, payload)
-
-
-def check_numbers(request: Request) -> None:
-    options = request.options
-    if options.max_restarts < 0:
-        raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
-    port = wanted_port(request)[0]
-    if port and not 1024 <= port <= 65535:
-        raise Refusal(f"--master-port {port}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one", EX_USAGE, cause="launch.port")
-
-
-def wanted_port(request: Request) -> tuple[int, bool]:
-    """(port or 0 for a free one, was it asked for as a flag)."""
-    options = request.options
-    if options.standalone:
-        return 0, False
-    if options.master_port is not None:
-        return options.master_port, True
-    if options.rdzv_endpoint:
-        _, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not port.isdigit():
-            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
-        return (int(port), True) if colon else (0, False)
-    asked = os.environ.get("MASTER_PORT", "")
-    return (int(asked), False) if asked.isdigit() and 1024 <= int(asked) <= 65535 else (0, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from stoker.contract.quantities import duration, size
 from stoker.contract.shape import option, shape
 
-_RANKS, _GPUS, _OUT, _LIFE, _RUN, _TORCHRUN = "ranks", "GPUs", "output", "life of the run", "record", "torchrun's, accepted"
+_RANKS, _GPUS, _OUT, _LIFE, _RUN, _HOSTS, _TORCHRUN = "ranks", "GPUs", "output", "life of the run", "record", "hosts", "torchrun's, accepted"
 
 
 @shape
@@ -69,19 +69,32 @@ class RunOptions:
     json: bool = option("print the plan as JSON (with --dry-run)", default=False, group=_RUN)
     no_preflight: bool = option("skip the checks before the start", default=False, group=_RUN)
 
-    hosts: str | None = option("hosts reached by ssh, comma-separated, in rank order", default=None, group="hosts")
-    ssh_option: tuple[str, ...] = option("an option for the ssh client: --ssh-option=-p2222", default=(), metavar="OPT", many=True, group="hosts")
+    hosts: str | None = option("hosts in rank order: a hosts file (cluster.yaml), or a,b,c reached by ssh", default=None, metavar="FILE|A,B", group=_HOSTS)
+    min_hosts: int = option(
+        "go on without lost hosts, from the last checkpoint, while at least this many are left (default: all)", default=0, metavar="K", group=_HOSTS
+    )
+    rejoin: str = option(
+        "a host that is back joins when rank 0 has said stoker.mark(\"CHECKPOINT\") (our recipes do), or never; at the latest with the next attempt",
+        default="checkpoint", choices=("checkpoint", "never"), metavar="WHEN", group=_HOSTS,
+    )  # fmt: skip
+    sync: bool = option("copy the working directory to the hosts first, without what .gitignore names", default=False, group=_HOSTS)
+    stage: tuple[str, ...] = option(
+        "copy this file or folder to every host's disk first, once, checked by hash", default=(), metavar="PATH", many=True, group=_HOSTS
+    )
+    ssh_option: tuple[str, ...] = option("an option for the ssh client: --ssh-option=-p2222", default=(), metavar="OPT", many=True, group=_HOSTS)
     python: str | None = option(
-        "the Python of the ranks (default: the one that runs Stoker; python3 on other hosts)", default=None, metavar="PATH", group="hosts"
+        "the Python of the ranks (default: the hosts file's, else the one that runs Stoker)", default=None, metavar="PATH", group=_HOSTS
     )
 
     master_port: int | None = option("port of rank 0's store (default: a free one)", default=None, metavar="PORT", group=_TORCHRUN)
-    master_addr: str | None = option("address of rank 0's store", default=None, metavar="ADDR", group=_TORCHRUN)
+    master_addr: str | None = option("address of rank 0's machine, with --nnodes started by hand on each", default=None, metavar="ADDR", group=_TORCHRUN)
     standalone: bool = option("one machine and a free port: always so here", default=False, group=_TORCHRUN)
-    nnodes: str = option("number of machines", default="1", metavar="N", group=_TORCHRUN)
-    node_rank: int = option("number of this machine", default=0, group=_TORCHRUN)
-    rdzv_backend: str | None = option("ranks meet in torch's own store: any backend means that here", default=None, group=_TORCHRUN)
-    rdzv_endpoint: str | None = option("HOST:PORT of the store", default=None, group=_TORCHRUN)
+    nnodes: str = option("number of machines, where `stoker run` is started by hand on each of them", default="1", metavar="N", group=_TORCHRUN)
+    node_rank: int = option("number of this machine, from 0", default=0, group=_TORCHRUN)
+    rdzv_backend: str | None = option(
+        "static: --node-rank says who is who; c10d: the machines meet at --rdzv-endpoint and are numbered there", default=None, group=_TORCHRUN
+    )
+    rdzv_endpoint: str | None = option("HOST:PORT where the machines meet, on one of them", default=None, group=_TORCHRUN)
     rdzv_id: str | None = option("becomes TORCHELASTIC_RUN_ID", default=None, group=_TORCHRUN)
     rdzv_conf: str | None = option("not needed", default=None, group=_TORCHRUN)
     role: str = option("becomes ROLE_NAME", default="default", group=_TORCHRUN)
@@ -90,7 +103,7 @@ class RunOptions:
     monitor_interval: float | None = option("not needed: a rank's end is seen at once", default=None, group=_TORCHRUN)
     start_method: str | None = option("not needed: ranks are always fresh processes", default=None, group=_TORCHRUN)
     run_path: bool = option("not needed: the script always runs as __main__", default=False, group=_TORCHRUN)
-    local_addr: str | None = option("not needed on one machine", default=None, group=_TORCHRUN)
+    local_addr: str | None = option("not needed: the address is that of the route to the others", default=None, group=_TORCHRUN)
     event_log_handler: str | None = option("not needed: events are in the run directory", default=None, group=_TORCHRUN)
     logs_specs: str | None = option("not needed: logs are in the run directory", default=None, group=_TORCHRUN)
     duplicate_stdout_filters: str | None = option("not needed: grep the rank's log", default=None, group=_TORCHRUN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 
 from stoker.contract import layout
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
@@ -18,13 +19,13 @@ _HOLD_S = 0.2
 _PATIENT = 1 << 16
 
 
-def std_map(text: str | None, world: int) -> dict[int, int]:
+def std_map(text: str | None, ranks: Iterable[int]) -> dict[int, int]:
     """torchrun's stream notation: 3 for every rank, or 0:1,1:2 rank by rank (1 stdout, 2 stderr, 3 both)."""
     if text is None:
         return {}
     try:
         if ":" not in text:
-            return dict.fromkeys(range(world), _std(text))
+            return dict.fromkeys(ranks, _std(text))
         pairs = [item.split(":") for item in text.split(",")]
         return {int(rank): _std(std) for rank, std in pairs}
     except ValueError as problem:
@@ -59,25 +60,26 @@ def _make_log_dir(folder: str, run_id: str) -> str:
 class Output:
     def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console) -> None:
         self._console = console
-        self._redirects = std_map(options.redirects, plan.world_size)
-        self._tee = std_map(options.tee, plan.world_size)
+        self._options = options
         self._log_dir = _make_log_dir(os.path.abspath(options.log_dir), run_id) if options.log_dir else None
         self._all_streams = options.tee is None and options.redirects is None
-        self.replan(plan)
-        show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
-        self._only_errors = show == "errors"
-        ranks = range(plan.world_size) if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")}
-        self._shown = frozenset(ranks)
-        self._alone = plan.world_size == 1
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
         self._held: dict[tuple[int, int], tuple[bytes, float]] = {}  # unfinished lines, and since when
         self._attempt = 0
+        self.replan(plan)
 
     def replan(self, plan: RunPlan) -> None:
-        """Whose output is whose: a card that was left out moves the others."""
+        """Whose output is whose: a card that was left out moves the others, a lost host takes ranks away."""
+        options = self._options
         self._labels = {place.rank: place.label for place in plan.places}
         self._locals = {place.rank: place.local_rank for place in plan.places}
+        self._redirects = std_map(options.redirects, plan.ranks)
+        self._tee = std_map(options.tee, plan.ranks)
+        show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
+        self._only_errors = show == "errors"
+        self._shown = frozenset(plan.ranks if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")})
+        self._alone = len(plan.places) == 1
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt

@@ -8,10 +8,16 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.shape import as_json, shape
+from stoker.contract.shape import as_json, replace, shape
 from stoker.control.launch import gpus
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request, notices
 from stoker.control.machine.model import Gpu, Machine
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a run on one machine needs neither
+    from stoker.control.cluster.hosts import Host
+    from stoker.control.launch.nodes import Nodes
 
 # Start-up memory nobody needs to worry about: torch and a CPU model stay below the first, a context and a model load
 # in host memory usually below the second. With less than that per rank the first rank goes alone and is measured.
@@ -44,10 +50,22 @@ class RunPlan:
     init_slots: Mapping[str, int]  # per host; 0: measure the first rank
     lines: tuple[str, ...]  # what to tell the user before the start
     visible: Mapping[str, str | None]  # CUDA_VISIBLE_DEVICES per host; None: leave it alone
+    pythons: Mapping[str, str] = {}  # per host, where it is not the first word of argv
+    nodes: Nodes | None = None  # other machines have ranks of this job too, started by hand there
 
     @property
     def world_size(self) -> int:
-        return len(self.places)
+        """Of the whole job."""
+        return self.nodes.world if self.nodes else len(self.places)
+
+    @property
+    def ranks(self) -> range:
+        """Those started from here."""
+        first = self.nodes.first if self.nodes else 0
+        return range(first, first + len(self.places))
+
+    def place(self, rank: int) -> Place:
+        return self.places[rank - self.ranks.start]
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = as_json(self)
@@ -55,14 +73,14 @@ class RunPlan:
 
 
 def make_plan(
-    request: Request, argv: list[str], environment: Mapping[str, str], machines: Mapping[str, Machine], held: Mapping[str, Mapping[str, str]], split: bool
-) -> RunPlan:
-    """`machines` and `held` are per host, in rank order; "" is this machine."""
+    request: Request, argv: list[str], environment: Mapping[str, str], machines: Mapping[str, Machine], held: Mapping[str, Mapping[str, str]], split: bool,
+    hosts: Mapping[str, Host] | None = None,
+) -> RunPlan:  # fmt: skip
+    """`machines` and `held` are per host, in rank order; "" is this machine. `hosts`: what the hosts file says of each, all of the run's, lost ones too."""
     options = request.options
-    _check_nodes(options.nnodes, options.node_rank, options.hosts)
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
-    choices = {host: gpus.choose(options, environment, machine, held[host]) for host, machine in machines.items()}
+    choices = {host: _choose(options, environment, machine, held[host], hosts[host] if hosts else None) for host, machine in machines.items()}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
         lines.append("MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)")
@@ -76,30 +94,47 @@ def make_plan(
     slots: dict[str, int] = {}
     visible: dict[str, str | None] = {}
     for group, (host, choice) in enumerate(choices.items()):
-        prefix = f"{host}/" if len(choices) > 1 else ""
+        prefix = f"{host}/" if hosts and len(hosts) > 1 else ""
         lines.append(prefix + choice.line)
         for local in range(choice.ranks):
             gpu = choice.gpus[local] if choice.gpus else None
             label = prefix + (gpu.label if gpu else f"CPU{local}")
             places.append(Place(len(places), local, choice.ranks, group, host, gpu, label))
         slots[host] = _slots(options.init_slots, choice, machines[host])
-        visible[host] = _visible(choice, machines[host], environment)
+        visible[host] = _visible(choice, machines[host], _seen_there(environment, hosts[host] if hosts else None))
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
     return RunPlan(
         tuple(places), tuple(argv), tuple(machines), isolate, not options.no_python, split, slots, tuple(lines), visible,
+        _pythons(options, argv, hosts),
     )  # fmt: skip
 
 
-def _check_nodes(nnodes: str, node_rank: int, hosts: str | None) -> None:
-    low = nnodes.partition(":")[0]
-    if not low.isdigit() or int(low) < 1:
-        raise Refusal(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
-    if int(low) > 1 and hosts is None:
-        raise Refusal(f"--nnodes {nnodes}: name the machines with --hosts a,b,c and start it on one of them", EX_USAGE, cause="launch.nodes")
-    if node_rank != 0 and hosts is None:
-        raise Refusal(f"--node-rank {node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes")
+def _choose(options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str], host: Host | None) -> gpus.Choice:
+    if host is None:
+        return gpus.choose(options, environment, machine, held)
+    if host.slots is not None:
+        options = replace(options, nproc_per_node=str(host.slots))
+    if host.gpus is not None:
+        options = replace(options, gpus=host.gpus, gpu=None)
+    try:
+        return gpus.choose(options, _seen_there(environment, host), machine, held)
+    except Refusal as refusal:
+        raise type(refusal)(f"host {host.name}: {refusal.line}", refusal.code, cause=refusal.cause, fix=refusal.fix) from refusal
+
+
+def _seen_there(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
+    """Which of this machine's GPUs are hidden says nothing of another's."""
+    if host is None or host.here:
+        return environment
+    return {name: value for name, value in environment.items() if name != "CUDA_VISIBLE_DEVICES"}
+
+
+def _pythons(options: RunOptions, argv: list[str], hosts: Mapping[str, Host] | None) -> dict[str, str]:
+    if not hosts or options.no_python:
+        return {}
+    return {name: host.python or argv[0] for name, host in hosts.items()}
 
 
 def _slots(asked: str | None, choice: gpus.Choice, machine: Machine) -> int:
@@ -128,12 +163,15 @@ def _check_ranks(text: str, world: int) -> None:
             raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
 
 
-def common_environment(plan: RunPlan, request: Request, environment: Mapping[str, str], run_id: str, run_dir: str, cores: int) -> dict[str, str]:
+def common_environment(
+    plan: RunPlan, request: Request, environment: Mapping[str, str], run_id: str, run_dir: str, cores: int, host: str = ""
+) -> dict[str, str]:
     """What every rank of a host is given, and the same on each attempt."""
     options = request.options
+    mine = [place for place in plan.places if place.host == host]
     found = {
         "WORLD_SIZE": str(plan.world_size),
-        "GROUP_WORLD_SIZE": str(len(plan.hosts)),
+        "GROUP_WORLD_SIZE": str(plan.nodes.count if plan.nodes else len(plan.hosts)),
         "ROLE_WORLD_SIZE": str(plan.world_size),
         "ROLE_NAME": options.role,
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
@@ -143,14 +181,15 @@ def common_environment(plan: RunPlan, request: Request, environment: Mapping[str
         names.RUN_ID: run_id,
         names.RUN_DIR: run_dir,
     }
-    if any(place.gpu for place in plan.places):
+    if host:
+        found[names.HOST] = host
+    if any(place.gpu for place in mine):
         found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     cards = [(place.host, place.gpu.uuid) for place in plan.places if place.gpu]
     if len(set(cards)) < len(cards):
         found[names.SHARED_GPU] = "1"
     if "OMP_NUM_THREADS" not in environment:
-        local = max(place.local_world for place in plan.places)
-        found["OMP_NUM_THREADS"] = str(max(1, cores // local))
+        found["OMP_NUM_THREADS"] = str(max(1, cores // max(1, len(mine))))
     for word in options.env:
         name, equals, value = word.partition("=")
         if not name or not (name.replace("_", "a").isalnum() and not name[0].isdigit()):
@@ -180,8 +219,9 @@ def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
 
 
 def rank_argv(place: Place, plan: RunPlan) -> list[str]:
-    """torchrun's one macro."""
-    return [word.replace("${local_rank}", str(place.local_rank)) for word in plan.argv]
+    """torchrun's one macro, and the host's own Python."""
+    words = [word.replace("${local_rank}", str(place.local_rank)) for word in plan.argv]
+    return [plan.pythons.get(place.host, words[0]), *words[1:]]
 
 
 def default_name(request: Request) -> str:

@@ -12,12 +12,12 @@ from stoker.control.launch.options import RunOptions
 # Flags that are taken and change nothing, with the reason that is printed.
 _NO_EFFECT = {
     "monitor_interval": "a rank's end is seen at once", "start_method": "ranks are always fresh processes",
-    "run_path": "the script always runs as __main__", "local_addr": "one machine needs no address",
+    "run_path": "the script always runs as __main__", "local_addr": "the address is that of the route to the others",
     "event_log_handler": "events are in the run directory", "logs_specs": "logs are in the run directory",
     "duplicate_stdout_filters": "grep the rank's log instead", "duplicate_stderr_filters": "grep the rank's log instead",
-    "rdzv_conf": "ranks meet in torch's own store", "rdzv_backend": "ranks meet in torch's own store",
-    "node_rank": "ranks are numbered by Stoker",
+    "rdzv_conf": "ranks meet in torch's own store",
 }  # fmt: skip
+_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}  # the same, where there is one machine
 
 
 @shape
@@ -30,8 +30,12 @@ class Request:
 
 
 def notices(request: Request) -> list[str]:
-    found = [f"--{name.replace('_', '-')} has no effect here: {why}" for name, why in _NO_EFFECT.items() if name in request.given]
-    if ":" in request.options.nnodes:
+    low, colon, _ = request.options.nnodes.partition(":")
+    useless = _NO_EFFECT if low != "1" else {**_NO_EFFECT, **_ALONE}
+    found = [f"--{name.replace('_', '-')} has no effect here: {why}" for name, why in useless.items() if name in request.given]
+    if colon and low != "1":
+        found.append(f"--nnodes {request.options.nnodes}: it runs with {low}, the first that meet")
+    elif colon:
         found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
     if request.options.numa_binding not in (None, "node"):
         found.append(f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA node")

@@ -70,13 +70,14 @@ class Restarts:
         wait = BUSY_WAIT_S if verdict.cause == "gpu.busy" else self._back_off()
         then = f" in {wait:.0f} s" if wait else ""
         line = f"{verdict.summary}; starting again{then} ({self._made} of {self._options.max_restarts})"
-        return verdict, Again(line, wait, self._env(), verdict.cause in _PROBED)
+        return verdict, Again(line, wait, self.env(), verdict.cause in _PROBED)
 
     def _back_off(self) -> float:
         """At once after an attempt that got somewhere, and after the first that did not; then 1, 2, 4 ... seconds."""
         return 0.0 if self._quick < 2 else min(LONGEST_WAIT_S, 2.0 ** (self._quick - 2))
 
-    def _env(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+    def env(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+        """What this run has learnt, for the next attempt."""
         halved = ((MICRO_BATCH_HALVINGS, str(self._halvings)),) if self._halvings else ()
         return (*halved, *more)
 
@@ -86,7 +87,7 @@ class Restarts:
             return None
         self._halvings += 1
         self._before = ()
-        return Again(f"{verdict.summary}; starting again with the micro-batch halved and the same global batch", env=self._env())
+        return Again(f"{verdict.summary}; starting again with the micro-batch halved and the same global batch", env=self.env())
 
     def _debug(self, verdict: Verdict) -> Again | None:
         if not self._options.debug_retry or self._debugged or verdict.cause not in _ASYNCHRONOUS:
@@ -94,7 +95,7 @@ class Restarts:
         self._debugged = self._blocking = True
         self._before = ()
         line = f"{verdict.summary}; once more with blocking launches, for the true line (--debug-retry)"
-        return Again(line, env=self._env(("CUDA_LAUNCH_BLOCKING", "1")))
+        return Again(line, env=self.env(("CUDA_LAUNCH_BLOCKING", "1")))
 
 
 def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -19,7 +20,7 @@ from stoker.control.record.writer import cannot_write
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
-             "again"}  # fmt: skip
+             "again", "min_hosts", "rejoin", "sync", "stage", "ssh_option"}  # fmt: skip
 
 
 @shape
@@ -58,7 +59,7 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
         same = [run for run in reader.all_runs(root) if run.name == name]
         if same:
             last = same[-1]
-            if reader.alive(last) is None:
+            if reader.alive(last) is None and last.verdict is None and not _requeued(last, environment):
                 raise Refusal(f"run {name} was started on host {last.launcher[2]} and may be running there: stop it there first", EX_UNAVAILABLE)
             if reader.alive(last):
                 raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
@@ -74,6 +75,12 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
                 attempts = last.attempts
                 return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
     return _new(root, name, notice, make=not request.options.dry_run)
+
+
+def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:
+    """A Slurm job that was put back in the queue keeps its number, and runs in one place at a time: its former start, on whichever node, is over."""
+    job = environment.get("SLURM_JOB_ID")
+    return job is not None and (last.data.get("environment") or {}).get("SLURM_JOB_ID") == job
 
 
 def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:

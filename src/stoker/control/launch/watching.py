@@ -88,7 +88,7 @@ class Watching:
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
     def _label(self, rank: int | None) -> str:
-        return self._attempt.plan.places[rank].label if rank is not None else ""
+        return self._attempt.plan.place(rank).label if rank is not None else ""
 
 
 def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], problem: Exception) -> None:

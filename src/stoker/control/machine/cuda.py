@@ -84,7 +84,7 @@ def _product(cuda: _Cuda) -> int:
     b = [float((k * 7 + j) % 13) for k in range(N) for j in range(N)]
     size = ctypes.c_size_t(4 * N * N)
     array = ctypes.c_float * (N * N)
-    for block, values in zip(blocks[:2], (a, b), strict=True):
+    for block, values in zip(blocks[:2], (a, b)):  # noqa: B905  strict is of Python 3.10: an agent's may be 3.9
         cuda("cuMemcpyHtoD_v2", block, array(*values), size)
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_PTX))
     cuda("cuModuleGetFunction", ctypes.byref(kernel), module, b"product")
@@ -95,5 +95,5 @@ def _product(cuda: _Cuda) -> int:
     result = array()
     cuda("cuMemcpyDtoH_v2", result, blocks[2], size)
     columns = [b[j::N] for j in range(N)]
-    want = [sum(x * y for x, y in zip(a[i * N : (i + 1) * N], columns[j], strict=True)) for i in range(N) for j in range(N)]
-    return sum(1 for got, expected in zip(result, want, strict=True) if got != expected)
+    want = [sum(x * y for x, y in zip(a[i * N : (i + 1) * N], columns[j])) for i in range(N) for j in range(N)]  # noqa: B905
+    return sum(1 for got, expected in zip(result, want) if got != expected)  # noqa: B905

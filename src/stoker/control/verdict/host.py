@@ -43,10 +43,26 @@ entry(
     contradicts="it was there and vanished later: host.agent-lost",
     fix=("ssh HOST true   # no password, no question, in seconds?", "a sick driver can hang it: nvidia-smi on that host"),
 )
+entry(
+    "host.copy",
+    "The working directory or staged data could not be copied to a host.",
+    seen="before the start: --sync or --stage failed there; the line says which host and why",
+    fix=("room and permissions there: df -h, and who owns the folder", "without --sync a shared folder, or the same files on all hosts, will do"),
+)
 AGENT_LOST = entry(
     "host.agent-lost",
     "A host's agent vanished while its ranks ran.",
     seen="end-of-file on its connection, or no sign of life for 8 s",
     contradicts="a rank ended first: then that is the cause",
     fix=("was it killed? dmesg on that host may know", "a host that went down or a cable that was cut looks the same: ping it"),
+)
+HOST_LOST = entry(
+    "host.lost",
+    "A host of a run with several was lost while its ranks ran.",
+    seen="no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or sshd killed)",
+    contradicts="a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the echo",
+    fix=(
+        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
+        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
+    ),
 )

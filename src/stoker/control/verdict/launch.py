@@ -9,7 +9,7 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb
 from stoker.contract.shapes import Evidence, Verdict
 from stoker.control.verdict.catalogue import entry
-from stoker.control.verdict.host import AGENT_LOST
+from stoker.control.verdict.host import AGENT_LOST, HOST_LOST
 from stoker.control.verdict.memory import RAM_LIMIT
 
 entry(
@@ -30,8 +30,17 @@ entry(
 )  # fmt: skip
 entry("launch.syntax-error", "The script is not valid Python.", seen="before the start: it does not parse", fix=("mend the line that is named",))
 entry(
-    "launch.nodes", "The machines that were asked for are not named.", seen="--nnodes or --node-rank without hosts that fit",
-    fix=("stoker run --hosts a,b,c on one of them starts all",),
+    "launch.nodes", "The machines that were asked for are not named, or did not meet.", seen="--nnodes, --node-rank, --master-addr or --rdzv-* that don't fit",
+    fix=("stoker run --hosts a,b,c on one of them starts all", "by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A"),
+)  # fmt: skip
+entry(
+    "launch.hosts", "Hosts of the hosts file can't be used.", seen="before the start: no connection, no Python, no working directory, no way to each other",
+    contradicts="it was there and vanished later: host.lost",
+    fix=("ssh HOST true   # no password, no question, in seconds?", "stoker cluster check looks at all of them side by side"),
+)  # fmt: skip
+_REGROUP = entry(
+    "launch.regroup", "The attempt was ended after a checkpoint so that a host that is back can join.", retryable=True,
+    seen="--rejoin checkpoint, a host that answers again, and rank 0's stoker.mark(\"CHECKPOINT\")", contradicts="a rank failed by itself before that",
 )  # fmt: skip
 entry(
     "launch.port", "A port for the store could not be had.", seen="--master-port outside 1024 to 65535, or an agent that could not reserve one",
@@ -127,6 +136,17 @@ def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
         "summary": f"the agent on {f'host {host}' if host else 'this machine'} was lost: {why}; its ranks are stopped",
         "evidence": [complaint] if complaint else [], "fix": list(AGENT_LOST.fix),
     }  # fmt: skip
+
+
+def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
+    return {
+        "cause": "host.lost", "host": host, "exit_code": EX_SOFTWARE, "summary": f"host {host} is lost: {why.removeprefix('it ended: ')}",
+        "evidence": [complaint] if complaint and complaint not in why else [], "fix": list(HOST_LOST.fix),
+    }  # fmt: skip
+
+
+def regrouped(host: str) -> Verdict:
+    return Verdict("failed", "launch.regroup", f"ended after a checkpoint so that host {host} can join", EX_SOFTWARE, retryable=_REGROUP.retryable)
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:

@@ -55,10 +55,11 @@ Action = Inspect | Suspect | Relieve | Stop
 
 
 class Watcher:
-    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float, first_ask: int = 0) -> None:
+    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float, first_ask: int = 0, ranks: range | None = None) -> None:
+        """`ranks`: those that are heard here; None: all of the world's."""
         self._world = world
         self._timeout = hang_timeout
-        self._ranks = {rank: Progress(now) for rank in range(world)}
+        self._ranks = {rank: Progress(now) for rank in (range(world) if ranks is None else ranks)}
         self._ended: dict[int, int] = {}
         self._members: dict[str, tuple[int, ...]] = {}
         self._asked = first_ask  # number of the newest inspection
@@ -211,6 +212,8 @@ class Watcher:
         steps = {rank: one.steps for rank, one in self._ranks.items()}
         alive = {rank: code for rank, code in self._ended.items() if rank not in self._failed}
         stall = explain({**self._failed, **answers}, self._world, self._members, alive, overdue, steps)
+        if stall is not None and stall.rank is not None and stall.rank not in self._ranks:
+            stall = None  # of a machine we don't hear: its own launcher looks at it
         if stall is None or not self._is_evidence(stall):
             self._wait = min(self._wait * 2, MAX_WAIT_S)
             return self._unseen(overdue, now)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import stoker
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.commit import Wanted
 from stoker.training.checkpoint.pieces import sources
@@ -201,3 +202,4 @@ class Saver:
         self._store.worked(step)
         if self._rank == 0:
             self._store.retire(step, self._keep, self._keep_best)
+            stoker.mark("CHECKPOINT")  # the run may be ended from here: a host that is back joins now

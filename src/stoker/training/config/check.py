@@ -126,6 +126,7 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     if strategy == "fsdp" and config.optim.kind != "adamw":
         line = f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or optim.kind adamw"
         checking.refuse(("optim.kind", "parallel.strategy"), line)
+    _exchange(checking)
     if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
         line = f"compute.attention {compute.attention} takes neither fp32 nor packed conversations: use auto"
         checking.refuse(("compute.attention", "compute.dtype", "data.kind"), line)
@@ -136,6 +137,19 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     for name, (value, needs_gpu) in only_gpu.items():
         if value == needs_gpu:
             checking.refuse([name, "parallel.device"], f"{name} {value} needs a GPU, and this would train on the CPU")
+
+
+def _exchange(checking: _Checking) -> None:
+    told, kind = checking.config.parallel, checking.config.optim.kind
+    if told.strategy == "fsdp" and told.balance != "off":
+        line = "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and nobody's own speed shows"
+        checking.refuse(("parallel.balance", "parallel.strategy"), line)
+    if told.strategy == "fsdp" and told.comm != "full":
+        line = f"parallel.comm {told.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its own way"
+        checking.refuse(("parallel.comm", "parallel.strategy"), line)
+    if told.comm.startswith("local") and kind == "adamw8bit":
+        line = f"parallel.comm {told.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit has codes instead: use adamw or muon"
+        checking.refuse(("parallel.comm", "optim.kind"), line)
 
 
 def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:

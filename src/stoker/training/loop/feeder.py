@@ -13,12 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from stoker.contract.shape import shape
+from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.material import Rows
-from stoker.training.parallel.split import Share, split
+from stoker.training.parallel.split import Share, cut, even_micro, split
 
 AHEAD = 2  # steps
+CUT_AHEAD = AHEAD + 4  # no batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one is being made
 
 
 @shape
@@ -57,12 +59,15 @@ class Course:
 
 
 class Feeder:
+    """`plans`: who computes how many of a step's samples, with micro-batches of `micro` at most; without them shares are equal."""
+
     def __init__(
-        self, samples: Rows, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool
-    ) -> None:
+        self, samples: Rows, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool,
+        plans: Plans | None = None,
+    ) -> None:  # fmt: skip
         self._samples, self._order, self._course = samples, order, course
         self._steps = range(first_step, steps)
-        self._ranks, self._rank, self._micro, self._equal, self._pinned = ranks, rank, micro, equal_steps, pinned
+        self._ranks, self._rank, self._micro, self._equal, self._pinned, self._plans = ranks, rank, micro, equal_steps, pinned, plans
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
@@ -105,17 +110,23 @@ class Feeder:
 
     def make(self, step: int, index: int) -> StepBatch:
         begin, end = self._course.of_step(index)
-        share = split(end - begin, self._ranks, self._rank, self._micro, self._equal)
+        share = self._share(step, end - begin)
         ids = self._order.ids(begin + share.begin, begin + share.end)
         made = [self._micro_batch(ids, share, number) for number in range(share.micro_steps)]
         labels = sum(int((one.targets != IGNORED).sum()) for one in made) if self._samples.chat else len(ids) * self._samples.context
         return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
 
+    def _share(self, step: int, samples: int) -> Share:
+        if self._plans is None:
+            return split(samples, self._ranks, self._rank, self._micro, self._equal)
+        plan = self._plans.cut(step)
+        return cut(plan.of(samples), self._rank, even_micro(plan.shares[self._rank], self._micro))
+
     def _micro_batch(self, ids: NDArray[np.int64], share: Share, number: int) -> MicroBatch:
         begin, end = share.rows(number)
         mine = ids[begin - share.begin : end - share.begin]
         batch = self._samples.batch(mine if len(mine) else ids[:1] if len(ids) else np.zeros(1, dtype=np.int64))
-        rows = self._micro
+        rows = share.micro
         inputs = self._padded(batch.inputs, rows, 0)
         targets = self._padded(batch.targets, rows, IGNORED)
         if not len(mine):

@@ -16,13 +16,15 @@ WITHOUT_GPU = 8
 
 
 def largest_micro(
-    forward_backward: Callable[[Tensor], None], optimizer: Optimizer, group: Group, *, share: int, context: int, vocabulary: int, say: Callable[[str], None]
-) -> int:
+    forward_backward: Callable[[Tensor], None], optimizer: Optimizer, group: Group, *, share: int, context: int, vocabulary: int, say: Callable[[str], None],
+    own: bool = False,
+) -> int:  # fmt: skip
     """Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller until it fits.
 
-    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can.
+    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can. `own`: each takes what it can itself.
     """
     device = group.device
+    agreed = (lambda value: value) if own else group.smallest
     if device.type != "cuda":
         found = even_micro(share, min(share, WITHOUT_GPU))
         say(f"micro-batch auto: {found} (no GPU to fill)")
@@ -36,7 +38,7 @@ def largest_micro(
             found = 0
         optimizer.zero()
         torch.cuda.empty_cache()
-        return found if group.smallest(found) else None
+        return found if agreed(found) else None
 
     one = peak(1)
     if one is None:
@@ -46,7 +48,7 @@ def largest_micro(
         return 1
     free, _ = torch.cuda.mem_get_info(device)
     room = (free + torch.cuda.memory_reserved(device)) * SPARE
-    guess = group.smallest(min(share, max(2, int((room - one) // max(two - one, 1)) + 1)))
+    guess = agreed(min(share, max(2, int((room - one) // max(two - one, 1)) + 1)))
     guess = even_micro(share, guess)
     while guess > 2 and peak(guess) is None:
         guess = even_micro(share, max(guess * 7 // 8, 2))

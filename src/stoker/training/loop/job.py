@@ -13,6 +13,10 @@ import stoker
 from stoker.contract import layout, names
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import as_json, replace
+from stoker.training.balance import comm
+from stoker.training.balance.clock import StepClock
+from stoker.training.balance.plan import Plans
+from stoker.training.balance.words import local_steps
 from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
@@ -35,7 +39,7 @@ from stoker.training.model import hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import with_rows
 from stoker.training.optim.optimizer import Optimizer, local
-from stoker.training.parallel.group import Group, shard, wrap
+from stoker.training.parallel.group import Group, shard
 from stoker.training.parallel.split import even_micro, largest_share
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
@@ -77,9 +81,17 @@ class Job:
             if weights:
                 self.learner.load(self.model, weights, voice.say_once)
         self.optimizer = Optimizer(self.model, c.optim)
-        self.micro = self._fit_micro()
+        self.own_micro = self._fit_micro()
+        fits = group.all(self.own_micro)
+        self.micro: int = min(fits)
+        if len(set(fits)) > 1:
+            voice.say_once(f"micro-batches of {', '.join(map(str, fits))} samples at most fit the ranks")
         self.batch = self._samples_per_step()
-        self.wrapped = wrap(self.model, group)
+        self.plans = Plans(self.batch, group.world) if self._balanced else None
+        self.wrapped = comm.wrapped(self.model, group, c.parallel.comm)
+        every = local_steps(c.parallel.comm) if group.world > 1 else 0
+        self.meeting = comm.Meeting(group, every) if every else None
+        self.clock = StepClock(self.model, group.device) if group.world > 1 and group.strategy == "ddp" else None
         self.drill = Drill(spoils, self.model, group.rank)
         self._go_on(found)
         size = ready.parameters(self.model)
@@ -122,6 +134,10 @@ class Job:
         path = self.group.agreed(look)
         return open_checkpoint(path) if path else None
 
+    @property
+    def _balanced(self) -> bool:
+        return self.c.parallel.balance == "auto" and self.group.world > 1
+
     def _fit_micro(self) -> int:
         """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
         c, group = self.c, self.group
@@ -136,13 +152,15 @@ class Job:
                 self.model(inputs, inputs, torch.zeros((), device=group.device), segments).backward()
 
             micro = largest_micro(
-                forward_backward, self.optimizer, group, share=share, context=c.data.context_length, vocabulary=self.shape.vocab_size, say=self.voice.say_once
-            )
+                forward_backward, self.optimizer, group, share=share, context=c.data.context_length, vocabulary=self.shape.vocab_size, say=self.voice.say_once,
+                own=self._balanced,
+            )  # fmt: skip
         halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
         if halvings:
             micro = max(micro >> halvings, 1)
             self.voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
-        micro = group.smallest(even_micro(share, min(micro, share)))
+        if not self._balanced:  # else a plan makes the micro-batch even for the share it gives; this is the most that fits here
+            micro = group.smallest(even_micro(share, min(micro, share)))
         if micro > 1:
             stoker.mark("CAN-HALVE-MICRO-BATCH")
         return micro
@@ -162,6 +180,8 @@ class Job:
             self.voice.say_once(f"resumes at step {self.position.step} from {found.path}")
             if line:
                 self.voice.say_once(line)
+            if self.plans is not None and self.plans.go_on(found.meta.get("balance")):
+                self.voice.say_once(f"balance: goes on with {', '.join(map(str, self.plans.at(self.position.step).shares))} of {self.batch} samples")
             found.read_into(self.tensors)
             self.optimizer.set_count(self.position.step)
         total = 0 if c.train.max_steps else max(round(c.train.epochs * self.order.count), 1)
@@ -200,12 +220,13 @@ class Job:
         stepper = Stepper(
             self.wrapped, self.optimizer, group, seed=c.train.seed, dropout=self.shape.dropout > 0, chat=self.samples.chat, check=c.nan.check,
             before_update=saver.before_update, after_backward=self.drill.spoil_gradients, graph=self.graph, look=self._look() if c.train.debug else None,
+            clock=self.clock, meeting=self.meeting,
         )  # fmt: skip
         self.settle()
         self._measure_first()
         feeder = Feeder(
-            self.samples, self.order, self.course, first_step=self.position.step, steps=self.steps, ranks=group.world, rank=group.rank, micro=self.micro,
-            equal_steps=group.strategy == "fsdp", pinned=group.device.type == "cuda",
+            self.samples, self.order, self.course, first_step=self.position.step, steps=self.steps, ranks=group.world, rank=group.rank,
+            micro=self.own_micro if self.plans else self.micro, equal_steps=group.strategy == "fsdp", pinned=group.device.type == "cuda", plans=self.plans,
         )  # fmt: skip
         loop = Loop(self, saver, stepper)
         stoker.mark("POST-MODEL")

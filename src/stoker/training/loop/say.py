@@ -9,8 +9,10 @@ import sys
 import time
 from typing import Any
 
+import stoker
 from stoker.contract import names
 from stoker.control.record.metrics import Metrics
+from stoker.training.balance.plan import Plan
 from stoker.training.config.resolve import flags
 from stoker.training.config.schema import Config
 from stoker.training.loop.evaluate import Validation
@@ -83,6 +85,12 @@ class Voice:
         right = f" | Right: {found.right:.1%}" if found.right is not None else ""
         self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f}{bits}{right} | best {lowest}")
         self.metrics(done - 1, **self._last, val_loss=found.loss, **{name: value for name, value in more.items() if value is not None})
+
+    def plan(self, step: int, plan: Plan, imbalance: float) -> None:
+        """The samples of each rank from a later step on: into the metrics of the step that decided it, and by a mark into the run's events."""
+        self.metrics(step, shares=list(plan.shares), shares_from=plan.step, imbalance=round(imbalance, 4))
+        if self._group.first:
+            stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
 
     def metrics(self, step: int, **values: Any) -> None:
         if self._metrics is None:

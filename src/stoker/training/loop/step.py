@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from stoker.contract.shape import shape
+from stoker.training.balance.clock import StepClock
+from stoker.training.balance.comm import Meeting
 from stoker.training.loop.feeder import MicroBatch, StepBatch
 from stoker.training.loop.graph import MicroStep
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
@@ -31,6 +33,8 @@ class Numbers:
     stop: bool  # somebody was told to stop
     save: bool  # rank 0 says that it is time
     busy: bool  # somebody still writes the checkpoint before
+    compute: tuple[float, ...] = ()  # seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures
+    waiting: tuple[float, ...] = ()  # and of the exchange after it
 
 
 class Pending:
@@ -53,20 +57,25 @@ class Pending:
         """Waits for the step, while the GPU already works on the next."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, bad, stop, save, busy = self._host.tolist()
-        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0)
+        loss, norm, bad, stop, save, busy, *seconds = self._host.tolist()
+        ranks = len(seconds) // 2
+        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
 
 
 class Stepper:
     def __init__(
         self, wrapped: nn.Module, optimizer: Optimizer, group: Group, *, seed: int, dropout: bool, chat: bool, check: bool,
         before_update: Callable[[], None], after_backward: Callable[[], None], graph: bool = False, look: Callable[[int], None] | None = None,
+        clock: StepClock | None = None, meeting: Meeting | None = None,
     ) -> None:  # fmt: skip
+        """`meeting`: local SGD; gradients are this rank's own, and weights meet when it says so."""
         self._wrapped, self._optimizer, self._group = wrapped, optimizer, group
         self._seed, self._dropout, self._chat, self._check = seed, dropout, chat, check
         self._before_update, self._after_backward, self._look = before_update, after_backward, look
         self.bad = torch.zeros((), device=group.device)
+        self._clock, self._meeting = clock, meeting
         self._scale = torch.ones((), device=group.device)
+        self._alone = torch.ones((), device=group.device)  # this rank's share of the tokens, where ranks learn alone
         self._micro = MicroStep(wrapped, self._scale, optimizer if graph else None)
 
     def set_seed(self, step: int, number: int) -> None:
@@ -76,12 +85,17 @@ class Stepper:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def scale(self, batch: StepBatch) -> Tensor:
-        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens, however uneven the split."""
+        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens, however uneven the split.
+
+        Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens."""
         if self._chat:
             labels = torch.tensor(float(batch.labels), device=self._group.device)
             self._scale.copy_(self._group.world / self._group.sum(labels))
         else:
             self._scale.fill_(self._group.world / batch.tokens)
+        if self._meeting is not None:
+            self._alone.copy_(self._scale * (max(batch.labels, 1) / self._group.world))
+            self._scale.fill_(1 / max(batch.labels, 1))
         return self._scale
 
     def forward_backward(self, micro: MicroBatch) -> Tensor:
@@ -90,24 +104,41 @@ class Stepper:
     def step(self, batch: StepBatch, share: float, *, stop: bool, save: bool, busy: bool) -> Pending:
         """stop, save, busy: this rank's words; what is read of them later is the same on all."""
         self.scale(batch)
+        if self._clock is not None:
+            self._clock.begin()
         total = torch.zeros((), device=self._group.device)
         last = len(batch.micro_batches) - 1
         for number, micro in enumerate(batch.micro_batches):
             self.set_seed(batch.step, number)
             with no_sync(self._wrapped, number == last):
                 total += self._micro(micro)
+        if self._clock is not None:
+            self._clock.end()
         self._after_backward()
-        flags = torch.tensor([float(stop), float(save), float(busy)], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
+        flags = torch.tensor([float(stop), float(save), float(busy), *self._seconds()], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
         norm = gradient_norm(self._optimizer.parameters)
         # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the same step, or wait for each other.
         spoiled = (~torch.isfinite(norm)).float()
-        values = self._group.sum(torch.cat([(total / self._group.world)[None], flags, spoiled[None]]))
+        loss = total / self._group.world if self._meeting is None else total * self._alone
+        values = self._group.sum(torch.cat([loss[None], spoiled[None], flags]))
         if self._check:
-            finite = (values[4] == 0) & torch.isfinite(values[0])
+            finite = (values[1] == 0) & torch.isfinite(values[0])
             self.bad.copy_(torch.maximum(self.bad, (~finite).float()))
         if self._look is not None:
             self._look(batch.step)
         self._before_update()
         self._optimizer.step(share, norm, self.bad)
         self._optimizer.zero(keep=self._micro.graphed)
-        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[1:4]]))
+        if self._meeting is not None:
+            self._meeting.learned(batch.labels)
+            if self._meeting.due(batch.step):
+                self._meeting.meet(self._optimizer.parameters)
+        return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
+
+    def _seconds(self) -> list[float]:
+        """This rank's in its own places, zeros in the others': their sum over ranks has everybody's, in the one exchange a step has anyway."""
+        if self._clock is None:
+            return []
+        found = [0.0] * (2 * self._group.world)
+        found[self._group.rank], found[self._group.world + self._group.rank] = self._clock.read()
+        return found

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import stoker
 from stoker.contract.names import EX_CANTCREAT
+from stoker.training.balance.balancer import Balancer
 from stoker.training.loop import resume as going_on
 from stoker.training.loop import trip
 from stoker.training.loop.evaluate import Validation
-from stoker.training.loop.feeder import Feeder, StepBatch
+from stoker.training.loop.feeder import CUT_AHEAD, Feeder, StepBatch
 from stoker.training.loop.profiling import Profile
 from stoker.training.loop.samplelog import SampleLog
 from stoker.training.loop.speed import Speed
@@ -45,7 +46,17 @@ class Loop:
         self.saved_at, self.saved_step = time.monotonic(), self.done
         self.speed = Speed(flops_per_token(job.shape, self.c.data.context_length), self.group.world, self.group.device)
         self.profile = Profile(self.c.train.profile_steps if self.c.train.profile and self.group.first else 0, job.folder, self.group.device, self.voice.say)
+        self.balancer = self._balancer()
         self.sample_log = SampleLog(job.folder, self.group.rank, job.position.step) if self.c.train.log_samples else None
+
+    def _balancer(self) -> Balancer | None:
+        job = self.job
+        if job.clock is None:
+            return None
+        return Balancer(
+            job.batch, self.group.world, job.plans, ahead=CUT_AHEAD, lag=job.clock.lag, comm=self.c.parallel.comm, say=self.voice.say_once,
+            tell=self.voice.plan,
+        )  # fmt: skip
 
     def run(self, feeder: Feeder) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -120,6 +131,8 @@ class Loop:
         stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
         if self.sample_log is not None:
             self.sample_log.write(batch.step, batch.ids)
+        if self.balancer is not None:
+            self.balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
         self.voice.step(numbers, self.c.optim.learning_rate * share, self.speed, self.tokens)
         return numbers
 
@@ -129,6 +142,7 @@ class Loop:
         if job.held_out is None:
             return False
         stoker.phase("eval")
+        self._meet()
         found = job.learner.measure(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
         self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
@@ -152,16 +166,28 @@ class Loop:
             self.skipped = True
             self.voice.say_once(f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written; save less often")
 
+    def _meet(self, whole: bool = False) -> None:
+        """Ranks that learn alone stand at one place before they are measured or saved; `whole`: with their optimizers."""
+        if self.job.meeting is not None:
+            state = [one for name, one in self.job.tensors.items() if name.startswith("optim.")] if whole else []
+            self.saver.before_update()  # a snapshot of the step before must be out first
+            self.job.meeting.meet(self.job.optimizer.parameters, state)
+
     def _save(self, wait: bool) -> bool:
         job = self.job
+        self._meet(whole=True)
         samples = job.course.of_step(self.done - self.first - 1)[1]
         position = going_on.Position(self.done, samples, self.tokens, self.best)
-        taken = self.saver.save(self.done, job.tensors, going_on.meta(position, job.data, job.shape, job.material, self.c.optim.kind), self.score, wait=wait)
+        meta = going_on.meta(position, job.data, job.shape, job.material, self.c.optim.kind)
+        if job.plans is not None:
+            meta["balance"] = job.plans.told(self.done)
+        taken = self.saver.save(self.done, job.tensors, meta, self.score, wait=wait)
         self.saved_at, self.saved_step = time.monotonic(), self.done
         return taken
 
     def _end(self) -> None:
         whole = self.done >= self.job.steps
+        self._meet()  # before an export, too
         if whole:
             self._validate()
         if (self.c.checkpoint.at_end or not whole) and self.done > self.first:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
+from stoker.training.balance.words import comm as read_comm
 
 
 @shape
 class ParallelConfig:
     strategy: str = option("ddp: every rank holds the model; fsdp: sharded (FSDP2)", default="ddp", choices=("ddp", "fsdp"))
     device: str = option("auto: GPUs where there are some; cuda; cpu", default="auto", choices=("auto", "cuda", "cpu"))
+    balance: str = option("auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares", default="off",
+                          choices=("off", "auto"))  # fmt: skip
+    comm: str = option("how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then the mean of the weights)",
+                       default="full", parse=read_comm, metavar="HOW")  # fmt: skip
     timeout: float = option("a collective that takes longer has failed", default=600.0, parse=duration, metavar="TIME")
 
 

@@ -128,12 +128,15 @@ def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def wrap(model: nn.Module, group: Group) -> nn.Module:
-    """The module to call. DDP and FSDP2 both take the mean over the ranks: the loss is scaled by their number (Stepper.scale)."""
+def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Module:
+    """The module to call. `bucket_mb`: how much of the gradient is exchanged at once; None: as DDP likes it.
+
+    DDP and FSDP2 both take the mean over the ranks: the loss is scaled by their number (Stepper.scale).
+    """
     if group.world == 1 or group.strategy == "fsdp":
         return model
     devices = [group.device.index] if group.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
 
 
 def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:

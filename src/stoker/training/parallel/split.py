@@ -1,10 +1,12 @@
 """Who computes which samples of a step. Pure.
 
-Any number of ranks may share any number of samples: shares differ by one at most. Each rank pads its last micro-batch with samples whose
-targets are masked, so that every micro-batch has one shape; the loss is weighted by tokens, and padding has none.
+Any number of ranks may share any number of samples: shares differ by one at most, or are as a plan says (balance/plan.py). Each rank pads its last
+micro-batch with samples whose targets are masked, so that every micro-batch has one shape; the loss is weighted by tokens, and padding has none.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
@@ -32,6 +34,12 @@ def split(samples: int, ranks: int, rank: int, micro: int, equal_steps: bool) ->
     end = begin + base + (rank < more)
     most = base + (more > 0) if equal_steps else end - begin
     return Share(begin, end, micro, max(-(-most // micro), 1))
+
+
+def cut(shares: Sequence[int], rank: int, micro: int) -> Share:
+    """The same for shares that a plan gives."""
+    begin = sum(shares[:rank])
+    return Share(begin, begin + shares[rank], micro, max(-(-shares[rank] // micro), 1))
 
 
 def largest_share(samples: int, ranks: int) -> int:

@@ -14,6 +14,8 @@ MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 def check(c: Config) -> None:
     if c.parallel.strategy == "fsdp":
         raise Refusal("stage grpo writes its answers with whole weights and parallel.strategy fsdp shards them: use ddp", EX_USAGE)
+    if c.parallel.balance != "off" or c.parallel.comm != "full":
+        raise Refusal("stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft and reward", EX_USAGE)
     if c.generate.temperature == 0:
         raise Refusal("generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one above 0", EX_USAGE)
     if c.generate.new_tokens >= c.data.context_length:

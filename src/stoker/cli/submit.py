@@ -1,0 +1,113 @@
+"""stoker submit [options] -- [run options] script.py [args]"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+
+from stoker.contract import layout
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.settings import Parser, add_flags, build
+from stoker.control.cluster import submit
+from stoker.control.cluster.submit import SubmitOptions
+
+_EXAMPLES = """examples:
+  stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
+  stoker submit --gpus-per-node 8 --time 4h --requeue --name exp1 -- train.py         goes on after each 4 hours until it is done
+  stoker submit --gpus-per-node 1 --array-seeds 0-4 -- train.py                       five runs; SEED is in their environment
+  stoker submit --nodes 2 --gpus-per-node 4 -- train pretrain --data texts/           a recipe, as stoker train has it
+  stoker submit --follow 1234                                                         follow a job again
+
+What stands after -- is `stoker run`'s: its options, the script, its arguments. The job script goes to the runs folder, under slurm/.
+Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 69 sbatch not there or refusing, 73 runs folder can't be written."""
+
+
+def parser() -> Parser:
+    made = Parser(
+        prog="stoker submit", usage="stoker submit [options] -- [run options] script.py [args]", epilog=_EXAMPLES, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter, description="Writes a Slurm job script for a run, submits it, and follows it until it ends.",
+    )  # fmt: skip
+    add_flags(made, SubmitOptions)
+    return made
+
+
+def main(argv: list[str]) -> int:
+    at = argv.index("--") if "--" in argv else len(argv)
+    made = parser()
+    found, extra = made.parse_known_args(argv[:at])
+    words = argv[at + 1 :]
+    if extra:
+        if not extra[0].startswith("-"):
+            raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(extra)}", EX_USAGE)
+        made.unknown(extra)
+    options = build(SubmitOptions, vars(found))
+    root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ))
+    if options.follow is not None:
+        if words:
+            raise Refusal(f"--follow {options.follow} takes no script: it follows a job that was submitted before", EX_USAGE)
+        return _follow(root, options.follow)
+    if not words:
+        raise Refusal("what shall run? stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
+    submit.check(options)
+    training, base = _check_run(words)
+    name = options.name or base
+    script = submit.make_script(options, _stoker("train" if training else "run"), words[1:] if training else words, name, root, os.getcwd())
+    if options.dry_run:
+        print(script.text, end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise Refusal("stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the cluster", EX_UNAVAILABLE,
+                      cause="slurm.unreachable")  # fmt: skip
+    path = submit.write(script, root, name)
+    number = submit.submit(path, script, os.environ)
+    submit.note(root, number, script, path, submit.seeds(options.array_seeds) if options.array_seeds else [])
+    print(f"job {number} is submitted; its script: {os.path.relpath(path)}", flush=True)
+    if options.no_follow:
+        print(f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended\n  scancel {number}", flush=True)
+        return 0
+    return _follow(root, number)
+
+
+def _check_run(words: list[str]) -> tuple[bool, str]:
+    """Refuses now what would be refused when the job starts, perhaps hours later. (Is it a recipe's training, the job's name.)"""
+    for flag in ("--name", "--runs-dir", "--detach"):
+        if any(word.split("=")[0] in (flag, flag.replace("-", "_").replace("__", "--", 1)) for word in _before_script(words)):
+            raise Refusal(f"{flag} belongs before the --" if flag != "--detach" else "--detach: a job has no terminal to leave", EX_USAGE)
+    if words[0] == "train":
+        return True, (words[1] if len(words) > 1 and not words[1].startswith("-") else "train")
+    from stoker.cli.run import parse
+    from stoker.control.launch.plan import default_name
+    from stoker.control.launch.request import program
+
+    request = parse(words)
+    program(request)
+    return False, default_name(request)
+
+
+def _before_script(words: list[str]) -> list[str]:
+    return words[: next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))]
+
+
+def _stoker(command: str) -> list[str]:
+    """The Stoker that is running, wherever the job's shell would look."""
+    own = os.path.join(os.path.dirname(sys.executable), "stoker")
+    return [own, command] if os.access(own, os.X_OK) else [sys.executable, "-m", "stoker", command]
+
+
+def _follow(root: str, number: str) -> int:
+    from stoker.control.launch.submitted import Submitted
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    def put(data: bytes) -> None:
+        sys.stdout.buffer.write(data)
+        sys.stdout.buffer.flush()
+
+    try:
+        return Submitted(root, number, say, put).follow()
+    except KeyboardInterrupt:
+        say(f"\nleft job {number}; it goes on. `stoker submit --follow {number}` follows it again, `scancel {number}` ends it")
+        return 0

@@ -1,0 +1,104 @@
+"""The host's own torch, in its own Python: which build it is, and how fast it all-reduces with the other hosts.
+
+One process a host imports torch once and waits; each measurement is a fork of it, because NCCL reads its variables only once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+WORKER = r"""
+import ctypes, json, os, signal, sys, time
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the probe that started it
+if os.getppid() != int(sys.argv[1]): sys.exit(1)
+def tell(**word):
+    sys.stdout.write(json.dumps(word) + "\n"); sys.stdout.flush()
+began = time.perf_counter()
+try:
+    import torch
+    import torch.distributed as dist
+except Exception as problem:
+    own = isinstance(problem, ImportError) and problem.name == "torch"
+    tell(error=str(problem) if own else "%s: %s" % (type(problem).__name__, problem), python=sys.version.split()[0]); sys.exit(0)
+took = time.perf_counter() - began
+try: nccl = ".".join(map(str, torch.cuda.nccl.version()))
+except Exception: nccl = None
+flags = getattr(getattr(torch, "_C", None), "_cuda_getArchFlags", lambda: None)() or ""
+tell(version=torch.__version__, cuda=torch.version.cuda, archs=flags.split(), nccl=nccl, seconds=round(took, 2), python=sys.version.split()[0])
+
+def reduce(order):
+    from datetime import timedelta
+    os.environ.update(order["env"])
+    signal.alarm(int(order["seconds"]) + 1)
+    rank, world, limit = order["rank"], order["world"], timedelta(seconds=order["seconds"])
+    if rank == 0:
+        store = dist.TCPStore(order["address"], 0, world, True, limit, False)
+        tell(port=store.port)
+    else:
+        store = dist.TCPStore(order["address"], order["port"], world, False, limit)
+    backend = order["backend"]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    cuda = backend == "nccl"
+    if cuda: torch.cuda.set_device(0)
+    device = "cuda:0" if cuda else "cpu"
+    def once(x):
+        began = time.perf_counter()
+        dist.all_reduce(x)
+        if cuda: torch.cuda.synchronize()
+        return time.perf_counter() - began
+    def slowest(seconds):  # as all hosts see it: they must choose alike
+        t = torch.tensor([seconds], device=device, dtype=torch.float64 if not cuda else torch.float32)
+        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+        return t.item()
+    small = torch.ones(1 << 16, device=device)
+    once(small)
+    each = slowest(min(once(small) for _ in range(3)))
+    count = 1 << 16
+    while count < (1 << 26 if cuda else 1 << 23) and each * 2 < order["target"]:
+        count, each = count * 2, each * 2
+        if count >= 1 << 20: each = slowest(once(torch.ones(count, device=device)))
+    x = torch.ones(count, device=device)
+    once(x)
+    times = [slowest(once(x)) for _ in range(order["repeats"])]
+    dist.destroy_process_group()
+    tell(bytes=count * 4, times=times, backend=backend)
+
+for line in sys.stdin:
+    order = json.loads(line)
+    if order.get("do") != "reduce": break
+    child = os.fork()
+    if child == 0:
+        try:
+            reduce(order)
+        except BaseException as problem:
+            tell(error=("%s: %s" % (type(problem).__name__, problem)).strip().splitlines()[0][:400])
+        sys.stdout.flush(); os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    if status:
+        tell(error="no end within %d s" % order["seconds"] if status & 0x7F == signal.SIGALRM else "it died of signal %d" % (status & 0x7F))
+"""
+
+
+def torch(python: str = "") -> Iterator[Any]:
+    """Yields what build it is, then one answer ({"port"} before, on rank 0) per order {"do": "reduce", ...} on standard input."""
+    with tempfile.TemporaryFile() as complaints:
+        worker = subprocess.Popen(
+            [os.path.expanduser(python) or sys.executable, "-c", WORKER, str(os.getpid())], stdin=0, stdout=subprocess.PIPE, stderr=complaints,
+        )  # fmt: skip
+        assert worker.stdout is not None
+        said = False
+        for line in worker.stdout:
+            if line.startswith(b"{"):  # a site's own start-up code may print, too
+                said = True
+                yield json.loads(line)
+        code = worker.wait()
+        if not said:
+            complaints.seek(0)
+            last = complaints.read().decode("utf-8", "replace").strip().rpartition("\n")[2]
+            yield {"error": f"its Python ended with {code}" + (f": {last}" if last else "")}

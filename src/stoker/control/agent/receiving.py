@@ -1,0 +1,259 @@
+"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy brought and is no more.
+
+Orders come as the protocol's messages on stdin:
+  {"do": "offer", "root", "manifest", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target]   → {"is": "need"} + a JSON list of paths
+  {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
+  {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed"}
+Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import stat
+import sys
+import tempfile
+from typing import Any
+
+from stoker.contract import layout, protocol
+from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
+
+_RESERVE = 16 << 20  # a disk filled to its last byte stops more than us
+
+
+class Refused(Exception):
+    """One line for the user."""
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self._hashes = Hashes()
+        self._root = ""
+        self._manifest = ""
+        self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
+        self._ours: dict[str, str] = {}  # what earlier copies and this one wrote, with its hash
+        self._written = 0
+        self._path = self._fresh = ""
+        self.silence_s = 60.0
+
+    @property
+    def at(self) -> str:
+        return os.path.join(self._root, self._path)
+
+    # ---- what is there ----
+
+    def offer(self, root: str, manifest: str, entries: list[list[Any]]) -> list[str]:
+        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below our cache."""
+        self._root = os.path.abspath(os.path.expanduser(root))
+        os.makedirs(self._root, exist_ok=True)
+        if not os.access(self._root, os.W_OK | os.X_OK):
+            raise Refused(f"the folder {self._root} may not be written")
+        name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
+        self._manifest = os.path.join(self._root, layout.SYNCED) if manifest == "inside" else os.path.join(cache_folder(), "staged", f"{name}.json")
+        self._ours = _read_manifest(self._manifest)
+        need, room = [], 0
+        for path, kind, mode, size, value in entries:
+            self._offered[path] = (kind, value)
+            if kind == "link":
+                continue  # at the end, with everything there
+            if self._has(path, size, value):
+                self._set_mode(self._place(path), mode)
+            else:
+                need.append(path)
+                room += size
+        free = os.statvfs(self._root)
+        if room and room + _RESERVE > free.f_bavail * free.f_frsize:
+            raise Refused(f"the disk of {self._root} is full: {_mb(room)} to copy, {_mb(free.f_bavail * free.f_frsize)} free")
+        if need:
+            self._ours |= {path: self._offered[path][1] for path in need}
+            self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
+        return need
+
+    def _place(self, path: str) -> str:
+        """Below the root, whatever the path says; a link on the way is not followed out of it."""
+        if os.path.isabs(path) or ".." in path.split("/") or not path:
+            raise Refused(f"the path {path!r} leads out of {self._root}")
+        return os.path.join(self._root, path)
+
+    def _has(self, path: str, size: int, sha256: str) -> bool:
+        try:
+            seen = os.lstat(self._place(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return stat.S_ISREG(seen.st_mode) and seen.st_size == size and self._hashes.of(self._place(path)) == sha256
+
+    @staticmethod
+    def _set_mode(place: str, mode: int) -> None:
+        if (os.stat(place).st_mode ^ mode) & 0o111:  # its being a program counts; the rest is this host's own affair
+            os.chmod(place, mode)
+
+    def _link(self, path: str, target: str) -> None:
+        place = self._place(path)
+        if os.path.islink(place) and os.readlink(place) == target:
+            return
+        self._make_way(place)
+        if os.path.lexists(place):
+            os.unlink(place)
+        os.symlink(target, place)
+        self._ours[path] = "-> " + target
+        self._written += 1
+
+    def _make_way(self, place: str) -> None:
+        """Its folder is made; a link or file in the place of one goes if a copy of ours put it there, and is named if not."""
+        folder = os.path.dirname(place)
+        step = self._root
+        for name in os.path.relpath(folder, self._root).split(os.sep):
+            step = os.path.join(step, name) if name != "." else step
+            if os.path.lexists(step) and (os.path.islink(step) or not os.path.isdir(step)) and step != self._root:
+                if os.path.relpath(step, self._root) not in self._ours:
+                    raise Refused(f"{step} is in the way: it is not a folder there")
+                os.unlink(step)
+        os.makedirs(folder, exist_ok=True)
+        if os.path.isdir(place) and not os.path.islink(place):
+            try:
+                os.rmdir(place)
+            except OSError as problem:
+                raise Refused(f"{place} is in the way: it is a folder with something in it") from problem
+
+    # ---- taking ----
+
+    def begin(self, path: str, mode: int) -> None:
+        place = self._place(path)
+        self._make_way(place)
+        handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(place))
+        self._file = os.fdopen(handle, "wb", buffering=0)
+        self._digest = hashlib.sha256()
+        self._path, self._mode = path, mode
+
+    def data(self, data: bytes) -> None:
+        self._digest.update(data)
+        while data:
+            data = data[self._file.write(data) or 0 :]
+
+    def end(self, sha256: str) -> None:
+        os.fchmod(self._file.fileno(), self._mode)
+        self._file.close()
+        if self._digest.hexdigest() != sha256:
+            raise Refused(f"{self._path} arrived damaged")
+        os.replace(self._fresh, self._place(self._path))
+        self._fresh = ""
+        self._ours[self._path] = sha256
+        self._written += 1
+
+    def drop_part(self) -> None:
+        if self._fresh:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._fresh)
+
+    # ---- the end ----
+
+    def finish(self) -> dict[str, int]:
+        removed = 0
+        for path, (kind, target) in self._offered.items():
+            if kind == "link":
+                self._link(path, target)
+        for path in [path for path in self._ours if path not in self._offered]:
+            removed += self._remove(path, self._ours.pop(path))
+        if self._ours or os.path.exists(self._manifest):
+            self._save_manifest()
+        self._hashes.save()
+        return {"written": self._written, "removed": removed}
+
+    def _remove(self, path: str, was: str) -> int:
+        """Only what is still as a copy of ours left it: somebody may have gone on with it here."""
+        place = self._place(path)
+        try:
+            same = os.readlink(place) == was[3:] if os.path.islink(place) else sha256_of(place) == was
+        except OSError:
+            return 0
+        if not same:
+            return 0
+        os.unlink(place)
+        folder = os.path.dirname(place)
+        while folder != self._root:
+            try:
+                os.rmdir(folder)
+            except OSError:  # something is left in it
+                break
+            folder = os.path.dirname(folder)
+        return 1
+
+    def _save_manifest(self) -> None:
+        os.makedirs(os.path.dirname(self._manifest), exist_ok=True)
+        fresh = f"{self._manifest}.{os.getpid()}"
+        with open(fresh, "w", encoding="utf-8") as file:
+            json.dump({"schema": 1, "root": self._root, "files": self._ours}, file)
+        os.replace(fresh, self._manifest)
+
+
+def _read_manifest(path: str) -> dict[str, str]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)["files"]
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise Refused(f"{path} can't be read ({problem}): remove it") from problem
+    return dict(found)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB"
+
+
+def serve(source: int, sink: int) -> int:
+    receiver = Receiver()
+    decoder = protocol.Decoder()
+    _say(sink, protocol.SENTINEL)
+    try:
+        while True:
+            # A cut cable closes nothing: silence means gone, as it does for an agent.
+            received = os.read(source, 1 << 20) if select.select([source], [], [], receiver.silence_s)[0] else b""
+            if not received:
+                return 1  # whoever copied is gone
+            for order, payload in decoder.feed(received):
+                if _obey(receiver, order, payload, sink):
+                    return 0
+    except Refused as refusal:
+        _say(sink, protocol.encode({"is": "refused", "line": str(refusal)}))
+    except OSError as problem:
+        where = problem.filename if problem.filename is not None else receiver.at  # a write names no file
+        _say(sink, protocol.encode({"is": "refused", "line": f"{os.fsdecode(where)}: {problem.strerror or problem}"}))
+    finally:
+        receiver.drop_part()
+    return 1
+
+
+def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
+    """True when it was the last."""
+    do = order["do"]
+    if do == "offer":
+        receiver.silence_s = float(order["silence"])
+        need = receiver.offer(order["root"], order["manifest"], json.loads(payload or b"[]"))
+        _say(sink, protocol.encode({"is": "need"}, json.dumps(need).encode()))
+    elif do == "begin":
+        receiver.begin(order["path"], order["mode"])
+    elif do == "data":
+        receiver.data(payload)
+    elif do == "end":
+        receiver.end(order["sha256"])
+    elif do == "finish":
+        _say(sink, protocol.encode({"is": "finished", **receiver.finish()}))
+        return True
+    else:
+        raise protocol.ProtocolError(f"unknown order {do!r}")
+    return False
+
+
+def _say(sink: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(sink, data) :]
+
+
+def boot(argv: list[str]) -> None:
+    sys.stdout.flush()
+    os._exit(serve(0, 1))

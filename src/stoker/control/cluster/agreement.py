@@ -1,0 +1,54 @@
+"""Where nothing is shared and nothing was copied, the program must be the same on all hosts. Answers of the agents' `files` probe in, lines out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from stoker.control.machine.source import digest_of_paths
+
+_NAMED = 3  # files named per host
+
+
+def digest(paths: Iterable[str]) -> str:
+    """One hash of files and folders here."""
+    from stoker.control.machine import source
+
+    return source.digest(digest_of_paths(paths))
+
+
+def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script") -> list[str]:
+    """One line for each host that has not what most have (the first of the file, where there is no majority); empty where all agree."""
+    asked = {host: answer for host, answer in answers.items() if "error" not in answer}
+    lines = [f"host {host}: {script} could not be compared: {answer['error']}" for host, answer in answers.items() if "error" in answer]
+    missing = [host for host, answer in asked.items() if not answer["names"]]
+    lines += [f"host {host}: {script} is not there; copy it with --sync, or set workdir:" for host in missing]
+    there = {host: answer for host, answer in asked.items() if host not in missing}
+    if not there:
+        return lines
+    reference = _reference(there)
+    for host, answer in there.items():
+        if answer["package"] != there[reference]["package"]:
+            lines.append(f"host {host}: {_difference(answer['names'], there[reference]['names'], reference)}; copy it with --sync")
+    return lines
+
+
+def _reference(answers: Mapping[str, Mapping[str, Any]]) -> str:
+    counts = Counter(answer["package"] for answer in answers.values())
+    return max(answers, key=lambda host: counts[answers[host]["package"]])  # the first of the most
+
+
+def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], reference: str) -> str:
+    changed = [name for name in mine if name in theirs and mine[name] != theirs[name]]
+    parts = [f"{_some(changed)} differ{'s' if len(changed) == 1 else ''} from host {reference}'s"] if changed else []
+    lacking = [name for name in theirs if name not in mine]
+    more = [name for name in mine if name not in theirs]
+    parts += [f"lacks {_some(lacking)}"] if lacking else []
+    parts += [f"has {_some(more)} besides"] if more else []
+    return ", ".join(parts)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return f"{shown} and {len(names) - _NAMED} more" if len(names) > _NAMED else shown

@@ -1,0 +1,233 @@
+"""between.*: what only shows between hosts. Facts in, Findings out; adding a check is adding a function and its test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from stoker.contract.shape import replace
+from stoker.contract.shapes import Finding
+from stoker.control.cluster.facts import Facts, Pair
+from stoker.control.cluster.price import gigabits
+from stoker.control.doctor.check import fail, unknown, warn
+
+CLOCK_S = 1.0
+SLOW_RATE = 25e6  # bytes a second: 200 Mbit/s, a fifth of the slowest wire anybody still sells
+FAST_RATE = 375e6  # 3 Gbit/s: above it unlike pairs are no alarm, the processors make them so
+SLOW_SHARE = 0.33  # of the best pair
+FILLED = 1.3e9  # 10 Gbit/s: one connection can't fill a faster wire
+_MANY = {"does not answer": "do not answer", "is refused": "are refused"}
+POOR_SHARE = 0.5  # of what the link can carry, for the all-reduce
+
+Body = Callable[[Facts], Iterator[Finding]]
+CHECKS: dict[str, Body] = {}
+
+
+def between(id: str) -> Callable[[Body], Body]:
+    def register(body: Body) -> Body:
+        assert id not in CHECKS, id
+        CHECKS[id] = body
+        return body
+
+    return register
+
+
+def findings(facts: Facts, only: tuple[str, ...] = ()) -> list[Finding]:
+    from stoker.control.cluster import compare  # noqa: F401  registers what must be the same everywhere
+
+    return [replace(finding, id=id) for id, body in CHECKS.items() if not only or id in only for finding in body(facts)]
+
+
+def listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+@between("between.host")
+def host(facts: Facts) -> Iterator[Finding]:
+    """Every host answers."""
+    for one in facts.hosts:
+        if one.error and one.hole is None:  # between.mtu knows better
+            yield fail(f"{one.name}: {one.error}", one.fix)
+
+
+@between("between.route")
+def route(facts: Facts) -> Iterator[Finding]:
+    """Every host knows an interface that leads to the others."""
+    for one in facts.there:
+        if one.address is None and len(facts.there) > 1:
+            yield fail(f"{one.name}: no interface of it leads to the other hosts", "address: in the hosts file says where the others reach it")
+
+
+@between("between.same-host")
+def same_host(facts: Facts) -> Iterator[Finding]:
+    """No machine is in the list twice, under two names."""
+    addresses = [one.address for one in facts.there if one.address]
+    for address in sorted({address for address in addresses if addresses.count(address) > 1}):
+        owners = [one.name for one in facts.there if one.address == address]
+        yield fail(f"{listed(owners)} are one machine, {address}", "name it once in the hosts file, with the sum of its slots")
+
+
+@between("between.port-blocked")
+def port_blocked(facts: Facts) -> Iterator[Finding]:
+    """Each host reaches each other on the store's port and on an ephemeral one, both ways: NCCL and gloo use any port above 1024."""
+    for name, error in {pair.source: pair.error for pair in facts.pairs if pair.error}.items():
+        yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
+    shut = [pair for pair in facts.pairs if pair.closed]
+    if shut and len(shut) == len(facts.pairs) > 2 and all(not _open(pair) for pair in shut):
+        apart = "a firewall on all of them, or a network that keeps its members apart (guest Wi-Fi, a cloud's security group)"
+        yield fail(f"no host reaches any other: {_how(shut[0])}", apart)
+        return
+    for pair in shut:
+        back = facts.pair(pair.target, pair.source)
+        way = " (the other direction works)" if back and not back.closed else " (nor does the other direction)" if back and not _open(back) else ""
+        some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
+        refused = all(why == "is refused" for why in pair.closed.values())
+        fix = f"on {pair.target}, let TCP from {_address(facts, pair.source)} in on ports 1024-65535:   ufw allow proto tcp from {_address(facts, pair.source)}"
+        yield fail(f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall" + (" that rejects" if refused else ""), fix)
+
+
+def _open(pair: Pair) -> list[int]:
+    return [port for port, why in pair.ports.items() if not why]
+
+
+def _how(pair: Pair) -> str:
+    """ports 29500 and 41234 do not answer"""
+    whys = list(pair.closed.values())
+    if len(set(whys)) > 1:
+        return listed([f"port {port} {why}" for port, why in pair.closed.items()])
+    ports = f"port{'s' if len(whys) > 1 else ''} {listed([str(port) for port in pair.closed])}"
+    if whys[0] not in _MANY:
+        return f"{ports}: {whys[0]}"
+    return f"{ports} {_MANY[whys[0]] if len(whys) > 1 else whys[0]}"
+
+
+def _address(facts: Facts, name: str) -> str:
+    return next((one.address for one in facts.hosts if one.name == name and one.address), name)
+
+
+@between("between.mtu")
+def mtu(facts: Facts) -> Iterator[Finding]:
+    """Full-size packets arrive, not only small ones: where they vanish, jobs connect and then hang in their first all-reduce."""
+    for one in facts.hosts:
+        if one.hole is not None:
+            yield fail(
+                f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole; packets of up to"
+                f" {one.hole.passes} bytes pass",
+                f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them; nothing else of it could be checked",
+            )
+    for pair in facts.pairs:
+        if pair.big is False:
+            largest = f"; packets of up to {pair.passes} bytes pass" if pair.passes else ""
+            source = next((one for one in facts.hosts if one.name == pair.source), None)
+            full = f" ({source.mtu} bytes)" if source and source.mtu else ""
+            device = source.interface if source and source.interface else "eth0"
+            yield fail(
+                f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word: an MTU hole{largest}",
+                f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}, or find what drops ICMP between them",
+            )
+
+
+@between("between.mtu-differs")
+def mtu_differs(facts: Facts) -> Iterator[Finding]:
+    """One MTU on all interfaces that lead to the others: jumbo frames on one side only are lost on the other."""
+    sizes = {one.mtu for one in facts.there if one.mtu}
+    if len(sizes) > 1:
+        found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
+        yield warn(f"the interfaces have unlike MTUs: {found}", f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
+
+
+@between("between.hostname")
+def hostname(facts: Facts) -> Iterator[Finding]:
+    """Hostnames that resolve, to an address others can use, one per host. Only noted: Stoker passes addresses and interfaces and needs no names."""
+    there = [one for one in facts.there if one.hostname]
+    names = [one.hostname or "" for one in there]
+    shared = sorted({name for name in names if names.count(name) > 1})
+    for name in shared:
+        nowhere = ", which resolves nowhere" if all(not (one.resolves or {}).get(name) for one in there) else ""
+        owners = listed([one.name for one in there if one.hostname == name])
+        yield _note(f"{owners} share the hostname {name}{nowhere}", "hostnamectl set-hostname NAME on all but one of them")
+    loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
+    if loops:
+        said = listed([f"{one.name}'s hostname {one.hostname} resolves to {listed(list((one.resolves or {})[one.hostname or '']))}" for one in loops])
+        fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in loops)
+        yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
+    lost = {name: [one.name for one in there if name in (one.resolves or {}) and not (one.resolves or {})[name]] for name in names if name not in shared}
+    lost = {name: seekers for name, seekers in lost.items() if seekers}
+    if lost:
+        everywhere = all(len(seekers) == len(there) for seekers in lost.values()) and len(there) > 1
+        where = "on any host" if everywhere else f"on {listed(next(iter(lost.values())))}" if len(lost) == 1 else "on all hosts"
+        fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
+        many = len(lost) > 1
+        yield _note(f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}", f"in every /etc/hosts: {fixes}")
+
+
+def _loopback(addresses: tuple[str, ...]) -> bool:
+    return bool(addresses) and all(address.startswith("127.") or address == "::1" for address in addresses)
+
+
+def _note(text: str, fix: str) -> Finding:
+    return Finding("", "ok", f"{text}: no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail", fix)
+
+
+@between("between.clock")
+def clock(facts: Facts) -> Iterator[Finding]:
+    """The clocks agree: logs, checkpoints by time and certificates go by them. Measured like NTP, from the protocol's own round trip."""
+    known = [one for one in facts.there if one.skew is not None]
+    if not known:
+        return
+    middle = sorted(one.skew or 0.0 for one in known)[len(known) // 2]
+    for one in known:
+        off = (one.skew or 0.0) - (middle if len(known) > 2 else 0.0)
+        if abs(off) - (one.skew_error or 0.0) > CLOCK_S:
+            than = "the other hosts'" if len(known) > 2 else "this machine's"
+            yield warn(f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}", "timedatectl set-ntp true")
+
+
+def _span(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+
+
+@between("between.slow-link")
+def slow_link(facts: Facts) -> Iterator[Finding]:
+    """No host and no pair is far slower than the others, than its interface says, or than gradients can bear."""
+    known = [pair for pair in facts.pairs if pair.rate]
+    slow = {(pair.source, pair.target): pair.rate or 0.0 for pair in known if _is_slow(facts, pair, max(one.rate or 0.0 for one in known))}
+    fix = "cable, switch port, duplex, Wi-Fi instead of the wire: `ethtool IFACE`, `ip -s link`"
+    if slow and len(slow) == len(known):
+        yield warn(f"all pairs are slow, {gigabits(min(slow.values()))} at worst: every step waits for that", fix)
+        return
+    for one in facts.there:
+        mine = {ends for ends in ((pair.source, pair.target) for pair in known) if one.name in ends}
+        if len(mine) > 2 and mine <= set(slow):
+            rest = [pair.rate or 0.0 for pair in known if (pair.source, pair.target) not in mine]
+            others = f", the other pairs {gigabits(min(rest))} or more" if rest else ""
+            yield warn(f"{one.name}: all that goes from and to it moves at {gigabits(min(slow[ends] for ends in mine))}{others}: every step waits for it", fix)
+            slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
+    for (source, target), rate in slow.items():
+        yield warn(f"{source} → {target}: {gigabits(rate)}, the best pair {gigabits(max(one.rate or 0.0 for one in known))}: every step waits for it", fix)
+
+
+def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:
+    rate = pair.rate or 0.0
+    ends = [one for one in facts.hosts if one.name in (pair.source, pair.target) and one.physical and one.speed]
+    wire = min((one.speed or 0 for one in ends), default=0) * 1e6 / 8
+    if wire and wire <= FILLED and rate < POOR_SHARE * wire:
+        return True
+    return rate < SLOW_RATE or (rate < SLOW_SHARE * best and rate < FAST_RATE)
+
+
+@between("between.all-reduce")
+def all_reduce(facts: Facts) -> Iterator[Finding]:
+    """An all-reduce with the hosts' own torch ends, and uses what the link carries."""
+    reduce = facts.reduce
+    if reduce is None:
+        if len(facts.there) > 1 and not facts.quick:
+            yield unknown("no all-reduce was tried: mend the findings above first")
+        return
+    if reduce.error:
+        more = "the findings above may say why; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"
+        yield fail(f"a {reduce.backend} all-reduce over {reduce.world} hosts fails: {reduce.error}", more)
+        return
+    rates = [pair.rate for pair in facts.pairs if pair.rate]
+    if reduce.bus and rates and reduce.bus < POOR_SHARE * min(rates) and min(rates) < FILLED:
+        said = f"the all-reduce moves {gigabits(reduce.bus)} a link, a single connection {gigabits(min(rates))}"
+        yield warn(said, "stoker cluster check --tune tries what may help")

@@ -1,0 +1,247 @@
+"""--sync and --stage: the working directory, and prepared data or weights, to every host's own disk. Only what differs by hash travels.
+
+All hosts side by side, each over the connection that its agent will use; the far end is control/agent/receiving.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from stoker.contract import protocol
+from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import shape
+from stoker.control.cluster import bundle, listing, transport
+from stoker.control.cluster.hosts import Host, Hosts
+from stoker.control.cluster.ssh_words import explain
+from stoker.control.machine.hashing import Hashes
+
+_CHUNK = 1 << 18
+_SAY_S = 2.0
+SILENCE_S = 20.0  # nothing sent for so long: the other side takes us for gone. A sick disk here may be slow to read
+_LONG = 2 * 10**9  # bytes that take seconds to hash
+_RECEIVER = "stoker.control.agent.receiving"
+Say = Callable[[str], None]
+
+
+@shape
+class Load:
+    """What goes to one place on each host."""
+
+    what: str  # for people: "the working directory", or the path
+    listing: listing.Listing
+    entries: bytes  # the offer, hashes included
+    manifest: str
+
+
+def sync(hosts: Hosts, source: str, say: Say) -> None:
+    """`source`, as git knows it, to each host's workdir; the same path where it has none. Refuses with a line per host that could not take it."""
+    source = os.path.abspath(source)
+    load = _load("the working directory", listing.working_directory(source), "inside", say)
+    for path in load.listing.skipped[:3]:
+        say(f"{path} is not copied: it is neither a file nor a link")
+    places = {host.name: host.workdir or source for host in hosts.hosts}
+    _copy(hosts, load, {name: where for name, where in places.items() if not _own(hosts, name, where, source)}, say)
+
+
+def stage(hosts: Hosts, what: Sequence[str], say: Say) -> None:
+    """Each PATH to the same path on every host, or PATH=REMOTE; links are followed."""
+    for told in what:
+        path, remote = split(told)
+        found = listing.tree(path)
+        one_file = os.path.isfile(path)
+        load = _load(path, found, "", say)
+        places = {}
+        for host in hosts.hosts:
+            where = remote if remote.startswith(("/", "~")) else os.path.join(host.workdir or os.getcwd(), remote)
+            if one_file and os.path.basename(where) != os.path.basename(path):
+                raise Refusal(f"--stage {told}: a file keeps its name; end REMOTE with /{os.path.basename(path)}", EX_USAGE)
+            where = os.path.dirname(where) if one_file else where
+            if not _own(hosts, host.name, where, found.root):
+                places[host.name] = where
+        _copy(hosts, load, places, say)
+
+
+def split(told: str) -> tuple[str, str]:
+    """(local path, remote path). A path with '=' in it that is there is one path."""
+    path, equals, remote = told.rpartition("=")
+    if not equals or os.path.exists(os.path.expanduser(told)):
+        path, remote = told, ""
+    path = os.path.abspath(os.path.expanduser(path))
+    if not os.path.exists(path):
+        raise Refusal(f"--stage {told}: no file or folder {path}", EX_NOINPUT)
+    return path, remote.rstrip("/") or path
+
+
+def _own(hosts: Hosts, name: str, where: str, source: str) -> bool:
+    host = next(host for host in hosts.hosts if host.name == name)
+    return host.here and os.path.realpath(os.path.expanduser(where)) == os.path.realpath(source)
+
+
+def _load(what: str, found: listing.Listing, manifest: str, say: Say) -> Load:
+    total = sum(entry.size for entry in found.entries)
+    if total > _LONG:
+        say(f"reading {what}, {total / 1e9:.1f} GB, for its hashes; those of big files are remembered")
+    hashes = Hashes()
+    rows = []
+    for entry in found.entries:
+        try:
+            value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
+        except OSError as problem:
+            raise Refusal(f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+        rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
+    hashes.save()
+    return Load(what, found, json.dumps(rows).encode(), manifest)
+
+
+def _copy(hosts: Hosts, load: Load, places: dict[str, str], say: Say) -> None:
+    copies = [_Copy(host, hosts, load, places[host.name]) for host in hosts.hosts if host.name in places]
+    threads = [threading.Thread(target=copy.run, name=f"copy to {copy.host.name}", daemon=True) for copy in copies]
+    for thread in threads:
+        thread.start()
+    began = said = time.monotonic()
+    try:
+        while any(thread.is_alive() for thread in threads):
+            next(thread for thread in threads if thread.is_alive()).join(0.1)
+            if time.monotonic() - said > _SAY_S:
+                said = time.monotonic()
+                say(_progress(load.what, copies, said - began))
+    finally:
+        for copy in copies:
+            copy.stop()
+    failed = [f"host {copy.host.name}: {copy.failure.removeprefix(f'host {copy.host.name}: ')}" for copy in copies if copy.failure]
+    if failed:
+        raise Refusal("\n".join(failed), EX_UNAVAILABLE, cause="host.copy")
+    took = [copy for copy in copies if copy.written or copy.removed]
+    if took:
+        names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
+        say(f"copied {load.what} to {names} in {span(time.monotonic() - began)}" + (f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""))
+    elif copies:
+        say(f"{load.what} is the same on all hosts, nothing to copy")
+
+
+def _count(copy: _Copy) -> str:
+    parts = [f"{copy.written} files, {copy.sent / 1e6:.1f} MB"] if copy.written else []
+    return ", ".join([*parts, *([f"{copy.removed} removed"] if copy.removed else [])])
+
+
+def _progress(what: str, copies: list[_Copy], seconds: float) -> str:
+    total, sent = sum(copy.needed for copy in copies), sum(copy.sent for copy in copies)
+    if not total:
+        return f"comparing {what} with {len(copies)} hosts"
+    left = f", {span((total - sent) * seconds / sent)} left" if sent else ""
+    return f"copying {what} to {len(copies)} hosts: {sent / 1e6:.0f} of {total / 1e6:.0f} MB{left}"
+
+
+class _Copy:
+    """One host's, in a thread of its own."""
+
+    def __init__(self, host: Host, hosts: Hosts, load: Load, where: str) -> None:
+        self.host, self._hosts, self._load, self._where = host, hosts, load, where
+        self.needed = self.sent = self.written = self.removed = 0
+        self.failure = ""
+        self._greeted = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self) -> None:
+        with tempfile.TemporaryFile() as complaints:
+            try:
+                self._talk(complaints.fileno())
+            except _Refused as refusal:
+                self.failure = str(refusal)
+            except (OSError, EOFError, protocol.ProtocolError) as problem:
+                self.failure = self._why(complaints.fileno(), problem)
+            finally:
+                self.stop()
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    def _why(self, complaints: int, problem: Exception) -> str:
+        assert self._process is None or self._process.stdout is not None
+        if self._process is None:
+            return "there is no ssh client on the PATH" if isinstance(problem, FileNotFoundError) else str(problem)
+        try:
+            code: int | None = self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        os.lseek(complaints, 0, os.SEEK_SET)
+        said = os.read(complaints, 1 << 16).decode("utf-8", "replace")
+        if self._greeted and not said:
+            return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB"
+        return explain(self.host.name, said, code)
+
+    def _talk(self, complaints: int) -> None:
+        packed = bundle.pack()
+        argv = transport.python_command(self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), str(len(packed))])
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True)
+        answers = self._answers()
+        self._send(packed)
+        order = {"do": "offer", "root": self._where, "manifest": self._load.manifest, "silence": SILENCE_S}
+        self._send(protocol.encode(order, self._load.entries))
+        need = set(json.loads(next(answers)[1] or b"[]"))
+        wanted = [entry for entry in self._load.listing.entries if entry.path in need]
+        self.needed = sum(entry.size for entry in wanted)
+        for entry in wanted:
+            self._send_file(entry)
+        self._send(protocol.encode({"do": "finish"}))
+        finished, _ = next(answers)
+        self.written, self.removed = finished["written"], finished["removed"]
+
+    def _send_file(self, entry: listing.Entry) -> None:
+        """The hash is of the bytes as they were read now: a file may have changed since it was offered."""
+        digest = hashlib.sha256()
+        self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
+        place = os.path.join(self._load.listing.root, entry.path)
+        try:
+            with open(place, "rb", buffering=0) as file:
+                while data := file.read(_CHUNK):
+                    digest.update(data)
+                    self._send(protocol.encode({"do": "data"}, data))
+                    self.sent += len(data)
+        except OSError as problem:
+            if problem.filename is None:  # the pipe's, not the file's
+                raise
+            raise _Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+        self._send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
+
+    def _send(self, data: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            with contextlib.suppress(StopIteration):
+                next(self._answers_left)  # it may have said why before it ended
+            raise
+
+    def _answers(self) -> Iterator[tuple[protocol.Message, bytes]]:
+        self._answers_left = self._read()
+        return self._answers_left
+
+    def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
+        assert self._process is not None and self._process.stdout is not None
+        decoder = protocol.Decoder(expect_sentinel=True)
+        while True:
+            data = os.read(self._process.stdout.fileno(), 1 << 18)
+            if not data:
+                raise EOFError("the other side ended")
+            for message, payload in decoder.feed(data):
+                self._greeted = True
+                if message["is"] == "refused":
+                    raise _Refused(message["line"])
+                yield message, payload
+
+
+class _Refused(Exception):
+    """The far end's own line."""

@@ -1,0 +1,58 @@
+"""The `env:` block of a hosts file, replaced as text: comments, order and quoting of the rest stay as their author wrote them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
+
+_NOTE = "measured by `stoker cluster check --tune`"
+# From `env:` at the start of a line to the next line that begins with something else than a space or a comment that belongs to the block.
+_BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
+
+
+def with_env(text: str, env: dict[str, str]) -> str:
+    """The file's text with this and no other env; without the block where env is empty."""
+    import yaml
+
+    before = yaml.safe_load(text) or {}
+    try:
+        json.loads(text)
+        return json.dumps({**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}, indent=1) + "\n"
+    except ValueError:
+        pass  # not JSON: YAML, with comments worth keeping
+    block = f"env:   # {_NOTE}\n" + "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items()) if env else ""
+    found = _BLOCK.search(text)
+    if found:
+        blank = "\n" if found[0].endswith("\n\n") and block else ""
+        after = text[: found.start()] + block + blank + text[found.end() :]
+    else:
+        after = text + ("" if text.endswith("\n") or not text else "\n") + block
+    wanted = {**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}
+    try:
+        right = (yaml.safe_load(after) or {}) == wanted
+    except yaml.YAMLError:  # a file in one pair of braces
+        right = False
+    if not right:
+        raise ValueError("its env: can't be replaced without touching the rest")
+    return after
+
+
+def keep(path: str, env: dict[str, str]) -> None:
+    """Writes it, whole or not at all."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+        changed = with_env(text, env)
+        fresh = f"{path}.{os.getpid()}"
+        with open(fresh, "w", encoding="utf-8") as file:
+            file.write(changed)
+        os.chmod(fresh, os.stat(path).st_mode & 0o7777)
+        os.replace(fresh, path)
+    except ValueError as problem:
+        lines = ", ".join(f"{name}: {value}" for name, value in env.items())
+        raise Refusal(f"{path}: {problem}; write it yourself: env: {{{lines}}}", EX_CONFIG) from problem
+    except OSError as problem:
+        raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

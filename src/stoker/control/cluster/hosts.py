@@ -1,0 +1,296 @@
+"""The hosts of a run, in rank order: from a hosts file (YAML or JSON) or from `a,b,user@c`. Everything that can't be is refused here.
+
+    ssh_config: ~/.ssh/config        # optional
+    defaults: {user: train, python: ~/venv/bin/python, workdir: ~/train}
+    hosts:
+      - {host: 192.168.1.100, slots: 2}
+      - {host: 192.168.1.101, slots: 1, interface: eth1}
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.settings import suggest
+from stoker.contract.shape import shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, NoReturn
+
+_FILE = (".yaml", ".yml", ".json")
+_TOP = ("ssh_config", "ssh_options", "defaults", "hosts", "env")
+_TEXT = ("user", "identity", "python", "venv", "workdir", "interface", "address")
+_KEYS = ("host", *_TEXT, "gpus", "port", "slots", "local")
+_PATHS = ("identity", "python", "venv", "workdir")
+# ssh puts user and host into the commands of ProxyCommand and Match exec, which a shell runs.
+_ACTED_ON = re.compile(r"""[\s'"`$;&|<>()\[\]{}*?!#~^\\,=\x00-\x1f\x7f]""")
+_LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
+
+
+@shape
+class Host:
+    name: str  # unique; printed, and the key of everything that is kept by host
+    target: str  # what ssh is given
+    address: str | None = None  # where the other hosts reach it, if told
+    user: str | None = None
+    port: int | None = None
+    identity: str | None = None
+    python: str | None = None  # a leading ~ is expanded there
+    workdir: str | None = None  # None: the coordinator's own; a leading ~ is expanded there
+    gpus: str | None = None
+    interface: str | None = None
+    slots: int | None = None
+    here: bool = False  # this very machine: a pipe instead of ssh
+
+
+@shape
+class Hosts:
+    hosts: tuple[Host, ...]
+    ssh_config: str | None = None
+    ssh_options: tuple[str, ...] = ()
+    path: str | None = None
+    env: dict[str, str] = {}  # noqa: RUF012  frozen: what measurably helps on this network, given to all ranks
+    srun: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  in a Slurm job: the srun options that reach each node (slurm.py); empty: ssh reaches them
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(host.name for host in self.hosts)
+
+
+def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
+    if told.endswith(_FILE):
+        return from_mapping(_parse(told), told, ssh_options)
+    if "/" in told:
+        raise Refusal(f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas", EX_USAGE)
+    words = [word.strip() for word in told.split(",")]
+    if not any(words):
+        raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
+    if not all(words):
+        raise Refusal(f"--hosts {told}: an empty name between two commas", EX_USAGE)
+    return _checked([_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words], "--hosts", None, ssh_options, None, {})
+
+
+def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
+    """What a hosts file holds. `path` is named in refusals, and files are looked for beside it; not `written`: it is not there yet."""
+    for key in data:
+        if key not in _TOP:
+            _refuse(path, f"unknown key {key!r}{suggest(str(key), _TOP)}")
+    defaults = data.get("defaults") or {}
+    if not isinstance(defaults, dict):
+        _refuse(path, f"defaults: {_found(defaults)}; write keys and values, such as {{user: train}}")
+    _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
+    entries = data.get("hosts")
+    if not isinstance(entries, list) or not entries:
+        _refuse(path, f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}")
+    folder = os.path.dirname(os.path.abspath(path))
+    config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
+    options = data.get("ssh_options") or []
+    if not isinstance(options, list) or not all(isinstance(one, str) for one in options):
+        _refuse(path, f"ssh_options: {_found(options)}; write a list such as [-oCompression=yes]")
+    ssh_options = (*more_options, *options)  # ssh takes the first it is given: a flag wins over the file
+    hosts = []
+    for number, entry in enumerate(entries, 1):
+        entry = _entry(entry, f"{path}: host {number}")
+        name = entry.get("host", number)
+        where = f"{path}: host {name if str(name).isprintable() else number}"
+        _known_keys(entry, where)
+        base = {key: value for key, value in defaults.items() if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))}
+        hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
+    return _checked(hosts, path, config, ssh_options, path if written else None, _environment(data.get("env") or {}, path))
+
+
+def _parse(path: str) -> dict[Any, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except FileNotFoundError as problem:
+        raise Refusal(f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT) from problem
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Refusal(f"the hosts file {path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_NOINPUT) from problem
+    import yaml  # JSON is YAML
+
+    try:
+        _no_key_twice(yaml.compose(text, yaml.SafeLoader), path)
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        said = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+        raise Refusal(f"{path}{where}: not YAML: {said}", EX_CONFIG) from problem
+    if not isinstance(data, dict):
+        _refuse(path, f"{_found(data)}; a hosts file has a key hosts: with a list")
+    return data
+
+
+def _no_key_twice(node: Any, path: str) -> None:
+    """YAML readers take the last of two equal keys without a word."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    _refuse(path, f"line {key.start_mark.line + 1}: the key {key.value} is there twice")
+                seen.add(key.value)
+            _no_key_twice(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for one in node.value:
+            _no_key_twice(one, path)
+
+
+def _entry(entry: Any, where: str) -> dict[str, Any]:
+    """`user@host` is short for {user: user, host: host}."""
+    if isinstance(entry, str):
+        user, at, host = entry.rpartition("@")
+        return {"user": user, "host": host} if at else {"host": entry}
+    if not isinstance(entry, dict):
+        _refuse(where, f"{_found(entry)}; write {{host: NAME}}")
+    if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
+        user, _, host = entry["host"].rpartition("@")
+        return {**entry, "user": user, "host": host}
+    return entry
+
+
+def _known_keys(entry: Mapping[Any, Any], where: str, without: tuple[str, ...] = ()) -> None:
+    known = [key for key in _KEYS if key not in without]
+    for key, value in entry.items():
+        if key not in known:
+            _refuse(where, f"unknown key {key!r}{suggest(str(key), known)}")
+        if value is None or value == "":
+            _refuse(where, f"{key}: has no value; leave the key out instead")
+        if key in ("host", *_TEXT) and not isinstance(value, str):
+            _refuse(where, f"{key}: {_found(value)}, not text; put it in quotes")
+        if key in ("port", "slots") and (isinstance(value, bool) or not isinstance(value, int)):
+            _refuse(where, f"{key}: {_found(value)}, not a whole number")
+        if key == "port" and not 1 <= value <= 65535:
+            _refuse(where, f"port: {value} is not between 1 and 65535")
+        if key == "slots" and value < 1:
+            _refuse(where, f"slots: {value}; a host has at least one rank, or is left out of the file")
+        if key == "local" and not isinstance(value, bool):
+            _refuse(where, f"local: {_found(value)}, not true or false")
+    if "python" in entry and "venv" in entry:
+        _refuse(where, "python and venv are both given; a venv means its bin/python")
+
+
+def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[str, ...], ssh_config: str | None) -> Host:
+    name = entry.get("host", "")
+    if not name:
+        _refuse(where, "host: is missing; it is the name or address that ssh is given")
+    user = entry.get("user")
+    _plain("host", name, where, "@/" if is_address(name) else "@/%:")
+    if user is not None:
+        _plain("user", user, where, "/%:")
+    for key in ("interface", "address"):
+        if entry.get(key) is not None:
+            _plain(key, entry[key], where, "@/")
+    for key in _PATHS:
+        if "\0" in (entry.get(key) or ""):
+            _refuse(where, f"{key}: holds a NUL character")
+    python = entry.get("python") or (os.path.join(entry["venv"], "bin", "python") if entry.get("venv") else None)
+    workdir = entry.get("workdir")
+    if workdir is not None and not workdir.startswith(("/", "~")):
+        _refuse(where, f"workdir: {workdir} is relative; begin it with / or ~/")
+    port = entry.get("port")
+    here = entry.get("local")
+    if here is None:
+        here = not port and not ssh_options and _is_here(name, user, ssh_config is None)
+    identity = _local_file(entry.get("identity"), f"{where}: identity", folder)
+    return Host(name, name, entry.get("address"), user, port, identity, python, workdir, _gpus(entry.get("gpus"), where), entry.get("interface"),
+                entry.get("slots"), here)  # fmt: skip
+
+
+def _plain(key: str, value: str, where: str, more: str = "") -> None:
+    if not value:
+        _refuse(where, f"an empty {key}")
+    bad = "a leading '-'" if value.startswith("-") else ""
+    acted_on = _ACTED_ON.search(value) or next((re.search(re.escape(one), value) for one in more if one in value), None)
+    if acted_on:
+        bad = repr(acted_on[0])
+    if bad:
+        _refuse(where, f"{key} {value!r} holds {bad}, which ssh or a shell would act on; such a name is not used")
+
+
+def is_address(word: str) -> bool:
+    import socket
+
+    for family in (socket.AF_INET, socket.AF_INET6):
+        try:
+            socket.inet_pton(family, word.partition("%")[0])
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _is_here(name: str, user: str | None, plain_ssh: bool) -> bool:
+    """Loopback, unless ssh settings may lead it elsewhere (a forwarded port), or the address of an interface of ours."""
+    import getpass
+    import socket
+
+    if user is not None and user != getpass.getuser():
+        return False
+    if _LOOPBACK.fullmatch(name):
+        return plain_ssh
+    if not is_address(name) or "%" in name:
+        return False
+    with socket.socket(socket.AF_INET6 if ":" in name else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((name, 0))
+        except OSError:  # not an address of ours
+            return False
+    return True
+
+
+def _gpus(told: Any, where: str) -> str | None:
+    if isinstance(told, list) and all(isinstance(one, (int, str)) and not isinstance(one, bool) for one in told):
+        told = ",".join(str(one) for one in told)
+    if told is not None and (isinstance(told, bool) or not isinstance(told, (int, str)) or told == ""):
+        _refuse(where, f"gpus: {_found(told)}; write 0,3 or UUIDs or any:2, as --gpus has it")
+    return None if told is None else str(told)
+
+
+def _local_file(told: Any, where: str, folder: str) -> str | None:
+    if told is None:
+        return None
+    if not isinstance(told, str) or not told:
+        _refuse(where, f"{_found(told)}, not a path")
+    path = os.path.join(folder, os.path.expanduser(told))
+    if not os.path.isfile(path):
+        raise Refusal(f"{where}: no file {path}", EX_NOINPUT)
+    return path
+
+
+def _environment(told: Any, path: str) -> dict[str, str]:
+    if not isinstance(told, dict):
+        _refuse(path, f"env: {_found(told)}; write NAME: VALUE pairs")
+    for name, value in told.items():
+        if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            _refuse(path, f"env: {name!r} is not a variable's name")
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+            _refuse(path, f"env: {name}: {_found(value)}; put it in quotes")
+    return {name: str(value) for name, value in told.items()}
+
+
+def _checked(hosts: list[Host], where: str, config: str | None, options: tuple[str, ...], path: str | None, env: dict[str, str]) -> Hosts:
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:
+            _refuse(where, f"host {host.name} is there twice; name each host once and give it more slots", EX_CONFIG if path else EX_USAGE)
+        seen.add(host.name)
+    ours = [host.name for host in hosts if host.here]
+    if len(ours) > 1:
+        _refuse(where, f"{' and '.join(ours)} are all this very machine; name it once", EX_CONFIG if path else EX_USAGE)
+    return Hosts(tuple(hosts), config, options, path, env)
+
+
+def _found(value: Any) -> str:
+    return "nothing" if value is None else f"found {value!r}"
+
+
+def _refuse(where: str, what: str, code: int = EX_CONFIG) -> NoReturn:
+    raise Refusal(f"{where}: {what}", EX_USAGE if where == "--hosts" else code)

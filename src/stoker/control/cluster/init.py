@@ -1,0 +1,156 @@
+"""`stoker cluster init`: a hosts file, written by asking the hosts for their cards, their torch and their way to each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import shape
+from stoker.control.cluster import transport
+from stoker.control.cluster.asking import Asking
+from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
+
+MEET_S = transport.CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
+ROUTE_S = 10.0
+_PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
+
+Gather = Callable[[list[transport.Link], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
+Say = Callable[[str], None]
+
+
+@shape
+class Answer:
+    """One host, as it will stand in the file."""
+
+    name: str
+    user: str | None
+    gpus: tuple[str, ...]  # their names
+    gpu_error: str | None
+    python: str | None
+    python_version: str | None
+    torch: str | None
+    interface: str | None
+    address: str | None  # only where its name is none
+
+    @property
+    def about(self) -> str:
+        """For people: what was found."""
+        cards = " + ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
+        if not cards:
+            cards = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
+        torch = f"torch {self.torch} (Python {self.python_version})" if self.torch else f"no torch in {self.python}" if self.python else "no Python"
+        return " ".join(f"{cards}, {torch}".split())
+
+
+def main_part(
+    names: list[str], out: str, defaults: Mapping[str, Any], more: Mapping[str, Any], ssh_options: tuple[str, ...], force: bool, gather: Gather, say: Say
+) -> None:
+    """`defaults`: user, python, identity … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
+    if os.path.lexists(out) and not force:
+        raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
+    folder = os.path.dirname(os.path.abspath(out))
+    if not os.access(folder, os.W_OK):
+        raise Refusal(f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}", EX_CANTCREAT)
+    wanted = {**more, "defaults": dict(defaults), "hosts": list(names), **({"ssh_options": list(ssh_options)} if ssh_options else {})}
+    hosts = from_mapping(wanted, out, written=False)
+    answers = _ask(hosts, gather)
+    for answer in answers:
+        say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
+    _write(out, text(answers, defaults, {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}))
+    say(f"wrote {out}: {len(answers)} hosts, {sum(max(1, len(answer.gpus)) for answer in answers)} ranks; `stoker cluster check --hosts {out}` looks closer")
+
+
+def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
+    by_name = {host.name: host for host in hosts.hosts}
+    try:
+        links = [transport.reach(host, hosts) for host in hosts.hosts]
+    except FileNotFoundError as problem:
+        raise Refusal("other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
+
+    def hear(member: Any, message: Any, payload: bytes) -> None:
+        asking.hear(member.host, message, payload)
+
+    members = gather(links, hear, lambda member, line: None)
+    asking = Asking(members.all, members.pump)
+    try:
+        pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}
+        setups = asking.ask("setup", {name: {"pythons": pythons[name]} for name in by_name}, 60.0)
+        first = asking.ask("route", {name: {"to": []} for name in by_name}, ROUTE_S)
+        found, ways = asking.answers(setups, MEET_S + 60.0), asking.answers(first, MEET_S)
+        _refuse_failed({name: {**ways[name], **found[name]} for name in by_name})
+        addresses = {name: name if is_address(name) else ways[name].get("reached_at") for name in by_name}
+        peers = {name: [address for other, address in addresses.items() if other != name and address] for name in by_name}
+        routes = asking.answers(asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S), ROUTE_S + 1)
+        _refuse_failed(routes)
+    finally:
+        members.close()
+    return [_answer(host.user, name, found[name], routes[name], addresses[name]) for name, host in by_name.items()]
+
+
+def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
+    failed = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
+    if failed:
+        lines = [why if why.startswith(f"host {name}: ") else f"host {name}: {why}" for name, why in failed.items()]
+        raise Refusal("\n".join(lines), EX_UNAVAILABLE, cause="host.agent")
+
+
+def _answer(user: str | None, name: str, found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:
+    pythons = found["pythons"]
+    best = next((one for one in pythons if one["torch"]), pythons[0] if pythons else {})
+    ways = [one for one in way["routes"].values() if one.get("interface")]
+    interfaces = {one["interface"] for one in ways}
+    here = address or next((one["source"] for one in ways), None)
+    return Answer(name, user, tuple(found["gpus"]), found["gpu_error"], best.get("python"), best.get("version"), best.get("torch"),
+                  interfaces.pop() if len(interfaces) == 1 else None, None if is_address(name) else here)  # fmt: skip
+
+
+def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, Any]) -> str:
+    """The file. What all hosts have in common is a default; each line ends with what its host said."""
+    common = dict(defaults)
+    pythons = {answer.python for answer in answers}
+    if len(pythons) == 1 and None not in pythons:
+        common["python"] = pythons.pop()
+    lines = ["# Written by `stoker cluster init`. Ranks are numbered in this order; slots are the ranks of a host."]
+    lines += [f"{key}: {_flow(value)}" for key, value in more.items()]
+    if common:
+        lines.append(f"defaults: {_flow(common)}")
+    lines.append("hosts:")
+    for answer in answers:
+        entry: dict[str, Any] = {"host": answer.name, "slots": max(1, len(answer.gpus))}
+        mine = {"user": answer.user, "python": answer.python, "interface": answer.interface, "address": answer.address}
+        entry |= {key: value for key, value in mine.items() if value is not None and value != common.get(key)}
+        lines.append(f"  - {_flow(entry)}  # {answer.about}")
+    return "\n".join(lines) + "\n"
+
+
+def _flow(value: Any) -> str:
+    """One line of YAML; a text is quoted where YAML would read it as something else."""
+    import json
+
+    import yaml
+
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(_flow(one) for one in value) + "]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        same = value.isprintable() and yaml.safe_load(f"{{k: {value}}}") == {"k": value}
+    except yaml.YAMLError:
+        same = False
+    return value if same else json.dumps(value)
+
+
+def _write(out: str, content: str) -> None:
+    fresh = f"{out}.{os.getpid()}"
+    try:
+        with open(fresh, "w", encoding="utf-8") as file:
+            file.write(content)
+        os.replace(fresh, out)
+    except OSError as problem:
+        if os.path.exists(fresh):
+            os.unlink(fresh)
+        raise Refusal(f"{out} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

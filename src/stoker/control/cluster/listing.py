@@ -1,0 +1,115 @@
+"""What belongs to a working directory: what git knows of it where it is a checkout, else all but what is made anew anyway."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from collections.abc import Iterator
+
+from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.shape import shape
+
+# Not copied, unless git tracks it.
+LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
+
+
+@shape
+class Entry:
+    path: str  # relative, with '/'
+    kind: str  # "file" or "link"
+    mode: int
+    size: int
+    target: str = ""  # of a link
+
+
+@shape
+class Listing:
+    root: str
+    entries: tuple[Entry, ...]
+    skipped: tuple[str, ...] = ()  # sockets, pipes, devices: not for copying
+    by_git: bool = False
+
+
+def working_directory(root: str) -> Listing:
+    root = os.path.abspath(root)
+    if not os.path.isdir(root):
+        raise Refusal(f"no folder {root} to copy", EX_NOINPUT)
+    known = _git(root)
+    paths = _walk(root) if known is None else known
+    return _looked_at(root, paths, follow=False, by_git=known is not None)
+
+
+def tree(path: str) -> Listing:
+    """Prepared data or weights: a file or all of a folder. Links are followed: a cache of models is full of links to its own store."""
+    path = os.path.abspath(path)
+    if os.path.isfile(path):
+        return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)
+    if not os.path.isdir(path):
+        raise Refusal(f"nothing to stage at {path}", EX_NOINPUT)
+    found = (os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+    return _looked_at(path, found, follow=True)
+
+
+def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = False) -> Listing:
+    entries: dict[str, Entry] = {}
+    skipped = []
+    for path in paths:
+        if path == layout.SYNCED or os.path.basename(path).startswith(".stoker-part-"):
+            continue
+        place = os.path.join(root, path)
+        try:
+            seen = os.stat(place) if follow else os.lstat(place)
+        except FileNotFoundError:  # git knows it still, or it went meanwhile, or it is a link to nowhere
+            continue
+        mode = stat.S_IMODE(seen.st_mode) & 0o777
+        if stat.S_ISLNK(seen.st_mode):
+            entries[path] = Entry(path, "link", mode, 0, os.readlink(place))
+        elif stat.S_ISREG(seen.st_mode):
+            entries[path] = Entry(path, "file", mode, seen.st_size)
+        else:
+            skipped.append(path)
+    return Listing(root, tuple(entries[path] for path in sorted(entries)), tuple(skipped), by_git)
+
+
+def _git(root: str) -> Iterator[str] | None:
+    """None: not a checkout, or no git to ask."""
+    try:
+        inside = subprocess.run(["git", "-C", root, "rev-parse", "--is-inside-work-tree"], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    if inside.returncode or inside.stdout.strip() != "true":
+        if "dubious ownership" in inside.stderr:
+            raise Refusal(f"git does not trust {root} ({inside.stderr.strip().splitlines()[0]}), so what it ignores is not known", EX_NOINPUT)
+        return None
+    if subprocess.run(["git", "-C", root, "check-ignore", "-q", root], capture_output=True, check=False).returncode == 0:
+        return None  # a folder that the checkout around it ignores as a whole: its own master
+    return _git_files(root)
+
+
+def _git_files(root: str) -> Iterator[str]:
+    tracked = _git_list(root, "--cached")
+    others = (path for path in _git_list(root, "--others", "--exclude-standard") if not any(part in LEFT_OUT for part in path.split("/")))
+    for path in [*tracked, *others]:
+        place = os.path.join(root, path)
+        if os.path.isdir(place) and not os.path.islink(place):  # a submodule, or a checkout of its own inside
+            for inner in _git(place) or _walk(place):
+                yield os.path.join(path, inner)
+        else:
+            yield path
+
+
+def _git_list(root: str, *which: str) -> list[str]:
+    done = subprocess.run(["git", "-C", root, "ls-files", "-z", *which], capture_output=True, check=False)
+    if done.returncode:
+        raise Refusal(f"git can't list {root}: {done.stderr.decode('utf-8', 'replace').strip()}", EX_NOINPUT)
+    return [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
+
+
+def _walk(root: str) -> Iterator[str]:
+    for folder, folders, names in os.walk(root):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        folders[:] = [name for name in folders if name not in LEFT_OUT and name not in links]
+        for name in [*names, *(link for link in links if link not in LEFT_OUT)]:
+            yield os.path.relpath(os.path.join(folder, name), root)

@@ -1,0 +1,73 @@
+"""The network between the hosts, tried by the hosts themselves: every one listens, every other connects, then they stream to each other."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+
+from stoker.contract.shape import replace
+from stoker.control.cluster.asking import Asking, Question
+from stoker.control.cluster.facts import Pair
+
+NET_S = 14.0
+STREAM_S = 14.0
+ROUNDS = 4  # of streams: each host to its k-th neighbour
+DOUBTFUL = 0.5  # of the median rate: measured once more, alone
+AGAIN = 6
+
+
+def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> tuple[list[Pair], int, Question | None]:
+    """(pairs, the store's port, the question). That one is still open: the listeners stay until it is told to end.
+
+    `store_port`: the first host must have this one free; elsewhere, and where it is 0, any of the usual range will do.
+    """
+    if len(addresses) < 2:
+        return [], 0, None
+    token = secrets.token_hex(16)
+    wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
+    question = asking.ask("net", {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()}, 120.0)
+    first = asking.words(question, 1, NET_S)
+    ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
+    peers = {name: {other: {"address": addresses[other], "ports": ports[other]} for other in ports if other != name} for name in ports}
+    asking.tell(question, {name: {"do": "meet", "peers": one} for name, one in peers.items()})
+    pairs = []
+    for source, word in asking.words(question, 2, NET_S).items():
+        if source not in ports:
+            continue
+        for target in peers[source]:
+            one = word.get(target) or {"ports": {str(port): word.get("error", "no answer") for port in ports[target]}}
+            closed = {int(port): why for port, why in one["ports"].items()}
+            pairs.append(Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes")))
+    unheard = [name for name in addresses if name not in ports]
+    pairs += [Pair(name, other, {}, error=first[name].get("error", "no answer")) for name in unheard for other in addresses if other != name]
+    return pairs, next((one[0] for one in ports.values()), 0), question
+
+
+def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
+    """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more, alone."""
+    names = list(addresses)
+    good = {(pair.source, pair.target): pair for pair in pairs if pair.big and not pair.closed}
+    rates: dict[tuple[str, str], float] = {}
+    for distance in range(1, min(len(names), ROUNDS + 1)):
+        ring = ((names[n], names[(n + distance) % len(names)]) for n in range(len(names)))
+        rates.update(_round(asking, question, addresses, [good[ends] for ends in ring if ends in good]))
+    middle = sorted(rates.values())[len(rates) // 2] if rates else 0.0
+    doubtful = sorted((rate, ends) for ends, rate in rates.items() if rate < DOUBTFUL * middle)
+    for rate, ends in doubtful[:AGAIN]:
+        rates[ends] = max(rate, *_round(asking, question, addresses, [good[ends]]).values(), 0.0)
+    return [replace(pair, rate=rates.get((pair.source, pair.target))) for pair in pairs]
+
+
+def _round(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: Iterable[Pair]) -> dict[tuple[str, str], float]:
+    mine = {pair.source: pair for pair in pairs}
+    said = {name: len(question.more[name]) for name in mine}
+    asking.tell(question, {name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))} for name, pair in mine.items()})
+    late = asking.wait(STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine))
+    words = {name: question.more[name][said[name]] for name in mine if name not in late and len(question.more[name]) > said[name]}
+    return {(name, mine[name].target): float(word["rate"]) for name, word in words.items() if "rate" in word}
+
+
+def part(asking: Asking, question: Question) -> None:
+    """The listeners close."""
+    asking.tell(question, {name: {"do": "end"} for name in question.hosts})
+    asking.answers(question, 3.0)

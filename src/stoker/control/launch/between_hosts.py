@@ -1,0 +1,154 @@
+"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its ranks need."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from stoker.contract import protocol
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.control.launch import addresses
+from stoker.control.launch.muster import Muster
+from stoker.control.launch.orders import Towards
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.unusable import Unusable
+
+ROUTE_S = 10.0
+READY_S = 15.0
+FILES_S = 30.0
+
+
+class BetweenHosts:
+    def __init__(self, muster: Muster) -> None:
+        self._muster = muster
+        self._addresses: dict[str, str] = {}
+        self._interfaces: dict[str, str] = {}
+        self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
+        self._pythons: dict[str, str] = {}
+        self._program = ""  # the hash they agreed on
+
+    def find_ways(self) -> None:
+        """Addresses and interfaces of those that take part now."""
+        muster = self._muster
+        hosts = [muster.by_name[member.host] for member in muster.members.all]
+        if len(hosts) == 1:
+            self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
+            return
+        found = addresses.known(hosts)
+        if len(found) + sum(host.here for host in hosts) < len(hosts):
+            found = addresses.reached(self._routes(list(found.values())), found)
+        routes = self._routes(list(found.values()))
+        whole = addresses.complete(hosts, routes, found)
+        if len(whole) > len(found):
+            routes = self._routes(list(whole.values()))
+        self._addresses, self._interfaces = whole, addresses.interfaces(hosts, routes, whole)
+
+    def _routes(self, to: list[str]) -> dict[str, Any]:
+        answers = self._muster.probe("route", {member.host: {"to": to} for member in self._muster.members.all}, ROUTE_S)
+        _refuse_errors(answers, self._muster)
+        return answers
+
+    @property
+    def master(self) -> str:
+        """Rank 0's address, as the others reach it."""
+        return self._muster.options.master_addr or self._addresses[self._muster.members.all[0].host]
+
+    def towards(self, host: str) -> Towards:
+        muster = self._muster
+        one = muster.by_name[host]
+        assert muster.hosts is not None
+        return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), muster.hosts.env)
+
+    def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
+        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say otherwise."""
+        muster = self._muster
+        token = f".shared-{os.getpid()}"
+        path = os.path.join(place.dir, token)
+        with open(path, "wb"):
+            pass
+        self._ready = {"run_dir": place.dir, "token": token}
+        self._pythons = {host: plan.pythons.get(host, plan.argv[0]) for host in muster.by_name}
+        try:
+            answers = muster.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
+        finally:
+            os.unlink(path)
+        _refuse_errors(answers, muster)
+        wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
+        if wrong:
+            raise Refusal("; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts")
+        lines = []
+        unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
+        if unwritable:
+            lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the same, checkpoints there don't")
+        apart = [host for host, answer in answers.items() if not answer["shared"]]
+        if apart:
+            lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: checkpoints stay on the host that writes them; "
+                         "resuming needs a shared folder, or the same host for rank 0")  # fmt: skip
+        return lines
+
+    def check_program(self, plan: RunPlan) -> None:
+        """Script and package must be the same on all hosts. Those that differ are named together."""
+        muster = self._muster
+        request, options = muster.request, muster.options
+        if options.no_python or len(plan.hosts) < 2:
+            return
+        from stoker.control.cluster.agreement import disagreements
+
+        answers = muster.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
+        wrong = disagreements(answers, request.script)
+        if wrong:
+            raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
+        self._program = answers[plan.hosts[0]]["package"]
+
+    def _ask_ready(self, host: str) -> dict[str, Any]:
+        return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
+
+    def _ask_files(self, host: str) -> dict[str, Any]:
+        request = self._muster.request
+        return {"workdir": self.towards(host).workdir, "script": request.script, "module": request.options.module, "python": self._pythons[host]}
+
+    def fitness(self, host: str) -> dict[str, dict[str, Any]]:
+        """What a host that is back must show before it may join."""
+        return {"ready": self._ask_ready(host), **({"files": self._ask_files(host)} if self._program else {})}
+
+    def unfit(self, host: str, answers: dict[str, Any]) -> str:
+        broken = [str(answer["error"]) for answer in answers.values() if "error" in answer]
+        if broken:
+            return broken[0]
+        wrong = list(answers["ready"]["problems"])
+        if self._program and answers["files"]["package"] != self._program:
+            wrong.append(f"{self._muster.request.script} is not the same there any more")
+        return "; ".join(wrong)
+
+    def check_each_other(self) -> list[str]:
+        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say otherwise."""
+        muster = self._muster
+        if len(muster.members.all) < 2:
+            return []
+        from stoker.control.cluster.asking import Asking
+        from stoker.control.cluster.quick import quick
+
+        assert muster.hosts is not None
+        asking = Asking(list(muster.members.all), muster.listen)
+
+        def hear(host: str, message: protocol.Message, payload: bytes) -> None:
+            asking.hear(host, message, payload)
+
+        muster.listener = hear
+        try:
+            found = quick(asking, muster.hosts, self._addresses)
+        finally:
+            muster.listener = None
+        said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
+        bad = [line for one, line in said if one.level == "fail"]
+        if bad:
+            more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
+            raise Refusal(f"{'; '.join(bad)} {more}", EX_UNAVAILABLE, cause="launch.hosts")
+        return [f"! {line}" for one, line in said if one.level == "warn"]
+
+
+def _refuse_errors(answers: dict[str, Any], muster: Muster) -> None:
+    broken = {host: str(answer["error"]) for host, answer in answers.items() if "error" in answer}
+    if broken:
+        raise Unusable(broken, len(muster.by_name))

@@ -1,0 +1,153 @@
+"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or a host is lost."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+
+from stoker.contract.shapes import RankEnd
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.members import Member
+from stoker.control.launch.muster import Muster
+from stoker.control.launch.output import Output
+from stoker.control.record.writer import RunRecord
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.membership import Membership
+
+GRACE_FAILURE_S = 5.0
+GRACE_STOP_S = 30.0
+SETTLE_S = 1.0
+TWICE_S = 1.0
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Following:
+    """`membership`: None on one machine."""
+
+    def __init__(
+        self, attempt: Attempt, muster: Muster, record: RunRecord, output: Output, signals: list[int], say: Callable[[str], None], membership: Membership | None
+    ) -> None:
+        self._attempt = attempt
+        self._muster = muster
+        self._members = muster.members
+        self._options = muster.options
+        self._record = record
+        self._output = output
+        self._signals = signals
+        self._say = say
+        self._membership = membership
+        self._seen = attempt.checkpoints
+
+    def follow(self) -> None:
+        """Until every rank has ended."""
+        from stoker.control.launch.watching import Watching  # what the launch does not wait for is loaded when the ranks are on their way
+
+        attempt = self._attempt
+        watching = Watching(attempt, self._record, self._output, self._options, self._members, self._say)
+        while not attempt.all_ended:
+            self._members.pump(0.25)
+            self._output.settle(self._record)
+            now = time.time()
+            self._pass_signals()
+            quiet = self._membership is not None and any(member.quiet or member.gone for member in self._members.all)
+            if not quiet:  # ranks wait for a host that may be lost: nothing to accuse them of
+                watching.look()
+            for member in self._members.all:
+                if member.gone:
+                    self._lost(member)
+            if not attempt.stopping and attempt.must_stop(now, SETTLE_S, quiet):
+                attempt.stopping, attempt.stopped_at = True, now
+                self._stop_rest()
+            wanted = self._options.stop_after_steps
+            if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted:
+                attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
+                self._stop(signal.SIGTERM, GRACE_FAILURE_S)
+            if self._membership is not None:
+                self._membership.tend()
+                self._make_room(self._membership.returned)
+
+    def _stop_rest(self) -> None:
+        trouble = self._attempt.trouble
+        if any(entry["cause"] == "host.lost" for entry in trouble):  # their collectives are dead: nothing can be saved any more
+            self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
+            return
+        self._stop(signal.SIGTERM, GRACE_FAILURE_S, [entry["rank"] for entry in trouble if entry.get("at_once")])
+
+    def _make_room(self, host: str) -> None:
+        """A host is back, and a checkpoint has been saved since: the ranks end, the next attempt has everybody."""
+        attempt = self._attempt
+        if not host:
+            self._seen = attempt.checkpoints
+        elif attempt.checkpoints > self._seen and not attempt.stopping:
+            attempt.stopping, attempt.regrouping, attempt.stopped_at = True, host, time.time()
+            self._say(f"stoker: a checkpoint is saved: ending the ranks so that host {host} can join")
+            self._stop(signal.SIGTERM, GRACE_STOP_S)
+
+    def finish(self) -> None:
+        """Everything the ranks left behind goes; on success it first gets the time to end by itself."""
+        attempt = self._attempt
+        clean = all(end.code == 0 for end in attempt.ends.values()) and not attempt.stopping
+        grace = (GRACE_FAILURE_S if self._options.grace is None else self._options.grace) if clean else 0.0
+        self._members.say({"do": "finish", "grace": grace})
+        deadline = time.monotonic() + grace + 15.0
+        while any(not member.gone and member.host not in attempt.finished for member in self._members.all):
+            if time.monotonic() > deadline:
+                self._say("stoker: an agent did not finish sweeping in time; its guardian goes on with it")
+                return
+            self._members.pump(0.25)
+            if self._signals:
+                signum = self._signals.pop(0)
+                if not clean and signum in STOPS:  # what is over can't be stopped, but it must not start again
+                    attempt.stop_signal = attempt.stop_signal or signum
+                    attempt.stopped_at = attempt.stopped_at or time.time()
+                self._members.say({"do": "finish", "grace": 0.0})
+
+    def _stop(self, signum: int, default_grace: float, at_once: list[int] | None = None) -> None:
+        told = self._options.grace if self._options.grace is not None else self._options.shutdown_timeout
+        self._members.say({"do": "stop", "signal": int(signum), "grace": default_grace if told is None else told, "at_once": at_once or []})
+
+    def _lost(self, member: Member) -> None:
+        """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended it."""
+        attempt = self._attempt
+        mine = [place for place in attempt.plan.places if place.host == member.host]
+        if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
+            from stoker.control.verdict import launch
+
+            several = self._membership is not None and len(self._muster.by_name) > 1
+            attempt.trouble.append((launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint))
+        now = time.time()
+        for one in mine:
+            if one.rank not in attempt.ends:
+                attempt.up.setdefault(one.rank, 0)
+                attempt.ends[one.rank] = RankEnd(one.rank, one.host, one.label, attempt.up[one.rank], None, now, ours=True, error=attempt.errors.get(one.rank))
+
+    def _pass_signals(self) -> None:
+        attempt = self._attempt
+        while self._signals:
+            signum = self._signals.pop(0)
+            name = signal.Signals(signum).name
+            if signum == signal.SIGTSTP:
+                self._muster.suspend()
+                attempt.watch.resumed(time.monotonic())
+                continue
+            if signum not in STOPS:
+                self._members.say({"do": "signal", "signal": signum})
+                continue
+            now = time.time()
+            if attempt.stop_signal and signum != signal.SIGINT and now - attempt.stopped_at < TWICE_S:
+                continue  # a closing terminal sends SIGHUP from the kernel and from its shell
+            again = bool(attempt.stop_signal) or signum == signal.SIGQUIT
+            attempt.stop_signal = attempt.stop_signal or signum
+            attempt.stopped_at = attempt.stopped_at or now
+            attempt.stop_now = again
+            attempt.stopping = True
+            self._record.event("stop", signal=name, now=again)
+            if again:
+                self._say(f"stoker: {name}: ending the ranks at once")
+                self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
+            else:
+                self._say(f"stoker: {name} passed on to the ranks; a second one ends them at once")
+                self._stop(signum, GRACE_STOP_S)

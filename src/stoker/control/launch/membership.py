@@ -1,0 +1,139 @@
+"""Who takes part in a run with several hosts: which are lost, which are back, and whether enough are left. Lost ones are tried again in the
+background, by a new connection each time; an agent that answers waits for the next attempt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract.names import Refusal
+from stoker.control.launch.members import Member
+from stoker.control.launch.muster import Muster
+from stoker.control.launch.unusable import short
+
+AGAIN_S = 3.0
+LONGEST_S = 60.0
+ASK_S = 20.0
+
+Tell = Callable[..., None]  # an event for the record: its kind, and what it is about
+Fitness = Callable[[str], dict[str, dict[str, Any]]]  # what to ask a host before it may join: probe -> its arguments
+Unfit = Callable[[str, dict[str, Any]], str]  # what its answers lack; empty: it is fit
+
+
+class Lost:
+    """A host that is out, and our tries to get it back."""
+
+    def __init__(self, why: str, former: list[list[int]]) -> None:
+        self.why = why
+        self.former = former  # who may still be there of its former lives
+        self.next_try = 0.0
+        self.member: Member | None = None  # the new life, on its way or waiting
+        self.asked = False
+        self.back = False  # it has answered, and is fit
+        self.unfit = ""  # what was last wrong with it
+
+
+class Membership:
+    def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell, fitness: Fitness, unfit: Unfit) -> None:
+        self._muster = muster
+        self._members = muster.members
+        self._say = say
+        self._tell = tell
+        self._fitness, self._unfit = fitness, unfit
+        self._order = list(muster.by_name)
+        options = muster.options
+        self.least = options.min_hosts or len(self._order)
+        self._rejoins = options.rejoin != "never"
+        self.lost: dict[str, Lost] = {}
+        self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
+
+    @property
+    def enough(self) -> bool:
+        ready = [one for one in self.lost.values() if one.back and one.member is not None and not one.member.gone]
+        return len([member for member in self._members.all if not member.gone]) + len(ready) >= self.least
+
+    @property
+    def returned(self) -> str:
+        """A host that waits to join; empty where there is none."""
+        return next((name for name, one in self.lost.items() if one.back and one.member is not None and not one.member.gone), "")
+
+    @property
+    def here(self) -> str:
+        return f"{len(self._members.all)} of {len(self._order)} hosts"
+
+    def settle(self) -> bool:
+        """Between two attempts: who is gone is out, who is back is in. Whether anything changed."""
+        before = list(self._members.all)
+        for member in before:
+            if member.gone:
+                self.give_up(member)
+        for name in self._members.join([name for name, one in self.lost.items() if one.back], self._order):
+            del self.lost[name]
+            self._tell("host-joined", on=name)
+        return before != self._members.all
+
+    def give_up(self, member: Member) -> None:
+        why = short(member.gone)
+        times = self._times[member.host] = self._times.get(member.host, 0) + 1
+        self.lost[member.host] = Lost(why, member.selves)
+        if times > 1:
+            self.lost[member.host].next_try = time.monotonic() + min(LONGEST_S, AGAIN_S * 2.0 ** (times - 2))
+        self._members.drop(member)
+        self._tell("host-lost", on=member.host, why=why)
+
+    def tend(self) -> None:
+        """Called often. Starts what is due and returns at once."""
+        if not self._rejoins:
+            return
+        now = time.monotonic()
+        for name, one in self.lost.items():
+            if one.member is None:
+                if now >= one.next_try:
+                    self._try(name, one)
+            elif one.member.gone:
+                one.former = [*one.former, *one.member.selves]
+                self._members.drop(one.member)
+                if one.back:
+                    self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}")
+                one.member, one.back, one.asked, one.next_try = None, False, False, now + AGAIN_S
+            elif not one.back and "host" in one.member.answers:
+                self._examine(name, one, one.member)
+
+    def _try(self, name: str, one: Lost) -> None:
+        one.next_try = time.monotonic() + AGAIN_S
+        try:
+            one.member = Member(self._muster.reach(self._muster.by_name[name], again=True))
+        except (OSError, Refusal):  # no process or descriptor to be had for a moment: the next try may
+            return
+        self._members.add(one.member, self._members.waiting)
+        one.member.say(self._muster.open_order(name, one.former))
+
+    def _examine(self, name: str, one: Lost, member: Member) -> None:
+        """It answers: is it what it was? A host that came back without its disk must not end a run that works without it."""
+        wanted = self._fitness(name)
+        if not one.asked:
+            one.asked = True
+            for what, args in wanted.items():
+                member.say({"do": "probe", "ask": f"join-{what}", "what": what, "args": args, "seconds": ASK_S})
+        if not set(wanted) <= set(member.probed):
+            return
+        wrong = self._unfit(name, member.probed)
+        if not wrong:
+            one.back, one.unfit = True, ""
+            self._welcome(name, member.answers["host"])
+            return
+        if wrong != one.unfit:
+            one.unfit = wrong
+            self._say(f"stoker: host {name} is back and stays out: {wrong}")
+            self._tell("host-unfit", on=name, why=wrong)
+        one.former = [*one.former, *member.selves]
+        self._members.drop(member)
+        one.member, one.asked, one.next_try = None, False, time.monotonic() + LONGEST_S / 4
+
+    def _welcome(self, name: str, answer: dict[str, Any]) -> None:
+        found = answer.get("found") or []
+        was = f" (there, {' and '.join(found)}: ended)" if found else ""
+        self._tell("host-back", on=name, found=found)
+        self._say(f"stoker: host {name} is back{was}; it joins at the next checkpoint or attempt")

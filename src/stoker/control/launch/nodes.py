@@ -1,0 +1,98 @@
+"""Machines on each of which `stoker run` is started by hand, with torchrun's flags: how many, which one is this, where they meet. Pure.
+
+Each of them is the coordinator of its own ranks and keeps its own record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.shape import replace, shape
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.request import Request
+
+DEFAULT_PORT = 29500  # torchrun's
+
+
+@shape
+class Nodes:
+    """This machine among the others."""
+
+    count: int
+    rank: int
+    first: int  # the number of its first rank
+    world: int
+    address: str  # of rank 0's store
+    port: int
+
+
+@shape
+class Meeting:
+    """What the flags say."""
+
+    count: int
+    rank: int | None  # None: to be found out where they meet
+    address: str
+    port: int  # 0: any, found out where they meet
+    name: str  # --rdzv-id: who meets there belongs to the same job
+
+
+def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
+    """None: one machine, or machines that --hosts names."""
+    options = request.options
+    low, colon, _ = options.nnodes.partition(":")
+    if not (low.isdigit() and low.isascii()) or int(low) < 1:
+        raise Refusal(f"--nnodes {options.nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
+    count = int(low)
+    if options.hosts is not None:
+        if count > 1 or "node_rank" in request.given:
+            raise Refusal("--hosts says which machines: leave --nnodes and --node-rank out", EX_USAGE, cause="launch.nodes")
+        return None
+    if count == 1:
+        if options.node_rank != 0:
+            raise Refusal(f"--node-rank {options.node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes")
+        return None
+    if options.standalone:
+        raise Refusal(f"--standalone and --nnodes {options.nnodes} contradict each other", EX_USAGE, cause="launch.nodes")
+    address, port = _where(request, environment)
+    numbered = "node_rank" in request.given or options.rdzv_backend == "static"
+    if not address:
+        raise Refusal(
+            f"--nnodes {options.nnodes}: say where the machines meet (--master-addr of machine 0, the same on all), or name them with "
+            "--hosts a,b,c and start it on one of them", EX_USAGE, cause="launch.nodes",
+        )  # fmt: skip
+    if not numbered and not options.rdzv_endpoint:
+        raise Refusal(
+            f"--nnodes {options.nnodes} with --master-addr: say which machine this is with --node-rank 0 to {count - 1}", EX_USAGE, cause="launch.nodes"
+        )
+    if not 0 <= options.node_rank < count:
+        raise Refusal(f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}", EX_USAGE, cause="launch.nodes")
+    if colon and numbered:
+        raise Refusal(f"--nnodes {options.nnodes} with --node-rank: give one number", EX_USAGE, cause="launch.nodes")
+    return Meeting(count, options.node_rank if numbered else None, address, port or DEFAULT_PORT, options.rdzv_id or "")
+
+
+def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
+    options = request.options
+    if options.rdzv_endpoint:
+        address, colon, port = options.rdzv_endpoint.rpartition(":")
+        if colon and not port.isdigit():
+            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
+        return (address.strip("[]"), int(port)) if colon else (port, options.master_port or 0)
+    asked = environment.get("MASTER_PORT", "")
+    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (int(asked) if asked.isdigit() else 0)
+
+
+def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
+    """The plan of this machine's ranks with the numbers they have in the whole job."""
+    places = tuple(replace(place, rank=nodes.first + place.local_rank, group_rank=nodes.rank) for place in plan.places)
+    last = nodes.first + len(places) - 1
+    line = f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at {nodes.address}:{nodes.port}"
+    return replace(plan, places=places, nodes=nodes, lines=(*plan.lines, line))
+
+
+def equal(told: Meeting, ranks: int) -> Nodes:
+    """With --node-rank nobody asks the others: all have as many ranks as this one."""
+    assert told.rank is not None
+    return Nodes(told.count, told.rank, told.rank * ranks, told.count * ranks, told.address, told.port)

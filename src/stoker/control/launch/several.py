@@ -1,0 +1,101 @@
+"""What a run with several hosts has beyond one machine's: who takes part, where they reach each other, and when it goes on without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from stoker.contract.shape import replace
+from stoker.contract.shapes import Verdict
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.between_hosts import BetweenHosts
+from stoker.control.launch.membership import Membership, Tell
+from stoker.control.launch.muster import Muster
+from stoker.control.launch.orders import Towards
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.preflight import check_legal
+from stoker.control.launch.restarts import Again
+from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.unusable import Unusable, short
+
+
+class Several:
+    def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell) -> None:
+        self._muster = muster
+        self._say = say
+        self._between = BetweenHosts(muster)
+        self.membership = Membership(muster, say, tell, self._between.fitness, self._between.unfit)
+
+    def meet(self, place: RunPlace) -> None:
+        """All must answer; with --min-hosts so many, and the others may come later."""
+        try:
+            self._muster.meet(place)
+        except Unusable as missing:
+            if not self.start_without(missing):
+                raise
+
+    def start_without(self, missing: Unusable) -> bool:
+        """False: too few would be left, or all are wanted."""
+        self.lose(missing)
+        if not self._muster.options.min_hosts or not self.membership.enough:
+            return False
+        self.membership.settle()
+        for host, why in missing.hosts.items():
+            self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.membership.here}")
+        return True
+
+    def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
+        """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
+        options = self._muster.options
+        if options.sync or options.stage:
+            from stoker.control.launch.carrying import carry
+
+            carry(self._muster, self._say)
+        self._between.find_ways()
+        lines = self._between.check_ready(plan, place)
+        if options.no_preflight:
+            return lines
+        check_legal(options, plan)
+        self._between.check_program(plan)
+        return lines + self._between.check_each_other()
+
+    def plan_again(self, plan: RunPlan) -> RunPlan:
+        """For those that take part now."""
+        made = self._muster.plan_again(list(plan.argv))
+        if not self._muster.options.no_preflight:
+            check_legal(self._muster.options, made)
+        self._between.find_ways()
+        return made
+
+    @property
+    def master(self) -> str:
+        return self._between.master
+
+    def towards(self, host: str) -> Towards:
+        return self._between.towards(host)
+
+    def lose(self, gone: Unusable) -> None:
+        for member in self._muster.members.all:
+            if member.host in gone.hosts:
+                member.lose(short(gone.hosts[member.host]))
+
+    def regroup(self, verdict: Verdict, attempt: Attempt) -> Again | None:
+        """The next attempt costs no restart where a host was lost and enough are left, or where one is to join."""
+        if attempt.stop_signal:
+            return None
+        if verdict.cause == "launch.regroup":
+            return Again(f"starting again with host {attempt.regrouping}")
+        if verdict.cause == "host.lost" and self.membership.enough:
+            gone = sum(1 for member in self._muster.members.all if member.gone)
+            left = f"{len(self._muster.members.all) - gone} of {len(self._muster.by_name)} hosts"
+            return Again(f"{verdict.summary}; going on with {left}, from the last checkpoint")
+        return None
+
+    def too_few(self, verdict: Verdict) -> Verdict:
+        said = f"{self.membership.here} left, and --min-hosts is {self.membership.least}"
+        lost = "; ".join(f"{name}: {one.why}" for name, one in self.membership.lost.items())
+        if verdict.cause == "host.lost" and len(self.membership.lost) == len(self._muster.by_name) > 1:
+            summary = f"all {len(self._muster.by_name)} hosts are lost at once: is this machine's own network down?"
+            return replace(verdict, retryable=False, host=None, summary=summary, evidence=(*verdict.evidence, lost))
+        if verdict.cause == "host.lost":
+            return replace(verdict, retryable=False, summary=f"{verdict.summary}; {said}", evidence=(*verdict.evidence, lost))
+        return replace(verdict, retryable=False, evidence=(*verdict.evidence, f"then {said} ({lost})"))

@@ -1,0 +1,66 @@
+"""sha256 of files, and a memory of the big ones: weights of 20 GB are read once, not at every start."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+
+_CHUNK = 1 << 20
+_BIG = 4 << 20  # smaller ones are read faster than remembered
+_RACY_NS = 2_000_000_000  # changed so recently that the next change may have the same time
+
+
+def sha256_of(path: str) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while data := file.read(_CHUNK):
+            digest.update(data)
+    return digest.hexdigest()
+
+
+def cache_folder() -> str:
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "stoker")
+
+
+class Hashes:
+    """By path; a remembered hash counts only while size, time and inode are the same."""
+
+    def __init__(self, memory: str | None = None) -> None:
+        self._memory = memory or os.path.join(cache_folder(), "hashes.json")
+        self._known: dict[str, list[object]] = {}
+        self._changed = False
+        with contextlib.suppress(OSError, ValueError):  # none yet, or half a one: everything is read again
+            with open(self._memory, encoding="utf-8") as file:
+                data = json.load(file)
+            self._known = data if isinstance(data, dict) else {}
+
+    def of(self, path: str) -> str:
+        seen = os.stat(path)
+        if seen.st_size < _BIG:
+            return sha256_of(path)
+        key, now = os.path.realpath(path), [seen.st_size, seen.st_mtime_ns, seen.st_ino]
+        known = self._known.get(key)
+        if known is not None and known[:3] == now:
+            return str(known[3])
+        found = sha256_of(path)
+        again = os.stat(path)
+        if [again.st_size, again.st_mtime_ns, again.st_ino] == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
+            self._known[key] = [*now, found]
+            self._changed = True
+        return found
+
+    def save(self) -> None:
+        """A memory that can't be kept (a full or read-only home) costs time, not the run."""
+        if not self._changed:
+            return
+        fresh = f"{self._memory}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            os.makedirs(os.path.dirname(self._memory), exist_ok=True)
+            with open(fresh, "w", encoding="utf-8") as file:
+                json.dump({path: one for path, one in self._known.items() if os.path.exists(path)}, file)
+            os.replace(fresh, self._memory)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(fresh)

@@ -1,0 +1,92 @@
+"""How gradients travel: whole, in bf16, as PowerSGD's low-rank parts (torch's own hooks), or not at all for N steps (local SGD).
+
+The weight of each token stays exact in all of them: every rank's loss is already scaled by ranks ÷ tokens of all, and each of these takes a
+mean over the ranks. What is lost is precision: docs/balance.md has what it did to a loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from stoker.training.balance.words import local_steps
+from stoker.training.parallel.group import Group, wrap
+
+POWERSGD_RANK = 4
+POWERSGD_AFTER = 20  # steps with whole gradients: the first ones have no low rank, and DDP rebuilds its buckets after one
+# PowerSGD exchanges from its callbacks, which gloo runs in threads: those of several buckets mix their collectives up, and ranks abort (torch 2.13).
+# It waits for the GPU after each bucket anyway: one bucket loses nothing.
+ONE_BUCKET = 2**20  # MB
+BUCKET = 8 * 2**20  # numbers that are averaged at once: memory for one bucket, not for a second model
+
+
+def wrapped(model: nn.Module, group: Group, told: str) -> nn.Module:
+    """The module to call. With local:N each rank's gradients are its own, and nothing is around the model."""
+    if local_steps(told):
+        return model
+    module = wrap(model, group, ONE_BUCKET if told == "powersgd" else None)
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        compress(module, told)
+    return module
+
+
+def compress(ddp: nn.parallel.DistributedDataParallel, told: str) -> None:
+    if told == "bf16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+        # By its own name DDP refuses this hook where there is no NCCL, though gloo has bf16 too.
+        ddp.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))  # noqa: PLW0108
+    elif told == "powersgd":
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_AFTER, orthogonalization_epsilon=1e-8)
+        ddp.register_comm_hook(state, powerSGD_hook)
+
+
+class Meeting:
+    """Local SGD: every `every` steps the ranks take the mean of their parameters, weighted by the tokens each has learned since the last one.
+
+    The step decides, not a count since the start: a resumed run meets at the same steps. Moments stay each rank's own, but in a checkpoint,
+    which all ranks make together, they are averaged too: whoever goes on with it, with however many ranks, begins where all of them stood.
+    """
+
+    def __init__(self, group: Group, every: int) -> None:
+        self._group, self.every = group, every
+        self._tokens = self._steps = self._before = 0
+
+    def learned(self, tokens: int) -> None:
+        """This rank's, in one step."""
+        self._tokens += tokens
+        self._steps += 1
+
+    def due(self, step: int) -> bool:
+        return (step + 1) % self.every == 0
+
+    @torch.no_grad()
+    def meet(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = ()) -> None:
+        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before."""
+        fresh = self._steps > 0
+        if not fresh and not more:
+            return
+        own = torch.tensor(float(self._tokens if fresh else self._before), device=self._group.device)
+        share = own / self._group.sum(own.clone()).clamp(min=1.0)
+        for bucket in _buckets([*(tensors if fresh else ()), *more]):
+            flat = torch.cat([one.flatten() for one in bucket]).mul_(share)
+            self._group.sum(flat)
+            for one, mean in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
+                one.copy_(mean.view_as(one))
+        if fresh:
+            self._before, self._tokens, self._steps = self._tokens, 0, 0
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for one in tensors:
+        if bucket and (sum(held.numel() for held in bucket) + one.numel() > BUCKET or one.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(one)
+    if bucket:
+        yield bucket

@@ -1,0 +1,152 @@
+"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch, and times its work.
+
+Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the count of all, is the
+gradient of one process. One small all-reduce a step carries the counts and everybody's seconds; it is launched before the first bucket and
+nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import stoker
+from stoker.training.balance.plan import Plan
+from stoker.training.balance.rule import Rule
+from stoker.training.balance.sampler import Given, Sampler
+
+LAG = 2  # steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them
+
+
+def _said(line: str) -> None:
+    print(f"stoker balance: {line}", flush=True)
+
+
+def attach(model: nn.Module, loader: Any, *, rows: bool = True, say: Callable[[str], None] = _said) -> Any:
+    """`loader`: a DataLoader whose batch_sampler is a balance.Sampler, or that Sampler. Gives the model back.
+
+    `rows`: the model's first argument has a row per sample, and is checked for it. One rank has nothing to balance.
+    """
+    sampler = loader if isinstance(loader, Sampler) else getattr(loader, "batch_sampler", None)
+    if not isinstance(sampler, Sampler):
+        raise TypeError("balance.attach needs a DataLoader with batch_sampler=balance.Sampler(...), or that Sampler")
+    if sampler.world == 1:
+        return model
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(f"balance.attach needs a DistributedDataParallel, not a {type(model).__name__}")
+    workers = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 1)
+    exchange = _Exchange(sampler, next(model.parameters()).device, workers + 2, rows, say)
+    model.register_forward_pre_hook(exchange.begin)
+    model.register_comm_hook(None, exchange.hook)
+    return model
+
+
+class _Exchange:
+    def __init__(self, sampler: Sampler, device: torch.device, ahead: int, rows: bool, say: Callable[[str], None]) -> None:
+        self._sampler, self._device, self._ahead, self._rows, self._say = sampler, device, ahead, rows, say
+        self._rule = Rule(sampler.batch, sampler.most)
+        self._begin: Any = None
+        self._given = Given(-1, ())  # the batch whose gradients are being exchanged
+        self._weight: Tensor | float = 1.0
+        self._total: Any = None  # the small all-reduce of this step, under way
+        self._times: deque[tuple[Given, Any, Any]] = deque(maxlen=LAG)  # this rank's, of the steps before
+        self._carried: tuple[Given | None, Tensor] | None = None  # whose seconds the step before carried, and what came of it
+        self._copy: tuple[Given | None, Tensor, Any] | None = None  # and of the step before that, on its way to the host
+
+    def begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled() or not model.training:
+            return
+        self._begin = self._now()
+        given = self._sampler.coming()
+        if self._rows and given is not None and args and isinstance(args[0], Tensor) and args[0].dim():
+            share = given.shares[self._sampler.rank]
+            if args[0].shape[0] != share:
+                found = f"a batch of {args[0].shape[0]} rows where this rank's share of step {given.step} is {share}"
+                raise RuntimeError(f"balance: {found}: each batch of the Sampler needs one forward and one backward (rows=False: rows are no samples)")
+
+    def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, and refuses them as text
+        if self._total is None:
+            self._open()
+        buffer = bucket.buffer()
+        buffer.mul_(self._weight)
+        summed, total = dist.all_reduce(buffer, async_op=True).get_future(), self._total
+        if bucket.is_last():
+            self._times.append((self._given, self._begin, self._now()))
+            self._begin = self._total = None
+        # Gloo's operations end in any order; NCCL's in that of their stream.
+        both = torch.futures.collect_all([total[0], summed]) if buffer.device.type == "cpu" else summed
+
+        def mean(done):  # type: ignore[no-untyped-def]
+            done.wait()  # raises what went wrong in the exchange
+            return buffer.div_(total[1][0].to(buffer.dtype))
+
+        return both.then(mean)
+
+    def _open(self) -> None:
+        """The first bucket of a step: counts and seconds are sent, those of steps before are heard."""
+        sampler = self._sampler
+        self._given, count = sampler.take()
+        # No larger than 1 for samples, so that half-precision gradients stay in their range.
+        self._weight = (count.double() if isinstance(count, Tensor) else count) / sum(self._given.shares)
+        seconds = [0.0] * sampler.world
+        measured: Given | None = None
+        if len(self._times) == LAG:
+            measured, begin, end = self._times[0]
+            seconds[sampler.rank] = self._between(begin, end)
+        small = torch.tensor([0.0, *seconds], dtype=torch.float64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+        small[0] = self._weight
+        self._hear()
+        if self._carried is not None:
+            self._copy = (self._carried[0], *self._to_host(self._carried[1]))
+        self._total = (dist.all_reduce(small, async_op=True).get_future(), small)
+        self._carried = (measured, small)
+
+    def _hear(self) -> None:
+        """All ranks hear the same at the same step."""
+        if self._copy is None:
+            return
+        measured, numbers, event = self._copy
+        if measured is None:
+            return
+        if event is not None:
+            event.synchronize()
+        sampler = self._sampler
+        if sum(measured.shares) != sampler.batch:
+            return
+        found = self._rule.hear(measured.shares, numbers.tolist()[1:])
+        if found is None:
+            return
+        plan = Plan(self._given.step + self._ahead, found.shares)
+        sampler.plans.add(plan)
+        if sampler.rank == 0:
+            speeds = ", ".join(f"{1 / one:.1f}" for one in found.seconds)
+            self._say(f"from step {plan.step} on the ranks take {', '.join(map(str, plan.shares))} of {sampler.batch} samples ({speeds} samples/s)")
+            stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
+
+    def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:
+        if not numbers.is_cuda:
+            return numbers, None
+        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return host, event
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        if self._device.type != "cuda":
+            return float(end - begin)
+        end.synchronize()  # two steps old: it holds back only a host that is further ahead than that
+        return float(begin.elapsed_time(end)) / 1000

@@ -1,0 +1,307 @@
+"""--sync and --stage through real ssh to three hosts with a disk folder each, and the comparison that stands in for them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, wait_for
+from netcluster import NetCluster
+from stoker.contract.names import Refusal
+from stoker.control.agent.probe_files import files
+from stoker.control.cluster import agreement, copying, hosts, listing
+from stoker.control.machine.hashing import Hashes
+
+ODD = ["a b/it's \"quoted\".py", "new\nline.txt", "-rf", "$(id) `x`;&", "ümlaut.txt", b"caf\xe9.bin".decode("utf-8", "surrogateescape")]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A checkout with ignored, untracked, odd and deleted files."""
+    root = tmp_path / "my train's"
+    root.mkdir()
+    for path in (*ODD, "train.py", "pkg/__init__.py", "gone.py", "runs/log", "big/ignored.bin", ".venv/x", "__pycache__/x.pyc", "run.sh"):
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(f"content of {path.encode('utf-8', 'surrogateescape')!r}\n")
+    (root / "run.sh").chmod(0o755)
+    (root / "link").symlink_to("pkg/__init__.py")
+    (root / ".gitignore").write_text("big/\n")
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "train.py", "gone.py", ".gitignore"], ["commit", "-qm", "x"]):
+        subprocess.run([*git, *words], check=True)
+    (root / "gone.py").unlink()
+    return root
+
+
+WANTED = {*ODD, "train.py", "pkg/__init__.py", "run.sh", "link", ".gitignore"}
+
+
+def _tree(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for folder, folders, names in os.walk(root):
+        for name in [*names, *(one for one in folders if os.path.islink(os.path.join(folder, one)))]:
+            path = os.path.join(folder, name)
+            found[os.path.relpath(path, root)] = os.readlink(path) if os.path.islink(path) else Path(path).read_bytes()
+    found.pop(".stoker-sync.json", None)
+    return found
+
+
+def _read(cluster: NetCluster, **extra: Any) -> hosts.Hosts:
+    return hosts.read(str(cluster.file(**extra)))
+
+
+class Said(list[str]):
+    def __call__(self, line: str) -> None:
+        self.append(line)
+
+
+# ---- what is copied ----
+
+
+def test_a_checkout_gives_what_git_does_not_ignore(source: Path) -> None:
+    found = listing.working_directory(str(source))
+    assert {entry.path for entry in found.entries} == WANTED and found.by_git
+    assert {entry.path: (entry.kind, entry.target) for entry in found.entries}["link"] == ("link", "pkg/__init__.py")
+    inner = source / "inner"
+    subprocess.run(["git", "init", "-q", str(inner)], check=True)
+    (inner / "mine.py").write_text("")
+    assert "inner/mine.py" in {entry.path for entry in listing.working_directory(str(source)).entries}
+    assert {entry.path for entry in listing.working_directory(str(source / "pkg")).entries} == {"__init__.py"}
+
+
+def test_a_plain_folder_gives_all_but_what_is_made_anew(source: Path) -> None:
+    shutil.rmtree(source / ".git")
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(source / "sock"))
+        found = listing.working_directory(str(source))
+    assert {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"} and found.skipped == ("sock",) and not found.by_git
+
+
+# ---- sync ----
+
+
+def test_sync_brings_every_host_the_same_files_and_only_what_changed(netcluster: NetCluster, source: Path) -> None:
+    read, said = _read(netcluster), Said()
+    copying.sync(read, str(source), said)
+    here = {path: content for path, content in _tree(source).items() if path in WANTED}
+    for host in netcluster.hosts:
+        assert _tree(host.workdir) == here
+        assert os.access(host.workdir / "run.sh", os.X_OK) and not os.access(host.workdir / "train.py", os.X_OK)
+    assert "copied the working directory to" in said[-1] and all(host.name in said[-1] for host in netcluster.hosts)
+    before = {host.name: (host.workdir / "train.py").stat().st_ino for host in netcluster.hosts}
+    copying.sync(read, str(source), said)
+    assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
+    (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
+    copying.sync(read, str(source), said)
+    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 files, ") and said[-1].endswith("2 had it")
+    assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [True, False, True]
+    assert _tree(netcluster.hosts[1].workdir) == here
+
+
+def test_what_is_gone_here_goes_there_only_if_sync_brought_it(netcluster: NetCluster, source: Path) -> None:
+    read, said = _read(netcluster), Said()
+    there = netcluster.hosts[0].workdir
+    (there / "theirs.txt").write_text("not ours")
+    (there / "pkg").mkdir()
+    (there / "pkg" / "__init__.py").write_bytes((source / "pkg" / "__init__.py").read_bytes())
+    copying.sync(read, str(source), said)
+    (there / "ümlaut.txt").write_text("edited there since")
+    for path in ("a b/it's \"quoted\".py", "pkg/__init__.py", "ümlaut.txt", "link"):
+        (source / path).unlink()
+    copying.sync(read, str(source), said)
+    assert not (there / "a b").exists() and not (there / "link").is_symlink()
+    assert (there / "theirs.txt").exists() and (there / "ümlaut.txt").exists(), "never brought, or changed since"
+    assert (there / "pkg" / "__init__.py").exists() and not (netcluster.hosts[1].workdir / "pkg").exists(), "was there before the first copy"
+
+
+def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: Path) -> None:
+    (netcluster.hosts[2].workdir / "train.py").mkdir()
+    (netcluster.hosts[2].workdir / "train.py" / "x").write_text("")
+    (netcluster.hosts[1].workdir / "elsewhere").mkdir()
+    (netcluster.hosts[1].workdir / "pkg").symlink_to("elsewhere")
+    with pytest.raises(Refusal) as refused:
+        copying.sync(_read(netcluster), str(source), Said())
+    second, third = refused.value.line.splitlines()
+    assert second == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder there"
+    assert third == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder with something in it"
+
+
+def test_sync_finds_the_home_there_and_makes_the_workdir(netcluster: NetCluster, source: Path) -> None:
+    copying.sync(_read(netcluster, workdir="~/new/my train's"), str(source), Said())
+    for host in netcluster.hosts:
+        assert (host.home / "new" / "my train's" / "train.py").exists()
+
+
+def test_this_very_machine_is_not_copied_onto_itself(tmp_path: Path, source: Path) -> None:
+    read = hosts.from_mapping({"hosts": [{"host": "localhost"}]}, str(tmp_path / "c.yaml"))
+    copying.sync(read, str(source), Said())
+    assert not (source / ".stoker-sync.json").exists()
+    read = hosts.from_mapping({"hosts": [{"host": "localhost", "workdir": str(tmp_path / "elsewhere")}]}, str(tmp_path / "c.yaml"))
+    copying.sync(read, str(source), Said())
+    assert set(_tree(tmp_path / "elsewhere")) == WANTED
+
+
+@pytest.fixture
+def small_disk(netcluster: NetCluster) -> Iterator[Path]:
+    """Host 1's working directory on a disk of 24 MB."""
+    where = netcluster.hosts[1].workdir
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)], capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no small disk may be mounted: {mounted.stderr.strip()}")
+    # A mount made after sshd's own namespace reaches it only where mounts are shared; its server starts anew to see it.
+    netcluster.stop_sshd(1)
+    netcluster.start_sshd(1)
+    yield where
+    netcluster.stop_sshd(1)
+    subprocess.run(["umount", "-l", str(where)], check=True)
+
+
+def test_a_full_disk_is_named_and_nothing_half_written_stays(netcluster: NetCluster, source: Path, small_disk: Path) -> None:
+    (source / "weights.bin").write_bytes(os.urandom(12 << 20))
+    with pytest.raises(Refusal) as refused:
+        copying.sync(_read(netcluster), str(source), Said())
+    assert refused.value.line.startswith(f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 13 MB to copy, ") and "\n" not in refused.value.line
+    assert os.listdir(small_disk) == []
+
+
+def test_hosts_that_fail_are_named_by_their_own_reasons(netcluster: NetCluster, source: Path) -> None:
+    netcluster.stop_sshd(0)
+    read = _read(netcluster, per_host=[{}, {"python": "/no/python"}, {"workdir": "/proc/nowhere"}])
+    with pytest.raises(Refusal) as refused:
+        copying.sync(read, str(source), Said())
+    first, second, third = refused.value.line.splitlines()
+    assert first.startswith(f"host {netcluster.hosts[0].name}: connection refused") and refused.value.code == 69
+    assert second.startswith(f"host {netcluster.hosts[1].name}: no Python: /no/python is not there")
+    assert third.startswith(f"host {netcluster.hosts[2].name}: /proc/nowhere: ")
+
+
+def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(netcluster: NetCluster, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "SILENCE_S", 5.0)
+    (source / "weights.bin").write_bytes(os.urandom(20 << 20))
+    netcluster.slow(0, 20)
+    cut = threading.Timer(2.0, netcluster.cut, [0])
+    cut.start()
+    said = Said()
+    with pytest.raises(Refusal) as refused:
+        copying.sync(_read(netcluster), str(source), said)
+    cut.join()
+    assert refused.value.line.startswith(f"host {netcluster.hosts[0].name}: the connection was lost in the middle of the copy") and "\n" not in refused.value.line
+    assert any("copying the working directory to 3 hosts: " in line for line in said), said
+    assert (netcluster.hosts[1].workdir / "weights.bin").exists() and not (netcluster.hosts[0].workdir / "weights.bin").exists()
+    assert wait_for(lambda: True if not netcluster.pids(0) and not list(netcluster.hosts[0].workdir.glob(".stoker-part-*")) else None, 30), "the far end notices, too"
+
+
+# ---- stage ----
+
+
+def test_stage_brings_data_once_and_follows_links(netcluster: NetCluster, tmp_path: Path) -> None:
+    store, model = tmp_path / "store", tmp_path / "model=7b"
+    (store).mkdir()
+    (model / "snapshot").mkdir(parents=True)
+    (store / "blob").write_bytes(os.urandom(5 << 20))
+    (model / "snapshot" / "weights").symlink_to("../../store/blob")
+    (model / "config.json").write_text("{}")
+    read, said = _read(netcluster), Said()
+    remote = f"{model}=~/its models/7b"
+    copying.stage(read, [remote], said)
+    for host in netcluster.hosts:
+        there = host.home / "its models" / "7b"
+        assert (there / "snapshot" / "weights").read_bytes() == (store / "blob").read_bytes() and not (there / "snapshot" / "weights").is_symlink()
+        assert sorted(os.listdir(there)) == ["config.json", "snapshot"], "nothing of ours among the data"
+    copying.stage(read, [remote], said)
+    assert said[-1].endswith("is the same on all hosts, nothing to copy")
+    damaged = netcluster.hosts[2].home / "its models" / "7b" / "snapshot" / "weights"
+    with open(damaged, "r+b") as file:
+        file.seek(1 << 20)
+        file.write(b"rot")
+    (model / "config.json").unlink()
+    copying.stage(read, [remote], said)
+    assert damaged.read_bytes() == (store / "blob").read_bytes()
+    assert not (netcluster.hosts[0].home / "its models" / "7b" / "config.json").exists()
+
+
+def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_path: Path) -> None:
+    (tmp_path / "tok.json").write_text("{}")
+    copying.stage(_read(netcluster), [f"{tmp_path}/tok.json=data/tok.json"], Said())
+    assert all((host.workdir / "data" / "tok.json").read_text() == "{}" for host in netcluster.hosts)
+    for told, says in ((f"{tmp_path}/nope", "no file or folder"), (f"{tmp_path}/tok.json=data/other.json", "a file keeps its name")):
+        with pytest.raises(Refusal) as refused:
+            copying.stage(_read(netcluster), [told], Said())
+        assert says in refused.value.line
+
+
+def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
+    big = tmp_path / "big"
+    big.write_bytes(bytes(5 << 20))
+    os.utime(big, (1, 1))
+    memory = Hashes()
+    first = memory.of(str(big))
+    memory.save()
+    assert Hashes().of(str(big)) == first and str(big) in json.loads((tmp_path / "cache-home" / "stoker" / "hashes.json").read_text())
+    with open(big, "r+b") as file:
+        file.write(b"x")
+    assert Hashes().of(str(big)) != first
+
+
+# ---- agreement ----
+
+
+def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
+    answers = {}
+    for n in range(3):
+        folder = tmp_path / str(n)
+        (folder / "pkg").mkdir(parents=True)
+        for name in ("train.py", "pkg/__init__.py", "pkg/net.py", "notes.txt"):
+            (folder / name).write_text(name)
+        (folder / "notes.txt").write_text(str(n))
+        answers[f"h{n}"] = files(str(folder), "train.py", paths=["notes.txt", "pkg", "nowhere"])
+    assert agreement.disagreements(answers) == [] and set(answers["h0"]["names"]) == {"train.py", "pkg/__init__.py", "pkg/net.py"}
+    assert answers["h0"]["paths"]["notes.txt"] != answers["h1"]["paths"]["notes.txt"] and answers["h0"]["paths"]["pkg"] == answers["h1"]["paths"]["pkg"]
+    assert answers["h0"]["paths"]["nowhere"] == ""
+    (tmp_path / "0" / "train.py").write_text("other")
+    (tmp_path / "0" / "more.py").write_text("")
+    (tmp_path / "0" / "pkg" / "net.py").unlink()
+    answers["h0"] = files(str(tmp_path / "0"), "train.py")
+    assert agreement.disagreements(answers) == ["host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"]
+    answers["h2"] = files(str(tmp_path / "2"), "absent.py")
+    answers["h1"] = {"error": "no answer"}
+    assert agreement.disagreements(answers, "train.py") == ["host h1: train.py could not be compared: no answer", "host h2: train.py is not there; copy it with --sync, or set workdir:"]
+    module = files(str(tmp_path / "1"), "pkg.net", module=True)
+    assert set(module["names"]) == {"pkg/__init__.py", "pkg/net.py"} and module["script"] is None
+    installed = files(str(tmp_path / "1"), "pytest", module=True, python=sys.executable)
+    assert "pytest/__init__.py" in installed["names"]
+    assert files(str(tmp_path / "1"), "no_such_module", module=True, python=sys.executable)["package"] is None
+    assert agreement.digest([str(tmp_path / "1" / "pkg")]) != agreement.digest([str(tmp_path / "0" / "pkg")])
+
+
+# ---- in a run ----
+
+
+def test_a_run_with_sync_runs_what_was_copied_and_without_it_names_what_differs(stoker: Stoker, netcluster: NetCluster) -> None:
+    stoker.script("s.py", "import os, part\nprint('ran in', os.getcwd(), part.VALUE)\n")
+    stoker.script("part.py", "VALUE = 7\n")
+    path = str(netcluster.file((1, 1, 1)))
+    refused = stoker("run", "--hosts", path, "s.py")
+    assert refused.code != 0 and "s.py is not there" in refused.err and all(host.name in refused.err for host in netcluster.hosts), refused.err
+    done = stoker("run", "--hosts", path, "--sync", "s.py")
+    assert done.code == 0, done.err
+    assert [done.log(n).decode() for n in range(3)] == [f"ran in {host.workdir} 7\n" for host in netcluster.hosts]
+    (netcluster.hosts[2].workdir / "part.py").write_text("VALUE = 8\n")
+    refused = stoker("run", "--hosts", path, "s.py")
+    assert refused.code != 0 and f"host {netcluster.hosts[2].name}: part.py differs from host {netcluster.hosts[0].name}'s" in refused.err, refused.err
+    assert len(list((stoker.cwd / "runs").glob("2*"))) == 1, "nothing was started"

@@ -1,0 +1,179 @@
+"""Hosts that are lost and come back, on the test cluster: the run goes on with the rest, takes them back, and counts no step twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, wait_for
+from netcluster import NetCluster
+
+# A job that gives the same curve with any number of ranks: 12 samples a step, shared out; every 5 steps a checkpoint, with all it has done.
+JOB = """
+import json, os, time
+import torch, torch.distributed as dist
+import stoker
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+folder = os.path.join(os.environ["STOKER_RUN_DIR"], "checkpoints")
+os.makedirs(folder, exist_ok=True)
+found = stoker.resume()
+state = json.load(open(found)) if found else {"step": 0, "w": 1.0, "history": []}
+print("from", state["step"], "with", world, flush=True)
+while True:
+    step = state["step"]
+    ids = [step * 12 + n for n in range(12)]
+    w = torch.tensor(state["w"], dtype=torch.float64)
+    told = torch.zeros(3, dtype=torch.float64)  # gradient, loss, is it enough?
+    for one in ids[rank::world]:
+        target = (one * 7919 % 101) / 101
+        told[0] += 2 * (w - target) / 12
+        told[1] += (w - target) ** 2 / 12
+    told[2] = float(rank == 0 and os.path.exists("enough"))
+    dist.all_reduce(told)
+    state["w"] = float(w - 0.05 * told[0])
+    state["history"].append([step, ids, float(told[1])])
+    state["step"] = step + 1
+    print("step", step, flush=True)
+    stoker.beat(step=step, loss=float(told[1]))
+    if state["step"] % 5 == 0 and rank == 0:
+        path = os.path.join(folder, f"step-{state['step']}.json")
+        with open(path + ".tmp", "w") as file:
+            json.dump(state, file)
+        os.rename(path + ".tmp", path)
+        stoker.mark("CHECKPOINT")
+    if told[2] and state["step"] % 5 == 0:
+        break
+    time.sleep(0.05)
+dist.barrier()
+os._exit(0)  # torch 2.13 can abort in its own shutdown of gloo, with no launcher at all
+"""
+
+
+def reference(steps: int) -> list[list[Any]]:
+    w, history = 1.0, []
+    for step in range(steps):
+        ids = [step * 12 + n for n in range(12)]
+        targets = [(one * 7919 % 101) / 101 for one in ids]
+        history.append([step, ids, sum((w - t) ** 2 for t in targets) / 12])
+        w -= 0.05 * sum(2 * (w - t) / 12 for t in targets)
+    return history
+
+
+def events(stoker: Stoker, kind: str) -> list[dict[str, Any]]:
+    try:
+        lines = (stoker.latest / "events.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [one for one in map(json.loads, lines) if one["event"] == kind]
+
+
+def steps_in(stoker: Stoker, attempt: int) -> int:
+    try:
+        return (stoker.latest / f"attempt-{attempt}" / "rank-0.log").read_bytes().count(b"step ")
+    except FileNotFoundError:
+        return 0
+
+
+def begin(stoker: Stoker, cluster: NetCluster, *flags: str, job: str = JOB) -> subprocess.Popen[bytes]:
+    script = stoker.script("job.py", job)
+    with open(stoker.cwd / "console", "wb") as out:
+        run = stoker.start("run", "--no-preflight", "--hosts", str(cluster.file(workdir=str(stoker.cwd))), *flags, script, stdout=out)
+    assert wait_for(lambda: True if steps_in(stoker, 0) > 12 else None, 60), (stoker.cwd / "console").read_text()
+    return run
+
+
+def console(stoker: Stoker) -> str:
+    return (stoker.cwd / "console").read_text()
+
+
+def agent_of(cluster: NetCluster, host: int) -> int:
+    return next(pid for pid in cluster.pids(host) if Path(f"/proc/{pid}/comm").read_text() == "stoker-agent\n")
+
+
+def cut(cluster: NetCluster) -> None:
+    cluster.cut(1)
+
+
+def kill_agent(cluster: NetCluster) -> None:
+    os.kill(agent_of(cluster, 1), signal.SIGKILL)
+
+
+def stop_agent(cluster: NetCluster) -> None:
+    os.kill(agent_of(cluster, 1), signal.SIGSTOP)
+
+
+@pytest.mark.parametrize("fault", [cut, kill_agent, stop_agent])
+def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(stoker: Stoker, netcluster: NetCluster, fault: Any) -> None:
+    run = begin(stoker, netcluster, "--min-hosts", "2")
+    lost, others = netcluster.hosts[1].name, [netcluster.hosts[0].name, netcluster.hosts[2].name]
+    there_before = set(netcluster.pids(1))
+    assert len(there_before) >= 3, "an agent, its guardian and a rank"
+    fault(netcluster)
+    began = time.monotonic()
+    assert wait_for(lambda: events(stoker, "host-lost") or None, 12), console(stoker)
+    print(f"lost after {time.monotonic() - began:.1f} s")
+    assert wait_for(lambda: True if not there_before & set(netcluster.pids(1)) else None, 15 - (time.monotonic() - began)), "left running on the cut-off side"
+    print(f"nothing left after {time.monotonic() - began:.1f} s")
+    assert wait_for(lambda: True if steps_in(stoker, 1) else None, 40), console(stoker)
+    print(f"first step of the next attempt after {time.monotonic() - began:.1f} s")
+    assert f"host {lost} is lost" in console(stoker)
+    assert [one["hosts"] for one in events(stoker, "attempt")][1] in (others, [host.name for host in netcluster.hosts])
+    netcluster.mend(1)
+    assert wait_for(lambda: events(stoker, "host-joined") or None, 40), console(stoker)
+    assert wait_for(lambda: True if steps_in(stoker, len(events(stoker, "attempt")) - 1) > 2 else None, 40), console(stoker)
+    (stoker.cwd / "enough").touch()
+    assert run.wait(60) == 0, console(stoker)
+    assert events(stoker, "attempt")[-1]["world_size"] == 4 and events(stoker, "host-joined")[0]["on"] == lost
+    newest = max((stoker.latest / "checkpoints").glob("step-*.json"), key=lambda path: int(path.stem[5:]))
+    history = json.loads(newest.read_text())["history"]
+    assert [one[:2] for one in history] == [one[:2] for one in reference(len(history))], "each step once, each with its own samples"
+    assert [one[2] for one in history] == pytest.approx([one[2] for one in reference(len(history))], rel=1e-9)
+
+
+COUNTING = "import stoker, time\nfor n in range(2000):\n    print('step', n, flush=True)\n    time.sleep(0.05)\n"
+
+
+def test_below_min_hosts_the_lost_host_is_the_verdict(stoker: Stoker, netcluster: NetCluster) -> None:
+    run = begin(stoker, netcluster, "--min-hosts", "3", "--max-restarts", "3", job=COUNTING)
+    kill_agent(netcluster)
+    assert run.wait(30) == 70, console(stoker)
+    verdict = stoker.result().verdict
+    assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
+    assert "2 of 3 hosts left, and --min-hosts is 3" in verdict["summary"]
+    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
+
+
+def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_hosts_stop_by_themselves(stoker: Stoker, netcluster: NetCluster) -> None:
+    run = begin(stoker, netcluster, "--min-hosts", "1", job=COUNTING)
+    for n in range(3):
+        netcluster.cut(n)
+    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), "no half may go on"
+    assert run.wait(30) == 70, console(stoker)
+    assert stoker.result().verdict["cause"] == "host.lost" and "all 3 hosts are lost at once" in console(stoker)
+
+
+def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker, netcluster: NetCluster) -> None:
+    """Nobody there can end its ranks: the next agent does, and only then takes part."""
+    run = begin(stoker, netcluster, "--min-hosts", "2", job=COUNTING)
+    before = set(netcluster.pids(1))
+    for pid in before:
+        if Path(f"/proc/{pid}/comm").read_text().startswith("stoker-"):
+            os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    assert wait_for(lambda: True if not before & set(netcluster.pids(1)) else None, 15), "left running on the cut-off side"
+    print(f"nothing left after {time.monotonic() - began:.1f} s")
+    assert wait_for(lambda: events(stoker, "host-back") or None, 20), console(stoker)
+    run.terminate()
+    assert run.wait(30) == 128 + signal.SIGTERM
+    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
+
+

@@ -1,0 +1,350 @@
+"""Hosts: what a hosts file may say and what is refused, how a host is reached, and what is said of one that can't be."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker, machine_json, wait_for
+from netcluster import NetCluster
+from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
+from stoker.control.cluster import bundle, copying, hosts, init, ssh_words, transport
+
+
+def _file(tmp_path: Path, text: str, name: str = "cluster.yaml") -> str:
+    path = tmp_path / name
+    path.write_text(text)
+    return str(path)
+
+
+# ---- the file ----
+
+
+def test_a_hosts_file_with_defaults_and_overrides(tmp_path: Path) -> None:
+    (tmp_path / "my config").write_text("")
+    (tmp_path / "key").write_text("")
+    path = _file(
+        tmp_path,
+        """
+ssh_config: my config
+ssh_options: [-oCompression=yes]
+defaults: {user: train, python: ~/venv/bin/python, workdir: "~/my train's", identity: key}
+env: {NCCL_ALGO: Ring, NCCL_NSOCKS_PERTHREAD: 4}
+hosts:
+  - {host: 192.0.2.100, slots: 2, address: 10.9.9.1}
+  - {host: node-b, user: other, venv: /opt/it's here, interface: eth1, gpus: [0, 3], port: 2222}
+  - other@node-c
+  - {host: node-d, gpus: any:2, local: true}
+""",
+    )
+    read = hosts.read(path, ("-v",))
+    assert read.ssh_config == str(tmp_path / "my config") and read.ssh_options == ("-v", "-oCompression=yes") and read.path == path
+    assert read.env == {"NCCL_ALGO": "Ring", "NCCL_NSOCKS_PERTHREAD": "4"} and read.names == ("192.0.2.100", "node-b", "node-c", "node-d")
+    a, b, c, d = read.hosts
+    assert (a.target, a.user, a.slots, a.address, a.python, a.workdir) == ("192.0.2.100", "train", 2, "10.9.9.1", "~/venv/bin/python", "~/my train's")
+    assert a.identity == str(tmp_path / "key") and not a.here and a.gpus is None
+    assert (b.user, b.python, b.interface, b.gpus, b.port) == ("other", "/opt/it's here/bin/python", "eth1", "0,3", 2222)
+    assert (c.user, c.name, d.gpus, d.here) == ("other", "node-c", "any:2", True)
+
+
+def test_names_on_the_command_line() -> None:
+    read = hosts.read("a, train@b ,fd00::1", ("-p2222",))
+    assert [(host.name, host.user) for host in read.hosts] == [("a", None), ("b", "train"), ("fd00::1", None)] and read.ssh_options == ("-p2222",)
+
+
+def test_this_very_machine_is_known_by_its_addresses(tmp_path: Path) -> None:
+    assert [host.here for host in hosts.read("localhost,192.0.2.77").hosts] == [True, False]
+    assert hosts.read("127.0.0.1").hosts[0].here
+    assert not hosts.read("127.0.0.1", ("-p2222",)).hosts[0].here, "a forwarded port leads elsewhere"
+    assert not hosts.read("somebody-else@localhost").hosts[0].here
+    assert not hosts.read(_file(tmp_path, "hosts: [{host: localhost, local: false}]")).hosts[0].here
+
+
+def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetCluster) -> None:
+    assert [host.here for host in hosts.read(str(netcluster.file())).hosts] == [False, False, False]
+    assert hosts.read(netcluster.address).hosts[0].here
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("hosts: [{host: a}]\ndefault: {user: x}", "unknown key 'default'; did you mean defaults?"),
+        ("hosts: [{host: a, slot: 2}]", "host a: unknown key 'slot'; did you mean slots?"),
+        ("hosts: [{host: a}]\ndefaults: {pyton: /x}", "defaults: unknown key 'pyton'; did you mean python?"),
+        ("hosts: [{host: a}]\ndefaults: {host: b}", "defaults: unknown key 'host'"),
+        ("hosts: [{host: a}, b, {host: a}]", "host a is there twice"),
+        ("hosts: [x@a, y@a]", "host a is there twice"),
+        ("hosts: [localhost, 127.0.0.1]", "localhost and 127.0.0.1 are all this very machine"),
+        ("hosts: []", "hosts: found []"),
+        ("defaults: {user: a}", "hosts: nothing"),
+        ("", "nothing; a hosts file has a key hosts:"),
+        ("[a, b]", "found ['a', 'b']"),
+        ("hosts: [{slots: 1}]", "host: is missing"),
+        ("hosts: [{host: 10}]", "host: found 10, not text; put it in quotes"),
+        ("hosts: [{host: a, user: no}]", "user: found False, not text; put it in quotes"),
+        ("hosts: [{host: a, user: }]", "user: has no value; leave the key out"),
+        ("hosts: [{host: a, slots: two}]", "slots: found 'two', not a whole number"),
+        ("hosts: [{host: a, slots: true}]", "slots: found True, not a whole number"),
+        ("hosts: [{host: a, slots: 0}]", "slots: 0; a host has at least one rank"),
+        ("hosts: [{host: a, port: 70000}]", "port: 70000 is not between"),
+        ("hosts: [{host: a, gpus: {}}]", "gpus: found {}"),
+        ("hosts: [{host: a, local: 1}]", "local: found 1"),
+        ("hosts: [{host: a, workdir: train}]", "workdir: train is relative"),
+        ("hosts: [{host: a, python: /p, venv: /v}]", "python and venv are both given"),
+        ("hosts: [[a]]", "host 1: found ['a']; write {host: NAME}"),
+        ("hosts: [{host: a}]\nenv: {BAD-NAME: 1}", "'BAD-NAME' is not a variable's name"),
+        ("hosts: [{host: a}]\nenv: {X: [1]}", "X: found [1]"),
+        ("hosts: [{host: a}]\nssh_options: -v", "ssh_options: found '-v'"),
+        ("hosts:\n  - {host: a, slots: 1\n  - {host: b}\n", "line 3: not YAML"),
+        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: the key slots is there twice"),
+    ],
+)  # fmt: skip
+def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:
+    path = _file(tmp_path, text)
+    with pytest.raises(Refusal) as refused:
+        hosts.read(path)
+    assert says in refused.value.line and refused.value.line.startswith(path) and "\n" not in refused.value.line and refused.value.code == EX_CONFIG
+
+
+@pytest.mark.parametrize("user", ["-oProxyCommand=x", "a b", "$(id)", "a;b", "a`id`", 'a"b', "a'b", "a\nb", "a&b", "a|b", "~root", "%h", "a,b", "a/b"])
+def test_a_user_a_shell_would_act_on_is_refused_by_name(tmp_path: Path, user: str) -> None:
+    for entry in ({"host": "a", "user": user}, {"host": user}):
+        with pytest.raises(Refusal) as refused:
+            hosts.read(_file(tmp_path, json.dumps({"hosts": [entry]})))
+        assert repr(user) in refused.value.line and "\n" not in refused.value.line and refused.value.code == EX_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("told", "says", "code"),
+    [("", "names no host", EX_USAGE), (" , ", "names no host", EX_USAGE), ("a,,b", "an empty name", EX_USAGE), ("a,b,a", "host a is there twice", EX_USAGE), ("-oX,b", "a leading '-'", EX_USAGE),
+     ("@a", "an empty user", EX_USAGE), ("a:22", "':'", EX_USAGE), ("hosts/cluster.txt", "ends in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "no hosts file nowhere/cluster.yaml", EX_NOINPUT)],
+)  # fmt: skip
+def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
+    with pytest.raises(Refusal) as refused:
+        hosts.read(told)
+    assert says in refused.value.line and refused.value.code == code
+
+
+def test_files_it_names_must_be_there(tmp_path: Path) -> None:
+    for text, says in (("ssh_config: /no/config\nhosts: [a]", "ssh_config: no file /no/config"), ("hosts: [{host: a, identity: key}]", f"host a: identity: no file {tmp_path}/key")):
+        with pytest.raises(Refusal) as refused:
+            hosts.read(_file(tmp_path, text))
+        assert says in refused.value.line and refused.value.code == EX_NOINPUT
+
+
+# ---- the way there ----
+
+
+def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
+    words = ["printf", "%s\\0", "it's", "$(id)", "~/x", "a b", "new\nline", '"', "`id`", "!!", "\\", ""]
+    for shell in ("sh", "bash", "dash"):
+        out = subprocess.run([shell, "-c", transport.remote_line(words)], capture_output=True, text=True, check=True).stdout
+        assert out.split("\0")[:-1] == words[2:]
+    program = tmp_path / "my venv's" / "run it"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho ran $1\n")
+    program.chmod(0o755)
+    line = transport.remote_line(["~/my venv's/run it", "~/x"])
+    assert subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]}).stdout == "ran ~/x\n"
+
+
+def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
+    line = bundle.unpack()
+    assert "\n" not in line and not set(line) & set("!\\$`\"") and compile(line, "unpack", "exec")
+
+
+def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
+    (tmp_path / "k").write_text("")
+    read = hosts.read(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
+    argv = transport.ssh_command(read.hosts[0], read, ["true"])
+    assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(f"-oConnectTimeout={transport.CONNECT_S}")
+    asked = subprocess.run([argv[0], "-G", *argv[1:-2], "b"], capture_output=True, text=True, check=True).stdout.splitlines()
+    for line in ("user u", "port 7", "connecttimeout 99", "batchmode yes", f"identityfile {tmp_path}/k", "identitiesonly yes", "controlmaster auto", "controlpersist 5"):
+        assert line in asked, line
+    control = next(line for line in asked if line.startswith("controlpath ")).split()[1]
+    assert os.stat(os.path.dirname(control)).st_mode & 0o777 == 0o700 and len(control) < 90
+
+
+def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -> None:
+    read = hosts.read(str(netcluster.file()))
+    seen = []
+    for words in (["sh", "-c", "echo $SSH_CONNECTION"], ["echo", "it's $(id)"], ["sh", "-c", "echo $SSH_CONNECTION"]):
+        seen.append(subprocess.run(transport.ssh_command(read.hosts[1], read, words), capture_output=True, text=True, check=True).stdout.strip())
+    assert seen[0] == seen[2] and netcluster.hosts[1].address in seen[0] and seen[1] == "it's $(id)"
+
+
+def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: Path) -> None:
+    host = netcluster.hosts[0]
+    (netcluster.folder / "banner").write_text("Authorised use only!\nSTOKER\n" * 20)
+    host.sshd_lines.append(f'Banner "{netcluster.folder}/banner"')
+    (host.home / ".bashrc").write_text('echo "Welcome, {\\"do\\": 1}"; echo "warning: something" >&2\n')
+    netcluster.set_env(0, BASH_ENV=str(host.home / ".bashrc"))
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "a.py").write_text("1")
+    copying.sync(hosts.read(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
+    assert (host.workdir / "a.py").read_text() == "1"
+    read = hosts.read(str(netcluster.file((1,))))
+    said = subprocess.run(transport.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True)
+    assert "Welcome" in said.stdout, "the shell there is chatty"
+
+
+def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster) -> None:
+    near, far = netcluster.hosts[0], netcluster.hosts[1]
+    config = netcluster.folder / "ssh_config"
+    config.write_text(f"Host far\n  HostName {far.address}\n  ProxyJump {near.address}\n{config.read_text()}  IdentityFile \"{netcluster.identity}\"\n")
+    netcluster.block(None, 1, "22")
+    read = hosts.from_mapping({"ssh_config": str(config), "hosts": ["far"]}, str(netcluster.folder / "c.yaml"))
+    done = subprocess.run(transport.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]), capture_output=True, text=True, check=True)
+    assert done.stdout.split()[::2] == [near.address, far.address]
+
+
+# ---- what is said of a host that can't be reached ----
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "line"),
+    [
+        ("ssh: connect to host b port 22: Connection refused\n", 255, "connection refused: nothing listens on its ssh port; start sshd there, or mend the port"),
+        ("ssh: connect to host b port 22: No route to host\n", 255, "no route to it: switched off"),
+        ("ssh: connect to host b port 22: Network is unreachable\n", 255, "no route to it"),
+        ("ssh: connect to host b port 22: Connection timed out\n", 255, "no answer: switched off, or a firewall"),
+        ("Connection timed out during banner exchange\nConnection to 10.0.0.1 port 22 timed out\n", 255, "ssh connected, and then heard nothing more"),
+        ("ssh: Could not resolve hostname b: Name or service not known\n", 255, "unknown host (Name or service not known)"),
+        ("@@@@\n@  WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!  @\n@@@\nOffending ED25519 key in /h/known_hosts:3\nHost key verification failed.\n", 255,
+         "its host key changed since it was last known (/h/known_hosts, line 3); find out why; if it was installed anew: ssh-keygen -R b"),
+        ("Host key verification failed.\n", 255, "Host key verification failed: its key is not known here; connect once by hand (`ssh b`)"),
+        ("u@b: Permission denied (publickey).\n", 255, "Permission denied (publickey): none of our keys is accepted for user u; ssh-copy-id"),
+        ("@  WARNING: UNPROTECTED PRIVATE KEY FILE!  @\nPermissions 0644 for '/h/my key' are too open.\nLoad key \"/h/my key\": bad permissions\nu@b: Permission denied (publickey).\n", 255,
+         "permission denied: the private key /h/my key has permissions 0644, so ssh does not use it; chmod 600 /h/my key"),
+        ('Load key "/h/k": error in libcrypto\nu@b: Permission denied (publickey).\n', 255, "the private key /h/k can't be read (error in libcrypto)"),
+        ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures\nDisconnected\n", 255, "too many keys were offered; name the right one with identity:"),
+        ("kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n", 255, "its sshd closed the connection"),
+        ("Bad owner or permissions on /h/.ssh/config\n", 255, "ssh does not read /h/.ssh/config"),
+        ("/h/c: line 3: Bad configuration option: foo\n/h/c: terminating, 1 bad configuration options\n", 255, "ssh's settings: /h/c: line 3: Bad configuration option: foo"),
+        ("bash: line 1: /no/such/python: No such file or directory\n", 127, "no Python: /no/such/python is not there; name one with python:, venv: or --python"),
+        ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 is not there"),
+        ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py is not there"),
+        ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
+        (f"banner\n{bundle.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
+        ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
+        (f"{bundle.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
+        ("This account is currently not available.\n", 1, "its user may not log in"),
+        ("a\nsomething odd\n", 3, "something odd (exit code 3)"),
+        ("", 255, "it said nothing (exit code 255)"),
+        ("", None, "no agent answered"),
+    ],
+)  # fmt: skip
+def test_what_ssh_said_becomes_one_line(said: str, code: int | None, line: str) -> None:
+    told = ssh_words.explain("b", said, code)
+    assert told.startswith(f"host b: {line}") and "\n" not in told
+
+
+def _fake_old_python(folder: Path) -> str:
+    """A Python that says it is 3.6."""
+    path = folder / "old python"
+    code = "import sys; sys.version_info = (3, 6, 9, 'final', 0); exec(sys.argv.pop(1))"
+    path.write_text(f'#!/bin/sh\nshift 3\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_each_host_that_fails_is_named_and_nothing_is_started(stoker: Stoker, netcluster: NetCluster) -> None:
+    """Several faults in turn, on a host of their own each."""
+    script = stoker.script("s.py", "print('ran')")
+
+    def refused(path: Path, *more: str) -> str:
+        done = stoker("run", "--hosts", str(path), *more, script)
+        assert done.code == 69 and "Traceback" not in done.err and "ran" not in done.out, done.err
+        assert not (stoker.cwd / "runs").exists()
+        assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 12), "an agent stays"
+        return done.err
+
+    def names(said: str, host: str, why: str) -> bool:
+        return re.search(f"host {re.escape(host)}( can't be used)?: {re.escape(why)}", said) is not None
+
+    a, b, c = netcluster.hosts
+    netcluster.stop_sshd(1)
+    assert names(refused(netcluster.file()), b.name, "connection refused")
+    netcluster.start_sshd(1)
+    netcluster.cut(2)
+    assert names(refused(netcluster.file()), c.name, "no ")
+    netcluster.mend(2)
+    assert names(refused(netcluster.file(per_host=[{"python": "/no/such/python"}])), a.name, "no Python: /no/such/python is not there")
+    assert names(refused(netcluster.file(per_host=[{}, {"python": _fake_old_python(netcluster.folder)}])), b.name, "its Python is 3.6, too old")
+    key = netcluster.folder / "open"
+    key.write_bytes(netcluster.identity.read_bytes())
+    key.chmod(0o644)
+    assert names(refused(netcluster.file(per_host=[{"identity": str(key)}])), a.name, f"permission denied: the private key {key} has permissions 0644")
+    netcluster.change_host_key(2)
+    assert names(refused(netcluster.file()), c.name, "its host key changed")
+    flags = [f"--ssh-option=-F{netcluster.folder}/ssh_config", f"--ssh-option=-i{netcluster.identity}", "--python", sys.executable]
+    done = stoker("run", "--hosts", f"{a.name},no-such-host.invalid", *flags, script)
+    assert done.code == 69 and names(done.err, "no-such-host.invalid", "unknown host")
+
+
+# ---- stoker cluster init ----
+
+
+def _reaching(cluster: NetCluster) -> list[str]:
+    return ["--ssh-config", str(cluster.folder / "ssh_config"), "--identity", str(cluster.identity)]
+
+
+def _fake_venv(home: Path, name: str, torch: str | None) -> None:
+    """A Python of its own with, or without, a torch that is never imported."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(home / name)], check=True)
+    if torch:
+        site = next((home / name / "lib").glob("python*")) / "site-packages"
+        (site / "torch").mkdir()
+        (site / "torch" / "__init__.py").write_text("raise SystemExit('imported')\n")
+        (site / f"torch-{torch}.dist-info").mkdir()
+        (site / f"torch-{torch}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+
+
+def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, netcluster: NetCluster) -> None:
+    a, b, c = netcluster.hosts
+    _fake_venv(a.home, "venv", "2.9.1")
+    _fake_venv(b.home, "venv", None)
+    _fake_venv(b.home, ".venv", "2.10.0")
+    box = netcluster.folder / "box.json"
+    box.write_text(json.dumps(machine_json(2)))
+    for n, machine in enumerate((box, stoker.env["STOKER_MACHINE"], stoker.env["STOKER_MACHINE"])):
+        netcluster.set_env(n, STOKER_MACHINE=str(machine))
+    done = stoker("cluster", "init", a.name, b.name, f"root@{c.name}", "--workdir", "~/my train", *_reaching(netcluster))
+    assert done.code == 0, done.err
+    read = hosts.read(str(stoker.cwd / "cluster.yaml"))
+    assert [(host.slots, host.interface, host.workdir) for host in read.hosts] == [(2, "eth0", "~/my train"), (1, "eth0", "~/my train"), (1, "eth0", "~/my train")]
+    assert [host.python for host in read.hosts[:2]] == ["~/venv/bin/python", "~/.venv/bin/python"] and read.hosts[2].user == "root"
+    text = (stoker.cwd / "cluster.yaml").read_text()
+    assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
+    again = stoker("cluster", "init", a.name, *_reaching(netcluster))
+    assert again.code == 73 and "cluster.yaml is there already: --force" in again.err and (stoker.cwd / "cluster.yaml").read_text() == text
+    forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
+    assert forced.code == 0 and hosts.read(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, forced.err
+
+
+def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: Stoker, netcluster: NetCluster) -> None:
+    a, b, c = netcluster.hosts
+    netcluster.stop_sshd(1)
+    netcluster.change_host_key(2)
+    done = stoker("cluster", "init", a.name, b.name, c.name, *_reaching(netcluster))
+    assert done.code == 69 and f"host {b.name}: connection refused" in done.err and f"host {c.name}: its host key changed" in done.err
+    assert not (stoker.cwd / "cluster.yaml").exists() and a.name not in done.err
+    for words, says in ((["a", "a"], "host a is there twice"), (["-x"], ""), (["a;b"], "';'"), (["a", "--out", "no/where.yaml"], "no folder")):
+        refused = stoker("cluster", "init", *words)
+        assert refused.code in (64, 73, 78) and says in refused.err and "Traceback" not in refused.err, refused.err
+
+
+def test_a_written_file_quotes_what_yaml_would_misread() -> None:
+    answer = init.Answer("1e3", "no", (), None, "~/my venv: x/bin/python", "3.11.2", None, "eth0", "10.1")
+    import yaml
+
+    data = yaml.safe_load(init.text([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"}))
+    assert data["hosts"] == [{"host": "1e3", "slots": 1, "user": "no", "interface": "eth0", "address": "10.1"}]
+    assert data["defaults"] == {"workdir": "~/it's, {here}", "python": "~/my venv: x/bin/python"} and data["ssh_config"] == "/a #b"

@@ -1,0 +1,224 @@
+"""`stoker run` on several hosts, on the test cluster: unlike slots, one hostname for all that resolves nowhere, everything named by host and rank."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Stoker, wait_for
+from netcluster import NetCluster
+
+TELL = """
+import json, os, sys
+names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
+         "NCCL_X", "HF_TOKEN", "MY_OWN", "CUDA_VISIBLE_DEVICES")
+print(json.dumps({"cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}), flush=True)
+if os.environ["RANK"] == os.environ.get("MY_OWN"):
+    sys.exit(5)
+"""
+
+# The curve of one process on the whole batch is what DDP must give on its parts.
+DDP = """
+import json, os, sys
+import torch, torch.distributed as dist
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)).double()
+rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+if world > 1:
+    dist.init_process_group("gloo")
+    model = torch.nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+losses = []
+for step in range(12):
+    x = torch.randn(24, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    y = x.sum(1, keepdim=True).sin()
+    loss = ((model(x[rank::world]) - y[rank::world]) ** 2).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    whole = loss.detach().clone()
+    if world > 1:
+        dist.all_reduce(whole)
+        whole /= world
+    losses.append(float(whole))
+if rank == 0:
+    print("LOSSES", json.dumps(losses), flush=True)
+if world > 1:
+    dist.barrier()
+    os._exit(0)  # torch 2.13 can abort in its own shutdown of gloo, with no launcher at all
+"""
+
+
+def losses(text: str) -> Any:
+    return json.loads(next(line for line in text.splitlines() if "LOSSES" in line).partition("LOSSES")[2])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The curve of one process."""
+    script = tmp_path_factory.mktemp("alone") / "ddp.py"
+    script.write_text(DDP)
+    return losses(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout)
+
+
+def test_three_hosts_with_unlike_slots_give_the_one_process_loss_curve(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+    script = stoker.script("ddp.py", DDP)
+    done = stoker.torch("run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
+    assert done.code == 0, done.err
+    first, second, third = (host.name for host in netcluster.hosts)
+    assert [event["label"] for event in sorted((e for e in done.events if e["event"] == "rank-up"), key=lambda e: e["rank"])] == [
+        f"{first}/CPU0", f"{first}/CPU1", f"{second}/CPU0", f"{third}/CPU0"
+    ]  # fmt: skip
+    assert losses(done.log(0).decode()) == pytest.approx(alone, rel=1e-9)
+    names = {netcluster.run_in(n, ["hostname"]).stdout.strip() for n in range(3)}
+    assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, "one name for all, which resolves nowhere"
+
+
+def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(stoker: Stoker, netcluster: NetCluster) -> None:
+    for host in netcluster.hosts:
+        (host.workdir / "tell.py").write_text(TELL)
+    file = netcluster.file(per_host=[{}, {"interface": "lo"}, {}])
+    env = {"NCCL_X": "travels", "HF_TOKEN": "hf_secretsecretsecretsecret", "CUDA_VISIBLE_DEVICES": ""}
+    done = stoker("run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "tell.py", env=env)
+    second = netcluster.hosts[1].name
+    assert done.code == 5, done.err
+    assert (done.verdict["rank"], done.verdict["host"], done.verdict["cause"], done.verdict["exit_code"]) == (2, second, "rank.exit", 5)
+    told = [json.loads(done.log(rank)) for rank in range(4)]
+    assert [one["cwd"] for one in told] == [str(netcluster.hosts[n].workdir) for n in (0, 0, 1, 2)]
+    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) for one in told] == [("0", "2", "0"), ("1", "2", "0"), ("0", "1", "1"), ("0", "1", "2")]
+    assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[0].address}
+    assert [one["GLOO_SOCKET_IFNAME"] for one in told] == ["eth0", "eth0", "lo", "eth0"] == [one["NCCL_SOCKET_IFNAME"] for one in told]
+    assert [one["OMP_NUM_THREADS"] for one in told] == ["4", "4", "8", "8"], "8 cores, shared by the ranks of the same host"
+    assert {(one["NCCL_X"], one["HF_TOKEN"], one["MY_OWN"], one["CUDA_VISIBLE_DEVICES"]) for one in told} == {
+        ("travels", "hf_secretsecretsecretsecret", "2", None)
+    }  # fmt: skip
+    assert f"{second}/CPU0:" in done.out
+    assert "hf_secret" not in (done.run_dir / "run.json").read_text()
+
+
+def test_hosts_that_cant_be_used_are_named_together_and_nothing_starts(stoker: Stoker, netcluster: NetCluster) -> None:
+    netcluster.stop_sshd(1)
+    netcluster.change_host_key(2)
+    done = stoker("run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), stoker.script("s.py", "print('ran')"))
+    assert done.code == 69 and not (stoker.cwd / "runs").exists()
+    last = done.err.splitlines()[-1]
+    assert last.startswith("stoker: 2 of 3 hosts can't be used: ") and "connection refused" in last and "its host key changed" in last, done.err
+    assert netcluster.hosts[1].name in last and netcluster.hosts[2].name in last and "ran" not in done.out
+
+
+def test_with_min_hosts_a_run_starts_without_a_host_that_is_down(stoker: Stoker, netcluster: NetCluster) -> None:
+    netcluster.stop_sshd(0)
+    file = netcluster.file(workdir=str(stoker.cwd))
+    done = stoker("run", "--no-preflight", "--min-hosts", "2", "--hosts", str(file), stoker.script("tell.py", TELL))
+    assert done.code == 0, done.err
+    assert "starting with 2 of 3 hosts" in done.err and netcluster.hosts[0].name in done.err
+    told = [json.loads(done.log(rank)) for rank in range(2)]
+    assert {(one["WORLD_SIZE"], one["MASTER_ADDR"]) for one in told} == {("2", netcluster.hosts[1].address)}
+
+
+def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcluster: NetCluster) -> None:
+    stoker.script("s.py", "print('ran')")
+    netcluster.hosts[0].workdir.joinpath("s.py").write_text("print('ran')")
+    netcluster.hosts[1].workdir.joinpath("s.py").write_text("print('ran another')")
+    missing = str(netcluster.hosts[2].folder / "nowhere")
+    done = stoker("run", "--hosts", str(netcluster.file(per_host=[{}, {}, {"workdir": missing}])), "s.py")
+    assert done.code == 69 and f"host {netcluster.hosts[2].name}: no folder {missing}" in done.err and not (stoker.cwd / "runs").exists()
+    done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
+    assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
+
+
+def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[str]]) -> list[Path]:
+    """`stoker run` on each machine; their run directories."""
+    runs = []
+    for n, more in enumerate(flags):
+        argv = [sys.executable, "-m", "stoker", "run", "--nnodes", str(len(flags)), *more, "--name", f"n{n}", script]
+        with open(stoker.cwd / f"console{n}", "wb") as out:
+            runs.append(cluster.start_in(n, argv, cwd=stoker.cwd, env=stoker.env, stdout=out, stderr=out))
+    assert [run.wait(60) for run in runs] == [0] * len(flags), "".join((stoker.cwd / f"console{n}").read_text() for n in range(len(flags)))
+    return [next((stoker.cwd / "runs").glob(f"*-n{n}")) / "attempt-0" for n in range(len(flags))]
+
+
+def test_started_by_hand_on_each_machine_with_node_ranks(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+    where = ["--master-addr", netcluster.hosts[0].address, "--master-port", "29511"]
+    first, second = by_hand(stoker, netcluster, stoker.script("ddp.py", DDP), [["--node-rank", str(n), *where] for n in range(2)])
+    assert losses((first / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
+    assert (second / "rank-1.log").exists() and not (second / "rank-0.log").exists(), "ranks have the whole job's numbers"
+
+
+def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, netcluster: NetCluster) -> None:
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netcluster.hosts[1].address}:29512", "--rdzv-id", "job"]
+    found = by_hand(stoker, netcluster, stoker.script("tell.py", TELL), [["--nproc-per-node", str(n + 1), *where] for n in range(3)])
+    told = sorted((json.loads(log.read_text()) for folder in found for log in folder.glob("rank-*.log")), key=lambda one: int(one["RANK"]))
+    assert [one["RANK"] for one in told] == [str(rank) for rank in range(6)] and {one["WORLD_SIZE"] for one in told} == {"6"}
+    assert [one["GROUP_RANK"] for one in told][:2] == ["0", "0"], "who owns the address is number 0, with its two ranks"
+    assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[1].address} and {one["GLOO_SOCKET_IFNAME"] for one in told} == {"eth0"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--nnodes", "2"], "--nnodes 2: say where the machines meet"),
+        (["--nnodes", "2", "--master-addr", "10.0.0.1"], "say which machine this is with --node-rank 0 to 1"),
+        (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank 2: 2 machines have the numbers 0 to 1"),
+        (["--nnodes", "two"], "--nnodes two: give a number of machines"),
+        (["--node-rank", "1"], "--node-rank 1 with one machine"),
+        (["--nnodes", "2", "--standalone"], "contradict each other"),
+        (["--min-hosts", "2"], "name them with --hosts"),
+        (["--hosts", "127.0.0.1,10.99.0.1", "--min-hosts", "3"], "--min-hosts 3: there are 2 hosts"),
+        (["--hosts", "127.0.0.1,10.99.0.1", "--nnodes", "2"], "leave --nnodes and --node-rank out"),
+    ],
+)  # fmt: skip
+def test_machines_that_dont_add_up_are_refused_in_one_line(stoker: Stoker, flags: list[str], says: str) -> None:
+    done = stoker("run", *flags, stoker.script("s.py", "print('ran')"))
+    assert done.code == 64 and says in done.err and len(done.err.splitlines()) == 1 and "ran" not in done.out, done.err
+
+
+def test_a_killed_coordinator_leaves_nothing_on_any_host(stoker: Stoker, netcluster: NetCluster) -> None:
+    script = stoker.script("s.py", "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '100'])\nprint('ready', flush=True)\ntime.sleep(100)\n")
+    run = stoker.start("run", "--no-preflight", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
+    assert wait_for(lambda: True if sum(b"ready" in log.read_bytes() for log in Path(stoker.cwd).glob("runs/2*/attempt-0/*.log")) == 4 else None, 30)
+    os.kill(run.pid, 9)
+    run.wait()
+    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), [netcluster.pids(n) for n in range(3)]
+
+
+def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
+    from stoker.control.agent.probe_ready import ready
+
+    shared, apart = tmp_path / "shared", tmp_path / "apart" / "deep"
+    shared.mkdir()
+    (shared / "token").touch()
+    assert ready(str(tmp_path), sys.executable, str(shared), "token") == {"problems": [], "shared": True, "unwritable": ""}
+    found = ready(str(tmp_path / "no"), "no-such-python", str(apart), "token")
+    assert not found["shared"] and apart.is_dir() and [problem.split(" ")[1] for problem in found["problems"]] == ["folder", "program"]
+    (tmp_path / "file").touch()
+    assert "Not a directory" in ready(str(tmp_path), "sh", str(tmp_path / "file" / "x"), "token")["unwritable"]
+
+
+def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str, Any]:
+    return {"routes": {to: {"interface": name, "source": "10.0.0.9"} if name else {"error": "No route to host"} for to, name in ways}, "reached_at": reached}
+
+
+def test_addresses_and_interfaces_are_found_without_names() -> None:
+    from stoker.contract.names import Refusal
+    from stoker.control.cluster.hosts import Host
+    from stoker.control.launch import addresses
+
+    hosts = [Host("here", "localhost", here=True), Host("10.0.0.2", "10.0.0.2"), Host("alias", "alias"), Host("told", "told", "10.0.0.4", interface="ib0")]
+    known = addresses.known(hosts)
+    assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
+    known = addresses.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
+    answers = {host.name: route(*((to, "eth0") for to in known.values())) for host in hosts}
+    whole = addresses.complete(hosts, answers, known)
+    assert whole == {**known, "alias": "10.0.0.3", "here": "10.0.0.9"}
+    answers = {host.name: route(*((to, "eth0") for to in whole.values())) for host in hosts}
+    assert addresses.interfaces(hosts, answers, whole) == {"here": "eth0", "10.0.0.2": "eth0", "alias": "eth0", "told": "ib0"}
+    answers["alias"] = route(("10.0.0.9", None))
+    with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
+        addresses.interfaces(hosts, answers, whole)
