@@ -111,9 +111,9 @@ def _before(folder: str) -> dict[str, Any]:
 
 
 def _newest(folder: str) -> dict[str, Any]:
-    wanted: dict[str, Any] = {}
+    wanted: dict[str, Any] = dict.fromkeys(("loss", "val_loss", "val_bits_per_byte", "val_right"))
     for line in read_metrics(folder):
-        wanted |= {key: line[key] for key in ("loss", "val_loss", "val_bits_per_byte", "val_right") if key in line}
+        wanted |= {key: line[key] for key in wanted if key in line}
     return wanted
 
 
