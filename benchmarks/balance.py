@@ -3,9 +3,10 @@
     python benchmarks/balance.py --repeats 3                 # unlike ranks: recipes and drop-in
     python benchmarks/balance.py --only comm                 # gradients over a slow link (two network namespaces; needs root)
 
-The slow rank is idle once or twice as long as it computed, in each backward before its last gradient. (`--slow work`: it does its forward and
-backward two or three times instead, which is no slow card where the ranks' cores have other work: it then takes from the fast one's.) A plan
-is made as in any run; from step 30 on, equal shares (without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what
+A rank stands for a card: besides the little its process computes, each backward is idle for 15 ms a sample, the slow rank's for two or three times as
+long, before its last gradient. (`--slow work`: no idling; the slow rank does its forward and backward two or three times. That is a slow card only where
+each rank has a core of its own: where cores have other work, the ranks take them from each other.) A plan
+is made as in any run; from step 60 on, equal shares (without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what
 else the machine does hits both. A pair is two blocks side by side, less two steps where they meet; the ratio is the median over the pairs of all runs.
 """
 
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import Any
 
 RATIOS = {1: 0.98, 2: 1.35, 3: 1.80}  # slow rank's work : bar
-COUNTED = 30  # from this step on a plan has been made
+COUNTED = 60  # from this step on plans have been made: a second one where the first, by seconds that hold a fixed part, was half way
 BLOCK = 10  # steps of one kind
+WARM = 30  # steps that the exchange is not timed: PowerSGD begins after 20
+CARD_S = 0.015  # of a fast card, for a sample
 COMMS = ("full", "bf16", "powersgd", "local:8")
 
 
@@ -34,7 +37,9 @@ def slow_down(model: Any, first: Any, times: int) -> None:
     """`first`: the layer whose gradient comes last."""
     import torch
 
-    if os.environ.get("SLOW") == "work":
+    if not os.environ.get("SLOW"):
+        return
+    if os.environ["SLOW"] == "work":
         forward = model.forward
 
         def again(*args: torch.Tensor) -> torch.Tensor:
@@ -44,24 +49,16 @@ def slow_down(model: Any, first: Any, times: int) -> None:
 
         model.forward = again
         return
-    began = [0.0]
-
-    def begin(module: Any, args: Any) -> None:
-        began[0] = time.perf_counter()
-
-    def wait(gradient: torch.Tensor) -> None:
-        time.sleep((times - 1) * (time.perf_counter() - began[0]))
 
     def watch(module: Any, args: Any, output: torch.Tensor) -> None:
-        if output.requires_grad and times > 1:
-            output.register_hook(wait)
+        if output.requires_grad:
+            output.register_hook(lambda gradient: time.sleep(CARD_S * times * len(gradient)))
 
-    model.register_forward_pre_hook(begin)
     first.register_forward_hook(watch)
 
 
 def take_turns() -> None:
-    """From step 30 on, ten steps with equal shares and nothing of balance, ten with the plan that was made."""
+    """From step 60 on, ten steps with equal shares and nothing of balance, ten with the plan that was made."""
     from stoker.training.balance.plan import Plan, Plans, equal
     from stoker.training.loop.step import Pending, Stepper
 
@@ -119,8 +116,8 @@ def dropin(times: int, words: list[str]) -> None:
     net = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1))
     slow_down(net, net[0], times)
     take_turns()
-    data = TensorDataset(torch.randn(192 * 24, 512))
-    loader = DataLoader(data, batch_sampler=balance.Sampler(data, batch=192))
+    data = TensorDataset(torch.randn(24 * 24, 512))
+    loader = DataLoader(data, batch_sampler=balance.Sampler(data, batch=24))
     model = balance.attach(DistributedDataParallel(net), loader)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
     ends: list[float] = []
@@ -177,7 +174,7 @@ def common(data: Path) -> list[str]:
 
 
 def recipe_steps(folder: Path, data: Path, times: int, steps: int) -> tuple[dict[int, float], str]:
-    words = [*common(data), "--context_length", "64", "--batch.tokens", "1536", "--batch.micro", "12", "--data.validation", "0", "--max-steps", str(steps)]
+    words = [*common(data), "--context_length", "16", "--batch.tokens", "384", "--batch.micro", "24", "--data.validation", "0", "--max-steps", str(steps)]
     launch("recipe", folder, (1, times), [*words, "--balance", "auto"])
     lines = metrics(folder)
     when = {int(line["step"]): line["time"] for line in lines if "loss" in line}
@@ -216,8 +213,8 @@ def unlike(kinds: list[str], repeats: int, steps: int, folder: Path) -> None:
             low, ratio, high = statistics.quantiles((planned / equal for equal, planned in pairs), n=4)
             equal, planned = (statistics.median(one) for one in zip(*pairs, strict=True))
             print(
-                f"| {kind} | {times}:1 ({'; '.join(sorted(plans))}) | {equal:.2f} | {planned:.2f} | {ratio:.2f} | {low:.2f} – {high:.2f} | {len(pairs)} | ≥ {bar} | "
-                f"{'✓' if ratio >= bar else '✗ missed'} |",
+                f"| {kind} | {times}:1 ({'; '.join(sorted(plans))}) | {equal:.2f} | {planned:.2f} | {ratio:.2f} | {low:.2f} – {high:.2f} | {len(pairs)} | "
+                f"≥ {bar} | {'✓' if ratio >= bar else '✗ missed'} |",
                 flush=True,
             )
 
@@ -267,6 +264,7 @@ class Link:
 def exchange(repeats: int, steps: int, mbit: int, folder: Path) -> None:
     data = text(folder)
     words = [*common(data), "--context_length", "64", "--batch.tokens", "1024", "--batch.micro", "8", "--data.validation", "0.02", "--max-steps", str(steps)]
+    os.environ["SLOW"] = ""
     link = Link(mbit)
     try:
         print(
@@ -279,7 +277,7 @@ def exchange(repeats: int, steps: int, mbit: int, folder: Path) -> None:
                 launch("recipe", where, (1, 1), [*words, "--comm", comm, "--train.seed", str(repeat)], link.inside, "10.77.0.1")
                 lines = metrics(where)
                 when = [line["time"] for line in lines if "loss" in line and "val_loss" not in line]
-                rate = (len(when) - 1 - COUNTED) / (when[-1] - when[COUNTED])
+                rate = (len(when) - 1 - WARM) / (when[-1] - when[WARM])
                 found.setdefault(comm, []).append(((link.sent() - before) / 1e6 / steps, rate, next(line["val_loss"] for line in lines if "val_loss" in line)))
         for comm, all_of_it in found.items():
             sent, rate, loss = (statistics.median(one) for one in zip(*all_of_it, strict=True))
@@ -298,8 +296,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=("recipe", "dropin", "comm"), default=["recipe", "dropin"])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--slow", choices=("idle", "work"), default="idle", help="how a rank is slow")
-    parser.add_argument("--steps", type=int, default=110)
+    parser.add_argument("--slow", choices=("card", "work"), default="card", help="how a rank is slow")
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--mbit", type=int, default=100, help="of the link between the two ranks, for comm")
     given = parser.parse_args()
     os.environ["SLOW"] = given.slow

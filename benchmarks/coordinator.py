@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -88,7 +89,7 @@ def measure(folder: Path, hosts: int, ranks: int, seconds: float) -> Found:
     )  # fmt: skip
     run: subprocess.Popen[bytes] | None = None
     try:
-        wait_until(lambda: (folder / "player").exists(), 10, "the simulated agents did not start")
+        wait_until((folder / "player").exists, 10, "the simulated agents did not start")
         began = time.monotonic()
         with open(folder / "console", "wb") as console:
             run = subprocess.Popen(
@@ -118,9 +119,9 @@ def measure(folder: Path, hosts: int, ranks: int, seconds: float) -> Found:
                 one.wait()
 
 
-def wait_until(look: object, seconds: float, otherwise: str) -> None:
+def wait_until(look: Callable[[], bool], seconds: float, otherwise: str) -> None:
     deadline = time.monotonic() + seconds
-    while not look():  # type: ignore[operator]
+    while not look():
         if time.monotonic() > deadline:
             raise BenchmarkError(f"{otherwise} within {seconds:.0f} s")
         time.sleep(0.05)

@@ -1,7 +1,7 @@
 """Simulated agents for benchmarks/coordinator.py: one process that speaks the real protocol for many hosts, as real agents with busy ranks do.
 
     coordinator_agent.py connect SOCKET ARGS...   stands in for ssh: hands its own stdin and stdout over to the player, and waits
-    coordinator_agent.py play SOCKET --ranks 8    the player: prints a line once every rank has stepped; ends the ranks when its stdin is closed
+    coordinator_agent.py play SOCKET --ranks 8    the player: ends the ranks when its stdin is closed, then says what they printed
 
 What a rank says: imports for 2 s, then a step every 0.5 s with a line of output; 12 collectives a step in its flight recorder. What its agent
 makes of that follows control/agent: a line goes out as it comes, streams then rest until the next tenth of a second, beats go out twice a
@@ -65,6 +65,7 @@ class Agent:
         self._ranks: list[int] = []
         self._split = False
         self._beaten: dict[int, int] = {}  # ranks that have stepped since the last beats, and their step
+        self._stepped: set[int] = set()
         self._beats_at = self._ping_at = self._vitals_at = 0.0
         self._step = 0
         self.closed = False
@@ -176,21 +177,25 @@ class Agent:
         self._ranks = [spec["rank"] for spec in order["ranks"]]
         for rank in self._ranks:
             self.say({"is": "up", "rank": rank, "pid": 2000 + rank, "time": time.time()})
-        self._player.at(now + 0.1, lambda: self._memory("START", ""))
+        self._player.at(now + 0.1, self._begun)
         self._player.at(now + IMPORTS_S, self._imported)
         self._wake_later(now)
         self._player.started(self)
 
-    def _memory(self, where: str, note: str) -> None:
+    def _memory(self, rank: int, where: str, note: str = "") -> None:
+        self.say({"is": "mem", "rank": rank, "at": where, "note": note, "rss": 3_500_000_000, "host_used": 90_000_000_000, "host_total": 1_080_000_000_000,
+                  "gpu": [40_000_000_000, 85_899_345_920]})  # fmt: skip
+
+    def _begun(self) -> None:
         for rank in self._ranks:
-            self.say({"is": "mem", "rank": rank, "at": where, "note": note, "rss": 3_500_000_000, "host_used": 90_000_000_000, "host_total": 1_080_000_000_000,
-                      "gpu": [40_000_000_000, 85_899_345_920]})  # fmt: skip
+            self._memory(rank, "START")
         self.flush()
 
     def _imported(self) -> None:
         for rank in self._ranks:
+            self._memory(rank, "POST-IMPORT")
             self.say({"is": "groups", "rank": rank, "groups": "0=*"})
-        self._memory("POST-IMPORT", "")
+        self.flush()
 
     def _wake_later(self, now: float) -> None:
         """Until the first step: the loop's own pause."""
@@ -232,12 +237,11 @@ class Agent:
                 ns = time.time_ns()
                 self.say({"is": "beats", "ranks": {str(rank): [number, ns, 1, round(STEP_S + random.random() * JITTER_S, 4), []]
                                                    for rank, number in self._beaten.items()}})  # fmt: skip
-                for rank, number in self._beaten.items():
-                    if number == 1:
-                        self.say({"is": "first-step", "rank": rank, "time": ns / 1e9})
-                        self._player.stepped += 1
-                if 1 in self._beaten.values():
-                    self._memory("POST-MODEL", "at its first step")
+                first = [rank for rank in self._beaten if rank not in self._stepped]
+                for rank in first:
+                    self.say({"is": "first-step", "rank": rank, "time": ns / 1e9})
+                    self._memory(rank, "POST-MODEL", "at its first step")
+                self._stepped.update(first)
                 self._beaten = {}
             elif not self._step and now - self._vitals_at >= 2.0:
                 self._vitals_at = now
@@ -258,8 +262,8 @@ class Agent:
 
     def end_ranks(self, ours: bool = False) -> None:
         for rank in self._ranks:
-            self.say({"is": "exit", "rank": rank, "code": 0, "time": time.time(), "ours": ours, "error": None, "elastic": None, "stack": "", "steps": self._step,
-                      "core": False, "oom_killed": False, "around": {}})  # fmt: skip
+            self.say({"is": "exit", "rank": rank, "code": 0, "time": time.time(), "ours": ours, "error": None, "elastic": None, "stack": "",
+                      "steps": self._step, "core": False, "oom_killed": False, "around": {}})  # fmt: skip
         self._ranks = []
         self.flush()
 
@@ -281,7 +285,7 @@ class Player:
         self._agents: list[Agent] = []
         self._ready: set[str] = set()
         self._ending = False
-        self.lines = self.stepped = 0
+        self.lines = 0
         self.latest_s = 0.0  # how late a step was told, at worst: a player that can't keep up would flatter the coordinator
 
     def at(self, when: float, act: Callable[[], None]) -> None:
@@ -321,7 +325,6 @@ class Player:
         self.at(when + STEP_S, lambda: self._step(number + 1, when + STEP_S))
 
     def play(self) -> None:
-        said = False
         while not (self._ending and all(agent.closed for agent in self._agents)):
             pause = max(0.0, self._due[0][0] - time.monotonic()) if self._due else 1.0
             for key, _ in self._selector.select(min(pause, 1.0)):
@@ -329,9 +332,6 @@ class Player:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
                 heapq.heappop(self._due)[2]()
-            if not said and self._agents and self.stepped == sum(len(agent._ranks) for agent in self._agents) > 0:
-                said = True
-                print("all ranks step", flush=True)
         print(json.dumps({"lines": self.lines, "latest_s": round(self.latest_s, 3), "cpu_s": round(time.process_time(), 1)}), flush=True)
 
 

@@ -57,7 +57,7 @@ class Decoder:
                 line = bytes(self._buffer[:end])
                 del self._buffer[: end + 1]
                 try:
-                    header = json.loads(line)
+                    header = json.loads(line.decode())  # given bytes, it looks for their encoding first
                 except ValueError as problem:
                     raise ProtocolError(f"not a message: {line[:80]!r}") from problem
                 if not isinstance(header, dict):

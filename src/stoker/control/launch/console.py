@@ -14,6 +14,10 @@ ROOM = 24 << 20
 RESERVE = 2 << 20  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
 SMALL = 16 << 10
 EACH = 256  # what a queued piece costs beyond its bytes
+# What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks would cost the main
+# one more than the lines do.
+TOGETHER_S = 0.02
+AT_ONCE = 1 << 14
 _LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
 
 
@@ -28,6 +32,7 @@ class Console:
         self._skipped = {1: 0, 2: 0}
         self._skipped_total = 0
         self._ready = threading.Condition()
+        self._idle = False  # the writer waits for something to write
         self._closing = False
         self._thread = threading.Thread(target=self._write, name="console", daemon=True)
         self._thread.start()
@@ -48,7 +53,9 @@ class Console:
                 self._enqueue(stream, _LOST % self._skipped[stream])
                 self._skipped[stream] = 0
             self._enqueue(stream, data)
-            self._ready.notify()
+            if self._idle:
+                self._idle = False
+                self._ready.notify()
 
     def skip(self, stream: int, lines: int) -> None:
         with self._ready:
@@ -66,20 +73,39 @@ class Console:
         while True:
             with self._ready:
                 while not self._queue and not self._closing:
+                    self._idle = True
                     self._ready.wait()
                 if not self._queue:
                     return
-                stream, data = self._queue.popleft()
-                size = len(data) + EACH
-            self._write_all(stream, data)
+                stream, pieces = self._next()
+                size = sum(len(one) + EACH for one in pieces)
+            self._write_all(stream, self._dress(stream, pieces))
             with self._ready:
                 self._size -= size
+                if not self._closing and self._size < AT_ONCE:
+                    self._ready.wait(TOGETHER_S)
+
+    def _next(self) -> tuple[int, list[bytes]]:
+        """The oldest pieces of one stream: what one write takes, or a single longer one."""
+        stream, first = self._queue.popleft()
+        pieces, size = [first], len(first)
+        while self._queue and self._queue[0][0] == stream and size + len(self._queue[0][1]) <= AT_ONCE:
+            pieces.append(self._queue.popleft()[1])
+            size += len(pieces[-1])
+        return stream, pieces
+
+    def _dress(self, stream: int, pieces: list[bytes]) -> bytes:
+        if not self._terminal[stream]:
+            return b"".join(pieces)
+        dressed = []
+        for piece in pieces:
+            if self._bar:
+                dressed.append(b"\x1b[K")  # clears what is left of the bar
+            dressed.append(piece)
+            self._bar = piece.endswith(b"\r")
+        return b"".join(dressed)
 
     def _write_all(self, stream: int, data: bytes) -> None:
-        if self._terminal[stream]:
-            if self._bar:
-                data = b"\x1b[K" + data  # clears what is left of the bar
-            self._bar = data.endswith(b"\r")
         view = memoryview(data)
         while view and stream not in self._dead:
             try:

@@ -13,7 +13,7 @@ from typing import Any
 from stoker.contract import protocol
 from stoker.control.cluster.transport import Link
 
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
 QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 

@@ -17,6 +17,7 @@ from stoker.control.verdict import hang
 from stoker.control.watch.watcher import Inspect, Relieve, Suspect
 
 EARLY_S = 10.0
+PAUSE_S = 0.1  # between two looks: each goes over every rank, and hundreds of ranks wake us hundreds of times a second
 
 
 class Watching:
@@ -30,10 +31,13 @@ class Watching:
         self._members = members
         self._say = say
         self._early: set[int] = set()
+        self._looked = 0.0
 
     def look(self) -> None:
-        if self._attempt.stopping or self._attempt.unwatched:
+        now = time.monotonic()
+        if self._attempt.stopping or self._attempt.unwatched or now - self._looked < PAUSE_S:
             return
+        self._looked = now
         try:
             self._look()
         except Exception as problem:

@@ -6,7 +6,9 @@ the last one in makes the others wait. It is asked in the first steps, when step
 
 from __future__ import annotations
 
+import bisect
 import itertools
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ SHARE = 0.9  # of them that one rank causes, twice in a row, for it to be the on
 WORTH = 0.2  # of a step
 WORTH_S = 0.02
 SAMPLES = 10
+PACES = 100
 _GPU_WAITS = ("synchronize", "item", "tolist", "cpu")
 
 
@@ -50,6 +53,25 @@ class Late:
     asynchronous: bool = False  # NCCL's times are those of the launch: only a peer that really waits makes it true
 
 
+class Pace:
+    """One rank's seconds a step, per look. Kept in order as they come: of 512 ranks, sorting each anew would be a tenth of all the coordinator does."""
+
+    def __init__(self) -> None:
+        self._newest: deque[float] = deque()
+        self._ordered: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        self._newest.append(seconds)
+        bisect.insort(self._ordered, seconds)
+        if len(self._newest) > PACES:
+            del self._ordered[bisect.bisect_left(self._ordered, self._newest.popleft())]
+
+    @property
+    def usual(self) -> float:
+        """The median; 0 while there are too few to say."""
+        return self._ordered[len(self._ordered) // 2] if len(self._ordered) >= 4 else 0.0
+
+
 class Stragglers:
     def __init__(self, world: int) -> None:
         self._world = world
@@ -57,7 +79,7 @@ class Stragglers:
         self._asked_at = 0.0
         self._mode = ""
         self._timings: dict[str, dict[int, list[list[Any]]]] = {}  # by host: clocks of different hosts are not compared
-        self._pace: dict[int, list[float]] = {}  # rank -> seconds a step, per look
+        self._pace: dict[int, Pace] = {}
         self._steps: dict[int, int] = {}
         self._beaten: dict[int, float] = {}
         self._slow_since: dict[int, int] = {}
@@ -74,15 +96,13 @@ class Stragglers:
         self._steps[rank] = steps
         if before is None or count <= 0 or steps <= 2:
             return
-        pace = self._pace.setdefault(rank, [])
+        pace = self._pace.setdefault(rank, Pace())
         seconds = longest if count == 1 else max((now - before) / count, 0.0)
-        usual = _median(pace) if len(pace) >= 4 else 0.0
-        if usual and seconds > RISE * usual:
+        if pace.usual and seconds > RISE * pace.usual:
             self._slow_since.setdefault(rank, steps)
         else:
             self._slow_since.pop(rank, None)
-            pace.append(seconds)
-            del pace[:-100]
+            pace.add(seconds)
 
     def question(self, now: float, steps: Mapping[int, int]) -> dict[str, Any] | None:
         """The order for the agents, if it is time to ask."""
