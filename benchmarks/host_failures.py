@@ -5,7 +5,7 @@
 
 Three hosts (network namespaces with their own sshd, tests/netcluster.py; root only), `stoker run --hosts ... --min-hosts 2`. A failure is one of: the
 cable is cut; the agent, its guardian, a rank, or everything on the host is killed with SIGKILL; the agent is stopped. It is mended a while later. Most
-come while all hosts train, some at any time: at the start, while the run goes on without a host, while that one joins again.
+come while all hosts train, some at any time: at the start, while the run goes on without a host, while that one joins again. A few hit two hosts.
 
 What must be true at each end: every step was made in order, with its own samples and the loss of a lone process; no two attempts trained at
 the same time; a run that did not finish had fewer than two hosts left, and its verdict names one that was hurt; no process is left on any host.
@@ -42,6 +42,7 @@ from conftest import Stoker, machine_json  # noqa: E402  before netcluster, whic
 from netcluster import NetCluster, why_not  # noqa: E402
 
 STEADY = 0.65  # this share of the failures waits until all hosts train
+TWO = 0.08  # this often a second host is hit at the same moment: fewer than --min-hosts may be left, and that must be the verdict
 STUCK_S = 120.0  # for what takes seconds: a host lost often is asked again after a minute at the latest
 CLEAN_S = 15.0
 SAMPLES = 12
@@ -273,8 +274,8 @@ class Draw(random.Random):
         return self._kinds.pop()
 
 
-def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool) -> Failure | None:
-    """One failure, and its mending. None: there was nobody of that kind to hit."""
+def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool, two: bool) -> list[Failure]:
+    """One failure, or two at once, and their mending. None where there was nobody of that kind to hit."""
     if steady:
         if not wait_until(lambda: run.ended or run.whole(), STUCK_S):
             raise WentWrong(f"the hosts did not all train within {STUCK_S:.0f} s")
@@ -282,12 +283,13 @@ def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool)
     else:
         time.sleep(draw.uniform(0.0, 12.0))
     if run.ended:
-        return None
-    kind, host = draw.kind(), draw.randrange(3)
+        return []
     attempts = run.events("attempt")
     at = time.time()
-    if not KINDS[kind](cluster, host):
-        return None
+    planned = [(draw.kind(), host) for host in draw.sample(range(3), 2 if two else 1)]
+    hit = [(kind, host) for kind, host in planned if KINDS[kind](cluster, host)]
+    if not hit:
+        return []
     seconds = draw.uniform(0.5, 12.0)
 
     def went_on() -> bool:
@@ -301,15 +303,17 @@ def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool)
         wait_until(went_on, seconds)
     else:
         time.sleep(seconds)
-    mend(cluster, host)
+    for _, host in hit:
+        mend(cluster, host)
     mended = time.time()
     again: float | None = None
     if steady:
         if not wait_until(lambda: went_on() or unharmed(), STUCK_S):
-            raise WentWrong(f"nothing came of it within {STUCK_S:.0f} s: {kind}, host {host + 1}")
+            raise WentWrong(f"nothing came of it within {STUCK_S:.0f} s: {', '.join(f'{kind}, host {host + 1}' for kind, host in hit)}")
         first = next((one["time"] for one in run.lines("made.jsonl") if one["attempt"] == len(attempts)), None)
         again = round(first - at, 1) if first is not None else None
-    return Failure(number, kind, cluster.hosts[host].name, steady, len(attempts[-1]["hosts"]) if attempts else 0, again, at, mended)
+    before = len(attempts[-1]["hosts"]) if attempts else 0
+    return [Failure(number, kind, cluster.hosts[host].name, steady, before, again, at, mended) for kind, host in hit]
 
 
 def reference(steps: int) -> list[tuple[list[int], float]]:
@@ -347,8 +351,15 @@ def faults_in(run: Run, hurt: set[str]) -> Iterator[str]:
     elif not verdict:  # refused before any rank started
         if not any(name in run.console() for name in hurt):
             yield f"refused, and no hurt host is named: {run.console()[-300:]}"
-    elif verdict["cause"] != "host.lost" or (verdict["host"] is not None and verdict["host"] not in hurt):
+    elif not _is_true(verdict, hurt):
         yield f"the verdict is {verdict['cause']} of host {verdict.get('host')}, hurt were {sorted(hurt)}: {verdict['summary']}"
+
+
+def _is_true(verdict: dict[str, Any], hurt: set[str]) -> bool:
+    """A hurt host was lost (None: all at once), or a rank was killed there and then too few hosts were left to start again."""
+    if verdict["host"] is not None and verdict["host"] not in hurt:
+        return False
+    return verdict["cause"] == "host.lost" or (verdict["cause"] == "rank.killed" and "hosts left, and --min-hosts is" in verdict["summary"])
 
 
 def one_run(cluster: NetCluster, folder: Path, number: int, most: int, draw: Draw, say: Callable[[str], None]) -> tuple[list[Failure], Ending]:
@@ -358,8 +369,8 @@ def one_run(cluster: NetCluster, folder: Path, number: int, most: int, draw: Dra
     try:
         try:
             while len(found) < most and not run.ended:
-                one = strike(cluster, run, number, draw, steady=draw.random() < STEADY)
-                if one is not None:
+                more = strike(cluster, run, number, draw, steady=draw.random() < STEADY, two=draw.random() < TWO and most - len(found) > 1)
+                for one in more:
                     found.append(one)
                     after = f"goes on {one.again_s} s later" if one.again_s is not None else "the run has ended" if run.ended else "mended"
                     say(f"run {number}, failure {len(found)}: {one.kind}, host {one.host[-1]}{'' if one.steady else ', at any time'}: {after}")

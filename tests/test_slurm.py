@@ -171,7 +171,10 @@ def test_ctrl_c_leaves_the_job_and_follow_takes_it_up_again(stoker: Stoker, slur
 def test_in_sallocs_shell_a_plain_run_uses_the_whole_allocation(stoker: Stoker, slurm: SlurmCluster) -> None:
     script = stoker.script(
         "where.py",
-        "import os, sys\nprint(os.environ['RANK'], os.environ['SLURMD_NODENAME'], os.environ['WORLD_SIZE'])\nsys.exit(9 if os.environ['RANK'] == '2' else 0)\n",
+        "import os, sys, time\nrank = os.environ['RANK']\nprint(rank, os.environ['SLURMD_NODENAME'], os.environ['WORLD_SIZE'], flush=True)\n"
+        "open(f'said-{rank}', 'w').close()\nuntil = time.time() + 60\n"
+        "while rank == '2' and time.time() < until and not all(os.path.exists(f'said-{one}') for one in range(4)): time.sleep(0.05)\n"
+        "sys.exit(9 if rank == '2' else 0)\n",
     )
     done = _inside(stoker, slurm, ["salloc", "--quiet", "-N2", "--ntasks-per-node=2"], "run", "--grace", "10s", script)
     assert done.code == 9, done.err

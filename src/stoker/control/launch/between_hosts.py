@@ -96,6 +96,7 @@ class BetweenHosts:
         from stoker.control.cluster.agreement import disagreements
 
         answers = muster.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
+        _refuse_lost(muster)
         wrong = disagreements(answers, request.script)
         if wrong:
             raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
@@ -140,12 +141,20 @@ class BetweenHosts:
             found = quick(asking, muster.hosts, self._addresses)
         finally:
             muster.listener = None
+        _refuse_lost(muster)
         said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
         bad = [line for one, line in said if one.level == "fail"]
         if bad:
             more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
             raise Refusal(f"{'; '.join(bad)} {more}", EX_UNAVAILABLE, cause="launch.hosts")
         return [f"! {line}" for one, line in said if one.level == "warn"]
+
+
+def _refuse_lost(muster: Muster) -> None:
+    """Hosts that went away meanwhile: what they did not answer says nothing of the program, or of the network."""
+    gone = {member.host: f"is gone: {member.gone}" for member in muster.members.all if member.gone}
+    if gone:
+        raise Unusable(gone, len(muster.by_name))
 
 
 def _refuse_errors(answers: dict[str, Any], muster: Muster) -> None:

@@ -98,4 +98,4 @@ class Several:
             return replace(verdict, retryable=False, host=None, summary=summary, evidence=(*verdict.evidence, lost))
         if verdict.cause == "host.lost":
             return replace(verdict, retryable=False, summary=f"{verdict.summary}; {said}", evidence=(*verdict.evidence, lost))
-        return replace(verdict, retryable=False, evidence=(*verdict.evidence, f"then {said} ({lost})"))
+        return replace(verdict, retryable=False, summary=f"{verdict.summary}; then {said}", evidence=(*verdict.evidence, lost))
