@@ -16,5 +16,5 @@ export PATH="$PWD/.venv/bin:$PATH"
 step ruff python -m ruff check
 step mypy python -m mypy
 step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
-# Three workers, a file each: half of the suite waits for processes and timeouts.
-step pytest python -m pytest -q -n 3 --dist loadfile "$@"
+# Four workers, a file each: half of the suite waits for processes and timeouts.
+step pytest python -m pytest -q -n 4 --dist loadfile "$@"

@@ -144,12 +144,13 @@ def test_an_array_of_seeds_is_a_run_each(stoker: Stoker, slurm: SlurmCluster) ->
 
 
 def test_a_job_cancelled_in_the_queue_has_a_verdict_without_a_run(stoker: Stoker, slurm: SlurmCluster) -> None:
-    run = stoker.start("submit", "--sbatch-option=--hold", "--", stoker.script("waits.py", WAITS), env=slurm.env)
+    said = stoker.cwd / "said"
+    with said.open("wb") as out:
+        run = stoker.start("submit", "--sbatch-option=--hold", "--", stoker.script("waits.py", WAITS), env=slurm.env, stdout=out)
     job = number(stoker)
-    assert wait_for(lambda: True if slurm.state(job) == "PENDING" else None, 10)
+    assert wait_for(lambda: True if b"PENDING (JobHeldUser)" in said.read_bytes() else None, 60), said.read_bytes().decode()
     slurm.ask("scancel", job)
-    out, _ = run.communicate(timeout=30)
-    assert run.returncode == 143 and b"PENDING (JobHeldUser)" in out, out.decode()
+    assert run.wait(60) == 143, said.read_bytes().decode()
     why = stoker("why", f"slurm:{job}", env=slurm.env)
     assert why.code == 0 and "cause: slurm.cancelled" in why.out
 
