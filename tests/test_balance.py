@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from forked_ranks import program
+
 torch = pytest.importorskip("torch")
 
 from stoker import balance  # noqa: E402
@@ -159,8 +161,7 @@ def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str
 
 # ---- the recipes: ranks as torchrun would start them, forked from one process that has torch already ----
 
-FORKS = """
-import json, os, sys, traceback
+FORKS = program("""
 import torch, torch._dynamo, torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 from stoker.training.model.decoder import Decoder
 from stoker.training.recipes import pretrain
@@ -174,38 +175,15 @@ def slowed(times):
         return forward(self, *args)
     Decoder.forward = slow
 
-for line in sys.stdin:
-    job = json.loads(line)
-    pids = []
-    for rank in range(job["ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.chdir(job["folder"])
-                log = os.open(f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
-                if "script" in job:
-                    sys.argv[1:] = job["words"]
-                    exec(compile(job["script"], "script", "exec"), {"__name__": "__main__"})
-                    code = 0
-                else:
-                    slowed(job["slow"].get(str(rank), 1))
-                    os.environ["STOKER_MICRO_BATCH_HALVINGS"] = str(job["halved"].get(str(rank), 0))
-                    code = pretrain.main(job["words"])
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    print(json.dumps(pids), flush=True)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-"""
+def work(job, rank):
+    if "script" in job:
+        sys.argv[1:] = job["words"]
+        exec(compile(job["script"], "script", "exec"), {"__name__": "__main__"})
+        return 0
+    slowed(job["slow"].get(str(rank), 1))
+    os.environ["STOKER_MICRO_BATCH_HALVINGS"] = str(job["halved"].get(str(rank), 0))
+    return pretrain.main(job["words"])
+""")
 WORDS = (
     "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "64", "--batch.tokens", "1536", "--batch.micro", "8",
     "--data.validation", "0", "--log_every", "1", "--export", "false", "--timeout", "60s", "--eval_every", "0", "--log_samples", "true", "--deterministic", "true",

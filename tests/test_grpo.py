@@ -21,6 +21,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from conftest import Stoker, wait_for  # noqa: E402
+from forked_ranks import program  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
@@ -245,37 +246,16 @@ def test_a_step_that_looks_broken_is_not_worth_a_checkpoint() -> None:
 
 # ---- real runs: ranks as torchrun would start them, forked from one process that has torch already ----
 
-FORKS = """
-import json, os, sys, traceback
+FORKS = program("""
 import torch, torch._dynamo
 from stoker.training.recipes import grpo, stage
 
 torch.set_num_threads(1)
-for line in sys.stdin:
-    job = json.loads(line)
-    pids = []
-    for rank in range(job["ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.chdir(job["folder"])
-                log = os.open(f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]), STOKER_RUN_DIR=os.path.join(job["folder"], "run"))
-                code = stage.guarded(lambda: grpo.main(job["words"]))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    print(json.dumps(pids), flush=True)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-"""
+
+def work(job, rank):
+    os.environ["STOKER_RUN_DIR"] = os.path.join(job["folder"], "run")
+    return stage.guarded(lambda: grpo.main(job["words"]))
+""")
 TIMES = ("time", "tokens_per_s")  # what no two runs share
 
 

@@ -20,6 +20,7 @@ import pytest
 pytest.importorskip("torch")
 
 from conftest import Done, Stoker, wait_for
+from forked_ranks import program
 
 # Whole epochs of 201 samples, 7 a step: 58 steps, the last one smaller than some numbers of ranks.
 TINY = (
@@ -44,36 +45,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # ---- ranks as torchrun would start them, forked from one process that has torch already: a start costs tenths of a second ----
 
-FORKS = """
-import json, os, sys, traceback
+FORKS = program("""
 import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
 from stoker.training.recipes import pretrain
 
-for line in sys.stdin:
-    job = json.loads(line)
-    pids = []
-    for rank in range(job["ranks"]):
-        pid = os.fork()
-        if pid == 0:
-            code = 1
-            try:
-                os.chdir(job["folder"])
-                log = os.open(f"rank-{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
-                os.dup2(log, 1)
-                os.dup2(log, 2)
-                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["ranks"]), LOCAL_WORLD_SIZE=str(job["ranks"]))
-                os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(job["port"]))
-                code = pretrain.main(job["words"])
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(code)
-        pids.append(pid)
-    print(json.dumps(pids), flush=True)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]), flush=True)
-"""
+def work(job, rank):
+    return pretrain.main(job["words"])
+""")
 
 
 class Trained:
