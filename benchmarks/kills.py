@@ -85,13 +85,7 @@ class Job:
         return self._launcher.poll()
 
     def processes(self) -> list[int]:
-        """All that carry the run's tag: ranks, agent, guardian."""
-        found = []
-        for one in processes.all_processes():
-            tag = processes.run_tag(one.pid)
-            if tag is not None and tag[1].startswith(str(self.folder)) and one.state != "Z":
-                found.append(one.pid)
-        return found
+        return running_below(self.folder)
 
     def attempts(self) -> list[dict[int, int]]:
         """Rank -> pid, of each attempt, as the launcher recorded them."""
@@ -133,6 +127,16 @@ class Job:
     def close(self) -> None:
         if self._launcher is not None and self._launcher.poll() is None:
             self.kill_job()
+
+
+def running_below(folder: Path) -> list[int]:
+    """All that carry the tag of a run in this folder: ranks, agent, guardian."""
+    found = []
+    for one in processes.all_processes():
+        tag = processes.run_tag(one.pid)
+        if tag is not None and tag[1].startswith(str(folder)) and one.state != "Z":
+            found.append(one.pid)
+    return found
 
 
 def _kill(pid: int) -> bool:

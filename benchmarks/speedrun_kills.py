@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from goodput import trials
+from kills import WentWrong, running_below, whole_lines
 from launch import setting
 
 from stoker.control.machine import processes
@@ -39,10 +40,6 @@ SETTINGS = (
     "diversity.answers=3", "model.dim=32", "model.heads=2", "model.ff=64", "model.layers=2", "generate.new_tokens=24",
 )  # fmt: skip
 TIMES = {"seconds", "time", "tokens_per_s", "began", "created", "seconds_per_step"}
-
-
-class WentWrong(Exception):
-    """What must not happen, in a line."""
 
 
 @dataclass(frozen=True)
@@ -103,20 +100,10 @@ class Chain:
             return None
         if who == "launcher":
             told = _json(run / "run.json")
-            pid = (told or {}).get("launcher", {}).get("pid") if isinstance((told or {}).get("launcher"), dict) else None
-            return pid if pid and processes.process(pid) else None
-        up = [json.loads(line) for line in _lines(run / "events.jsonl") if '"rank-up"' in line]
+            return told["launcher"]["pid"] if told and processes.process(told["launcher"]["pid"]) else None
+        up = [json.loads(line) for line in whole_lines(run / "events.jsonl") if '"rank-up"' in line]
         living = [one["pid"] for one in up if processes.process(one["pid"])]
         return living[-1] if living else None
-
-    def left(self) -> list[int]:
-        """What runs for this folder besides the command itself."""
-        found = []
-        for one in processes.all_processes():
-            tag = processes.run_tag(one.pid)
-            if tag is not None and tag[1].startswith(str(self.folder)) and one.state != "Z":
-                found.append(one.pid)
-        return found
 
     def results(self) -> dict[str, Any]:
         found = {}
@@ -140,7 +127,7 @@ class Chain:
         if self.process is not None and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for pid in self.left():
+        for pid in running_below(self.folder):
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -152,10 +139,6 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text().split("\n")[:-1] if path.exists() else []
 
 
 def _timeless(found: Any) -> Any:
@@ -210,7 +193,7 @@ def trial(folder: Path, ranks: int, who: str, moment: tuple[str, float], expecte
             raise WentWrong(f"{folder.name}: {who} killed in {stage}: another result in {', '.join(differing)}")
         if chain.report() != lines:
             raise WentWrong(f"{folder.name}: {who} killed in {stage}: another table in the report")
-        left = chain.left()
+        left = running_below(folder)
         if left:
             raise WentWrong(f"{folder.name}: {who} killed in {stage}: {len(left)} processes are left")
         return Kill(who, stage, after, starts)

@@ -34,7 +34,7 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
 def parser() -> argparse.ArgumentParser:
     made = Parser(
         prog="stoker run", usage="stoker run [options] script.py [args]", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Starts a script on this machine, one process per rank. Takes torchrun's flags.",
+        description="Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags.",
     )  # fmt: skip
     add_flags(made, RunOptions)
     made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
