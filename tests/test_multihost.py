@@ -15,11 +15,15 @@ from conftest import Stoker, wait_for
 from netcluster import NetCluster
 
 TELL = """
-import json, os, sys
+import json, os, sys, time
 names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "WORLD_SIZE", "MASTER_ADDR", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS",
          "NCCL_X", "HF_TOKEN", "MY_OWN", "CUDA_VISIBLE_DEVICES")
 print(json.dumps({"cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}), flush=True)
+if "MEET" in os.environ:
+    open(os.path.join(os.environ["MEET"], os.environ["RANK"]), "w").close()
 if os.environ["RANK"] == os.environ.get("MY_OWN"):
+    while len(os.listdir(os.environ["MEET"])) < int(os.environ["WORLD_SIZE"]):  # ended before it printed, a rank would have told nothing
+        time.sleep(0.05)
     sys.exit(5)
 """
 
@@ -85,7 +89,8 @@ def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(sto
         (host.workdir / "tell.py").write_text(TELL)
     file = netcluster.file(per_host=[{}, {"interface": "lo"}, {}])
     env = {"NCCL_X": "travels", "HF_TOKEN": "hf_secretsecretsecretsecret", "CUDA_VISIBLE_DEVICES": ""}
-    done = stoker("run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "tell.py", env=env)
+    (meet := stoker.cwd / "meet").mkdir()
+    done = stoker("run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "--env", f"MEET={meet}", "tell.py", env=env)
     second = netcluster.hosts[1].name
     assert done.code == 5, done.err
     assert (done.verdict["rank"], done.verdict["host"], done.verdict["cause"], done.verdict["exit_code"]) == (2, second, "rank.exit", 5)

@@ -86,15 +86,16 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
 
 
 def _open(pair: Pair) -> list[int]:
-    return [port for port, why in pair.ports.items() if not why]
+    return sorted(port for port, why in pair.ports.items() if not why)
 
 
 def _how(pair: Pair) -> str:
     """ports 29500 and 41234 do not answer"""
-    whys = list(pair.closed.values())
+    closed = dict(sorted(pair.closed.items()))  # answers come in any order
+    whys = list(closed.values())
     if len(set(whys)) > 1:
-        return listed([f"port {port} {why}" for port, why in pair.closed.items()])
-    ports = f"port{'s' if len(whys) > 1 else ''} {listed([str(port) for port in pair.closed])}"
+        return listed([f"port {port} {why}" for port, why in closed.items()])
+    ports = f"port{'s' if len(whys) > 1 else ''} {listed([str(port) for port in closed])}"
     if whys[0] not in _MANY:
         return f"{ports}: {whys[0]}"
     return f"{ports} {_MANY[whys[0]] if len(whys) > 1 else whys[0]}"

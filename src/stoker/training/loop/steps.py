@@ -122,9 +122,11 @@ class Loop:
         if numbers.bad:
             text = load_tokenizer(self.job.material.tokenizer)
             folder = self.job.folder if self.c.nan.dump else None
-            raise trip.explain(
+            found = trip.explain(
                 numbers, batch, self.stepper, self.job.model, self.job.wrapped, self.job.drill, self.group, self.voice, folder=folder, decode=text.decode
             )
+            self.saver.close()  # a save under way is of steps that were finite: it is the one to go back to
+            raise found
         self.loss = numbers.loss
         self.tokens += batch.tokens
         self.speed.step(batch.tokens, pending.when)
