@@ -81,10 +81,10 @@ def prepare(folder: Path, hosts: int, ranks: int) -> dict[str, str]:
     return {**os.environ, "PATH": f"{folder}/bin:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def measure(folder: Path, hosts: int, ranks: int, seconds: float) -> Found:
+def measure(folder: Path, hosts: int, ranks: int, seconds: float, jitter: float) -> Found:
     env = prepare(folder, hosts, ranks)
     player = subprocess.Popen(
-        [sys.executable, str(HERE / "coordinator_agent.py"), "play", str(folder / "player"), "--ranks", str(ranks)],
+        [sys.executable, str(HERE / "coordinator_agent.py"), "play", str(folder / "player"), "--ranks", str(ranks), "--jitter", str(jitter)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
     )  # fmt: skip
     run: subprocess.Popen[bytes] | None = None
@@ -148,16 +148,18 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=64, metavar="N")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="on each host, 8 at most (default 8)")
     parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="measured, once every rank has stepped (default 120)")
+    parser.add_argument("--jitter", type=float, default=0.005, metavar="S", help="ranks of a step print within this time (default 0.005: after a collective)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every window")
     told = parser.parse_args()
     if told.hosts < 2 or not 1 <= told.ranks <= 8 or told.seconds < WINDOW_S:
         parser.error(f"--hosts from 2 up, --ranks 1 to 8, --seconds from {WINDOW_S:.0f} up")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is cleaned up then too
     with tempfile.TemporaryDirectory(prefix="coordinator-") as name:
-        notes = (f"{told.hosts} simulated agents with {told.ranks} ranks each, a step and a line every 0.5 s; load before the start {os.getloadavg()[0]:.2f}.",)
+        rhythm = f"a step and a line every 0.5 s, within {told.jitter:g} s of each other"
+        notes = (f"{told.hosts} simulated agents with {told.ranks} ranks each, {rhythm}; load before the start {os.getloadavg()[0]:.2f}.",)
         where = replace(setting(trials(name, told.ranks)), notes=notes)
         try:
-            found = measure(Path(name), told.hosts, told.ranks, told.seconds)
+            found = measure(Path(name), told.hosts, told.ranks, told.seconds, told.jitter)
         except BenchmarkError as problem:
             print(f"coordinator.py: {problem}", file=sys.stderr)
             return 1

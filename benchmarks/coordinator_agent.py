@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 STEP_S = 0.5
-JITTER_S = 0.005  # ranks leave a collective together, and print within this time
 IMPORTS_S = 2.0
 REST_S = 0.1
 COLLECTIVES = 12  # a step: the buckets of a DDP model
@@ -208,7 +207,7 @@ class Agent:
         if self.closed:
             return
         self._step = number
-        moments = sorted((when + random.random() * JITTER_S, rank) for rank in self._ranks)
+        moments = sorted((when + random.random() * self._player.jitter, rank) for rank in self._ranks)
         for moment, rank in moments:
             self._player.at(moment, lambda rank=rank: self._print(rank, number))
         rest = (moments[-1][0] // REST_S + 1) * REST_S  # as the relay does: all streams wake together
@@ -235,7 +234,7 @@ class Agent:
             self._beats_at = now
             if self._beaten:
                 ns = time.time_ns()
-                self.say({"is": "beats", "ranks": {str(rank): [number, ns, 1, round(STEP_S + random.random() * JITTER_S, 4), []]
+                self.say({"is": "beats", "ranks": {str(rank): [number, ns, 1, round(STEP_S + random.random() * 0.005, 4), []]
                                                    for rank, number in self._beaten.items()}})  # fmt: skip
                 first = [rank for rank in self._beaten if rank not in self._stepped]
                 for rank in first:
@@ -271,7 +270,8 @@ class Agent:
 class Player:
     """All agents, in one select loop with a list of what is due when."""
 
-    def __init__(self, path: str, ranks: int) -> None:
+    def __init__(self, path: str, ranks: int, jitter: float) -> None:
+        self.jitter = jitter  # ranks that leave a collective together print within this time
         self.machine = {**json.loads(MACHINE.read_text())["machine"], "schema": 1}
         self.machine["gpus"] = self.machine["gpus"][:ranks]
         self._selector = selectors.DefaultSelector()
@@ -342,8 +342,9 @@ def main() -> None:
     parser.add_argument("play", choices=["play"])
     parser.add_argument("socket")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="of each host, 8 at most")
+    parser.add_argument("--jitter", type=float, default=0.005, metavar="S")
     told = parser.parse_args()
-    Player(told.socket, told.ranks).play()
+    Player(told.socket, told.ranks, told.jitter).play()
 
 
 if __name__ == "__main__":

@@ -180,6 +180,17 @@ def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -
     assert seen[0] == seen[2] and netcluster.hosts[1].address in seen[0] and seen[1] == "it's $(id)"
 
 
+def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = hosts.read(_file(tmp_path, "hosts: [{host: b}]"))
+    for name, says in (("open", "is somebody else's, or open to others"), ("no/where", "can't be made (No such file or directory)"), ("own", "")):
+        folder = tmp_path / name
+        if name == "open":
+            folder.mkdir(mode=0o755)
+        monkeypatch.setattr(transport, "_sockets", lambda folder=folder: str(folder))
+        assert transport.unshared() == (f"{folder} {says}" if says else "")
+        assert ("-oControlPath=none" in transport.ssh_command(read.hosts[0], read, ["true"])) == bool(says)
+
+
 def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: Path) -> None:
     host = netcluster.hosts[0]
     (netcluster.folder / "banner").write_text("Authorised use only!\nSTOKER\n" * 20)

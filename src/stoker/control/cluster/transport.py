@@ -116,17 +116,28 @@ def remote_line(words: Sequence[str]) -> str:
 
 def _shared() -> list[str]:
     """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may have 107 bytes."""
-    folder = f"/tmp/stoker-ssh-{os.getuid()}"
+    if unshared():
+        return ["-oControlMaster=no", "-oControlPath=none"]
+    return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
+
+
+def _sockets() -> str:
+    return f"/tmp/stoker-ssh-{os.getuid()}"
+
+
+def unshared() -> str:
+    """Why every command has to make a connection of its own; empty where connections are shared."""
+    folder = _sockets()
     try:
         os.mkdir(folder, 0o700)
     except FileExistsError:
         pass
-    except OSError:  # no /tmp to write to: every command makes its own connection
-        return ["-oControlMaster=no", "-oControlPath=none"]
+    except OSError as problem:
+        return f"{folder} can't be made ({problem.strerror})"
     seen = os.lstat(folder)
-    if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:  # somebody else's, or open to others: not to be trusted
-        return ["-oControlMaster=no", "-oControlPath=none"]
-    return ["-oControlMaster=auto", f"-oControlPath={folder}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
+    if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:
+        return f"{folder} is somebody else's, or open to others"
+    return ""
 
 
 def _start(argv: list[str], host: str, local: bool = False) -> Link:

@@ -15,6 +15,8 @@ from stoker.control.cluster.transport import Link
 
 _CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
+_CROWD = 8  # with more agents than this their words are gathered for a moment: a wake costs more than a word
+_GATHER_S = 0.02
 QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 
 
@@ -95,6 +97,7 @@ class Members:
         self._hear = hear
         self._complain = complain
         self._selector = selectors.DefaultSelector()
+        self._next_look = 0.0
         for member in members:
             self.add(member, self.all)
         self._wake_read, self._wake_write = os.pipe()
@@ -141,7 +144,10 @@ class Members:
         for member in [*self.all, *self.waiting]:
             if member.outbox:
                 member.flush()
+        if len(self.all) > _CROWD:
+            time.sleep(max(0.0, min(self._next_look - time.monotonic(), _GATHER_S)))
         ready = self._selector.select(min(seconds, protocol.PING_S))
+        self._next_look = time.monotonic() + _GATHER_S
         now = time.monotonic()  # before the words are handled: time spent on those is not the agents' silence
         for key, _ in ready:
             if key.data is None:

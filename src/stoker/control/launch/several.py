@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.control.cluster import transport
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.between_hosts import BetweenHosts
 from stoker.control.launch.membership import Membership, Tell
@@ -51,12 +52,18 @@ class Several:
 
             carry(self._muster, self._say)
         self._between.find_ways()
-        lines = self._between.check_ready(plan, place)
+        lines = [*self._unshared(), *self._between.check_ready(plan, place)]
         if options.no_preflight:
             return lines
         check_legal(options, plan)
         self._between.check_program(plan)
         return lines + self._between.check_each_other()
+
+    def _unshared(self) -> list[str]:
+        assert self._muster.hosts is not None
+        by_ssh = [host for host in self._muster.by_name.values() if not host.here and host.name not in self._muster.hosts.srun]
+        why = transport.unshared() if by_ssh else ""
+        return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
 
     def plan_again(self, plan: RunPlan) -> RunPlan:
         """For those that take part now."""
