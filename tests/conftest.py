@@ -45,6 +45,9 @@ class Done:
         return (self.run_dir / f"attempt-{attempt}" / f"rank-{rank}.log").read_bytes()
 
 
+TORCH_S = 120
+
+
 class Stoker:
     def __init__(self, cwd: Path, env: dict[str, str]) -> None:
         self.cwd, self.env = cwd, env
@@ -60,15 +63,15 @@ class Stoker:
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
-    def torch(self, *args: str, **more: Any) -> Done:
-        """Ranks that use gloo. torch 2.13 can deadlock or abort in its own shutdown, with no launcher at all (docs/log.md): said, and tried once more."""
+    def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
+        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes. torch 2.13 can deadlock or abort in its own shutdown, with no launcher at all (docs/log.md): said, and tried once more."""
         for last in (False, True):
             try:
-                done = self(*args, timeout=90, **more)
+                done = self(*args, timeout=TORCH_S, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
             except subprocess.TimeoutExpired:
                 if last:
                     raise
-                print("the job did not end within 90 s: torch's gloo at exit? trying once more")
+                print(f"the job did not end within {TORCH_S} s: torch's gloo at exit? trying once more")
                 continue
             if last or "terminate called without an active exception" not in done.out + done.err:
                 return done

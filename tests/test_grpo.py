@@ -491,6 +491,6 @@ def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, for
     prompts = tmp_path / "never.jsonl"
     prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
     words = forks.words("--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4")
-    done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words, env={"OMP_NUM_THREADS": "1"})
+    done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words)
     assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), done.out[-3000:] + done.err[-2000:]
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]

@@ -415,7 +415,7 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
 
 def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_command(stoker: Stoker, text: Path) -> None:
     words = command("--max-steps", "6", "--nproc-per-node", "2", "--nan.inject", "layers.1.attention@3@1", "--every_steps", "1", data=text)
-    done = stoker.torch(*words, env={"OMP_NUM_THREADS": "1"})
+    done = stoker.torch(*words)
     assert done.code == 1 and done.verdict["cause"] == "nan.traced" and done.verdict["rank"] == 1 and not done.verdict["retryable"], done.err
     for words_ in ("step 3: NaN first in ", "layers.1.attention", "(forward) on rank 1, sample"):
         assert words_ in done.verdict["summary"] and words_ in done.out

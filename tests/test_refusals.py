@@ -183,16 +183,21 @@ def test_two_launches_never_share_a_gpu(stoker: Stoker, box: Callable[..., dict[
 def test_waiting_for_a_gpu(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     unique = [gpu_json(0, uuid=f"GPU-wait-{os.getpid()}")]
     env = box(unique)
-    holder = stoker.start("run", "--name", "holder", stoker.script("h.py", "import time; print('on', flush=True); time.sleep(4)"), env=env)
+    hold = "import os, time; print('on', flush=True)\nwhile not os.path.exists('free'): time.sleep(0.05)"
+    holder = stoker.start("run", "--name", "holder", stoker.script("h.py", hold), env=env)
     assert holder.stdout is not None
     while b"on" not in holder.stdout.readline():
         continue
     refused(stoker, "run", stoker.script("ok.py", OK), code=69, says="GPU 0 is in use by run ", env=env)
     short = stoker("run", "--wait", "1s", "ok.py", env=env)
     assert short.code == 75 and "waited 1.0 s" in short.err
-    long = stoker("run", "--wait", "30s", "ok.py", env=env)
-    assert long.code == 0 and "waiting for up to" in long.err and "GPU0:ran" in long.out
-    assert holder.wait(10) == 0
+    waiting = stoker.start("run", "--wait", "100s", "ok.py", env=env)
+    assert waiting.stdout is not None
+    while b"waiting for up to" not in (line := waiting.stdout.readline()):
+        assert line, "it ended without waiting"
+    stoker.script("free", "")
+    assert b"GPU0:ran" in waiting.communicate(timeout=100)[0] and waiting.returncode == 0
+    assert holder.wait(60) == 0
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"schema": 9}', json.dumps({"schema": 1, "hostname": "x", "colour": 1})])

@@ -31,7 +31,7 @@ GIVEN = (
 
 def two_ranks(stoker: Stoker, script: str, *args: str) -> list[list[dict[str, Any]]]:
     """Runs it with two ranks to its good end; per rank, the results its log holds."""
-    done = stoker.torch("run", "--nproc-per-node", "2", str(SCRIPTS / script), *args, env={"OMP_NUM_THREADS": "1"})
+    done = stoker.torch("run", "--nproc-per-node", "2", str(SCRIPTS / script), *args)
     logs = [done.log(rank).decode() for rank in (0, 1)]
     assert done.code == 0, done.err + "".join(logs)
     assert done.verdict["status"] == "completed"
