@@ -145,7 +145,7 @@ def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[s
         argv = [sys.executable, "-m", "stoker", "run", "--nnodes", str(len(flags)), *more, "--name", f"n{n}", script]
         with open(stoker.cwd / f"console{n}", "wb") as out:
             runs.append(cluster.start_in(n, argv, cwd=stoker.cwd, env=stoker.env, stdout=out, stderr=out))
-    assert [run.wait(60) for run in runs] == [0] * len(flags), "".join((stoker.cwd / f"console{n}").read_text() for n in range(len(flags)))
+    assert [run.wait(120) for run in runs] == [0] * len(flags), "".join((stoker.cwd / f"console{n}").read_text() for n in range(len(flags)))
     return [next((stoker.cwd / "runs").glob(f"*-n{n}")) / "attempt-0" for n in range(len(flags))]
 
 
@@ -154,6 +154,15 @@ def test_started_by_hand_on_each_machine_with_node_ranks(stoker: Stoker, netclus
     first, second = by_hand(stoker, netcluster, stoker.script("ddp.py", DDP), [["--node-rank", str(n), *where] for n in range(2)])
     assert losses((first / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
     assert (second / "rank-1.log").exists() and not (second / "rank-0.log").exists(), "ranks have the whole job's numbers"
+
+
+def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+    dies = "if rank == 1 and len(losses) == 3 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n        os._exit(3)\n    losses.append"
+    script = stoker.script("dies.py", DDP.replace("losses.append", dies))
+    where = ["--max-restarts", "1", "--master-addr", netcluster.hosts[0].address, "--master-port", "29513"]
+    folders = by_hand(stoker, netcluster, script, [["--node-rank", str(n), *where] for n in range(2)])
+    assert losses((folders[0].parent / "attempt-1" / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
+    assert "rank 1 (CPU0) ended with exit code 3; starting again (1 of 1)" in (stoker.cwd / "console1").read_text()
 
 
 def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, netcluster: NetCluster) -> None:
