@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 _SERVER = """
 for line in sys.stdin:
     job = json.loads(line)
@@ -31,8 +41,46 @@ for line in sys.stdin:
 
 
 def program(before: str) -> str:
-    """For `python -c`. A job is a line of JSON with at least ranks, folder and port; back come the ranks' pids, then their exit codes.
-
-    `before` imports what ranks share and defines work(job, rank), which returns a rank's exit code.
-    """
+    """For `server`. `before` imports what ranks share and defines work(job, rank), which returns a rank's exit code."""
     return "import json, os, sys, traceback\n" + before + _SERVER
+
+
+class Server:
+    """One job at a time: `begin`, then `codes`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def begin(self, ranks: int, folder: Path, **job: Any) -> list[int]:
+        """The ranks' pids."""
+        assert self._process.stdin is not None
+        folder.mkdir(parents=True, exist_ok=True)
+        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def codes(self) -> list[int]:
+        """How they ended."""
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+
+@contextmanager
+def server(text: str) -> Iterator[Server]:
+    """`text`: a `program`."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
+    env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    yield Server(process)
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])

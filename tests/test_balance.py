@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from forked_ranks import program
+from forked_ranks import Server, free_port, program, server
 
 torch = pytest.importorskip("torch")
 
@@ -191,13 +189,6 @@ WORDS = (
 BATCH = 24
 
 
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port: int = held.getsockname()[1]
-        return port
-
-
 class Trained:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -225,8 +216,8 @@ class Trained:
 
 
 class Forks:
-    def __init__(self, process: subprocess.Popen[str], data: Path) -> None:
-        self._process, self._data = process, data
+    def __init__(self, ranks: Server, data: Path) -> None:
+        self._ranks, self._data = ranks, data
 
     def __call__(self, ranks: int, folder: Path, *words: str, slow: dict[int, int] | None = None, halved: dict[int, int] | None = None) -> Trained:
         """A pretraining. `slow`: ranks that do their work so many times; `halved`: ranks with memory for a micro-batch halved so often."""
@@ -240,12 +231,8 @@ class Forks:
         return [(folder / f"rank-{rank}.log").read_text() for rank in range(ranks)]
 
     def _run(self, ranks: int, folder: Path, **job: Any) -> None:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        folder.mkdir(parents=True)
-        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n")
-        self._process.stdin.flush()
-        self._process.stdout.readline()
-        codes = json.loads(self._process.stdout.readline())
+        self._ranks.begin(ranks, folder, **job)
+        codes = self._ranks.codes()
         assert codes == [0] * ranks, (folder / "rank-0.log").read_text()
 
 
@@ -255,14 +242,8 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
     words = ["".join(draw.choice("abcdefghijklmnop") for _ in range(draw.randint(2, 7))) for _ in range(300)]
     text = tmp_path_factory.mktemp("data") / "text.txt"
     text.write_text("\n".join(" ".join(draw.choice(words) for _ in range(12)) for _ in range(3000)))
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    )
-    yield Forks(process, text)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(30)
+    with server(FORKS) as ranks:
+        yield Forks(ranks, text)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,6 @@ import json
 import math
 import os
 import signal
-import socket
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +18,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from conftest import Stoker, wait_for  # noqa: E402
-from forked_ranks import program  # noqa: E402
+from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
@@ -309,8 +306,8 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Forks:
-    def __init__(self, process: subprocess.Popen[str], given: Path) -> None:
-        self._process, self._given = process, given
+    def __init__(self, ranks: Server, given: Path) -> None:
+        self._ranks, self._given = ranks, given
 
     def words(self, *more: str) -> list[str]:
         return [
@@ -322,33 +319,20 @@ class Forks:
 
     def __call__(self, ranks: int, folder: Path, *more: str, stop_after: int | None = None, by: int = signal.SIGTERM) -> Job:
         """`stop_after`: a signal to all ranks once that step's line is written."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
-        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "words": self.words(*more), "port": port}) + "\n")
-        self._process.stdin.flush()
-        pids = json.loads(self._process.stdout.readline())
+        pids = self._ranks.begin(ranks, folder, words=self.words(*more))
         if stop_after is not None:
             path = folder / "run" / "metrics.jsonl"
             reached = wait_for(lambda: True if path.exists() and path.read_text().count("\n") > stop_after else None, 60)
             for pid in pids:
                 os.kill(pid, by)
             assert reached, (folder / "rank-0.log").read_text()
-        return Job(folder, json.loads(self._process.stdout.readline()))
+        return Job(folder, self._ranks.codes())
 
 
 @pytest.fixture(scope="module")
 def forks(given: Path) -> Iterator[Forks]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    )
-    yield Forks(process, given)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(30)
+    with server(FORKS) as ranks:
+        yield Forks(ranks, given)
 
 
 STEPS = 20

@@ -7,7 +7,6 @@ import os
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ import pytest
 pytest.importorskip("torch")
 
 from conftest import Done, Stoker, wait_for
-from forked_ranks import program
+from forked_ranks import Server, program, server
 
 # Whole epochs of 201 samples, 7 a step: 58 steps, the last one smaller than some numbers of ranks.
 TINY = (
@@ -91,20 +90,13 @@ def losses(run: Path) -> dict[int, float]:
 
 
 class Forks:
-    def __init__(self, process: subprocess.Popen[str], data: Path) -> None:
-        self._process, self._data = process, data
+    def __init__(self, ranks: Server, data: Path) -> None:
+        self._ranks, self._data = ranks, data
 
     def __call__(self, ranks: int, folder: Path, *words: str, stop_after: int | None = None, meanwhile: Callable[[list[int]], None] | None = None) -> Trained:
         """`stop_after`: SIGTERM to all ranks once that step's line is written. `meanwhile`: what to do with the running ranks' pids."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        folder.mkdir(parents=True)
-        with socket.socket() as held:
-            held.bind(("127.0.0.1", 0))
-            port = held.getsockname()[1]
         given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *TINY, *words]
-        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "words": given, "port": port}) + "\n")
-        self._process.stdin.flush()
-        pids = json.loads(self._process.stdout.readline())
+        pids = self._ranks.begin(ranks, folder, words=given)
         try:
             if stop_after is not None:
                 assert wait_for(lambda: True if max(losses_so_far(under_torchrun(folder)), default=-1) >= stop_after else None, 60), (folder / "rank-0.log").read_text()
@@ -115,7 +107,7 @@ class Forks:
             send(signal.SIGKILL, pids)
             raise
         finally:
-            codes = json.loads(self._process.stdout.readline())
+            codes = self._ranks.codes()
         return Trained(folder, codes)
 
 
@@ -140,14 +132,8 @@ def losses_so_far(run: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def forks(text: Path) -> Iterator[Forks]:
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
-    process = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    )
-    yield Forks(process, text)
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(30)
+    with server(FORKS) as ranks:
+        yield Forks(ranks, text)
 
 
 def close(one: dict[int, float], other: dict[int, float], rel: float) -> None:
