@@ -177,7 +177,7 @@ class Members:
                 self._lose(member, _why_unmet(member))
                 return
             last = member.complaint or member.decoder.greeting.decode("utf-8", "replace").strip().rpartition("\n")[2]
-            self._lose(member, f"it ended: {last}" if last else "it ended")
+            self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
         try:
             for message, payload in member.decoder.feed(data):
@@ -235,11 +235,23 @@ class Members:
 
 
 def _why_unmet(member: Member) -> str:
-    """ssh ended, or went silent, before any agent spoke. Its exit code is left for whoever waits for it."""
+    """ssh ended, or went silent, before any agent spoke."""
     from stoker.control.cluster.ssh_words import explain
 
+    return explain(member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), _exit_code(member))
+
+
+def _how_ended(member: Member) -> str:
+    """Without a word. ssh's 255 is a broken connection, and a signal there."""
+    if member.link.local:
+        return "it ended"
+    code = _exit_code(member)
+    return f"its agent ended with exit code {code}" if code not in (None, 0, 255) else "its agent, or the connection to it, ended without a word"
+
+
+def _exit_code(member: Member) -> int | None:
+    """Of the ssh or srun that leads there. It stays for whoever waits for it."""
     deadline = time.monotonic() + 0.5
     while (ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None and time.monotonic() < deadline:
         time.sleep(0.005)  # its stdout is closed: it is on its way out
-    code = None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
-    return explain(member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), code)
+    return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
