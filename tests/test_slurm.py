@@ -183,6 +183,16 @@ def test_in_sallocs_shell_a_plain_run_uses_the_whole_allocation(stoker: Stoker, 
     assert (done.verdict["rank"], done.verdict["host"]) == (2, "node2")
 
 
+def test_in_a_job_the_cluster_check_asks_its_nodes(stoker: Stoker, slurm: SlurmCluster) -> None:
+    done = _inside(stoker, slurm, ["salloc", "--quiet", "-N2"], "cluster", "check", "--quick", "--json")
+    report = json.loads(done.out)
+    hosts = report["facts"]["hosts"]
+    assert [one["name"] for one in hosts] == ["node1", "node2"] and all(one["examination"] and not one["error"] for one in hosts), done.out
+    assert [one["text"] for one in report["findings"] if one["id"] == "between.same-host"] == [f"node1 and node2 are one machine, {hosts[0]['address']}"], "as here they are"
+    refused = _inside(stoker, slurm, ["salloc", "--quiet", "-N2"], "cluster", "check", "--tune")
+    assert refused.code == 64 and "a Slurm job has none" in refused.err
+
+
 def test_one_node_needs_no_srun(stoker: Stoker, slurm: SlurmCluster) -> None:
     script = stoker.script("where.py", "import os\nprint(os.environ['SLURM_JOB_ID'], os.environ.get('SLURM_STEP_ID', 'no step'))\n")
     job = stoker.cwd / "job.sh"

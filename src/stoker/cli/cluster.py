@@ -64,7 +64,7 @@ def check_parser() -> Parser:
         description="Are these hosts fit to train together: what is wrong, how that is known, and what to type.",
     )  # fmt: skip
     made.add_argument("script", nargs="?", default="", metavar="SCRIPT", help="a script that must be the same on all hosts, and its package")
-    made.add_argument("--hosts", default="", metavar="HOSTS", help=f"a hosts file, or a,b,c (default: ./{_DEFAULT})")
+    made.add_argument("--hosts", default="", metavar="HOSTS", help=f"a hosts file, or a,b,c (default: the nodes of the Slurm job we are in, else ./{_DEFAULT})")
     made.add_argument("--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts")
     made.add_argument("--model", default="", metavar="PATH", help="a model's folder, with its tokenizer, that must be the same on all hosts")
     made.add_argument("--parameters", type=_count, default=0.0, metavar="N", help="how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)")
@@ -84,6 +84,14 @@ def _count(text: str) -> float:
 
 
 def _hosts(told: argparse.Namespace) -> Hosts:
+    if not told.hosts and os.environ.get("SLURM_JOB_ID"):  # as `stoker run` does
+        from stoker.control.cluster import slurm
+
+        given = slurm.allocation(os.environ)
+        if given is not None:
+            if told.tune:
+                raise Refusal("--tune keeps what helps in a hosts file, and a Slurm job has none: --hosts names one", EX_USAGE)
+            return given
     if not told.hosts and not os.path.exists(_DEFAULT):
         raise Refusal(f"no {_DEFAULT} here: name the hosts with --hosts a,b,c, or write one with `stoker cluster init a b c`", EX_NOINPUT)
     found = read(told.hosts or _DEFAULT, tuple(told.ssh_option))
