@@ -102,8 +102,8 @@ def test_leftovers_are_shown_and_then_stopped(stoker: Stoker, start: Start) -> N
     assert plain.code == 1 and "left behind by dead runs" in plain.out and "--yes" in plain.out and alive(one)
 
     code, said = look(stoker, "--yes")
-    assert code == 0 and said["stopped"]["survivors"] == [] and said["stopped"]["killed"] == [] and said["stopped"]["seconds"] < 3
-    assert one.wait(1) == -signal.SIGTERM and stopped.wait(1) == -signal.SIGTERM
+    assert code == 0 and said["stopped"]["survivors"] == [] and said["stopped"]["killed"] == []
+    assert one.wait(30) == -signal.SIGTERM and stopped.wait(30) == -signal.SIGTERM
     assert look(stoker)[0] == 0
     assert "nothing to clean" in stoker("clean", "--runs-dir", "runs").out
 
@@ -118,8 +118,8 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     code, said = look(stoker, "--yes", "--grace", "0.5")
     why = {entry["pid"]: entry["why"] for entry in said["leftovers"]}
     assert why[child] == f"started by pid {family.pid}"
-    assert code == 0 and said["stopped"]["killed"] == [stubborn.pid] and 0.5 <= said["stopped"]["seconds"] < 4
-    assert stubborn.wait(1) == -signal.SIGKILL and family.wait(1) == -signal.SIGTERM
+    assert code == 0 and said["stopped"]["killed"] == [stubborn.pid] and said["stopped"]["seconds"] >= 0.5
+    assert stubborn.wait(30) == -signal.SIGKILL and family.wait(30) == -signal.SIGTERM
     assert process(child) is None or process(child).state == "Z"  # type: ignore[union-attr]
 
 
@@ -127,7 +127,7 @@ def test_run_directory_gone(stoker: Stoker, start: Start) -> None:
     gone = start(["sleep", "600"], {"STOKER_RUN_ID": "20260101-gone", "STOKER_RUN_DIR": str(stoker.cwd / "runs" / "20260101-gone")})
     code, said = look(stoker, "--yes")
     assert code == 0 and said["leftovers"][0]["why"] == "its run directory is gone"
-    assert gone.wait(1) == -signal.SIGTERM
+    assert gone.wait(30) == -signal.SIGTERM
 
 
 def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None:
@@ -143,7 +143,7 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
     for signum in (signal.SIGSTOP, signal.SIGKILL):
         for pid in keepers:
             os.kill(pid, signum)
-    run.wait(5)
+    run.wait(25)
     assert wait_for(lambda: True if all(process(pid) is None for pid in keepers[1:]) else None, 5)
     code, said = look(stoker, "--yes")
     assert code == 0 and left in {entry["pid"] for entry in said["leftovers"]} and not said["stopped"]["survivors"]
@@ -188,7 +188,7 @@ def test_never_itself_nor_its_parents(stoker: Stoker, start: Start) -> None:
     done = subprocess.run(["setsid", "--wait", "sh", "-c", line], cwd=stoker.cwd, env={**stoker.env, **tag}, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0 and done.stdout.endswith("still here\n"), done
     said = json.loads(done.stdout.removesuffix("still here\n"))
-    assert [entry["pid"] for entry in said["leftovers"]] == [other.pid] and other.wait(1) == -signal.SIGTERM
+    assert [entry["pid"] for entry in said["leftovers"]] == [other.pid] and other.wait(30) == -signal.SIGTERM
     assert {"this command runs inside it"} <= {entry["why"] for entry in said["left_alone"]}
 
 
@@ -226,7 +226,7 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
         strangers = [start(words, env, **more) for words, env, more in foreigners(stoker.cwd, dead, living, 200)]
         inner = start(["sleep", "600"], dead)  # the one that is ours
         code, said = look(stoker, "--yes", "--grace", "1")
-        assert code == 0 and [entry["pid"] for entry in said["leftovers"]] == [inner.pid] and inner.wait(1) == -signal.SIGTERM
+        assert code == 0 and [entry["pid"] for entry in said["leftovers"]] == [inner.pid] and inner.wait(30) == -signal.SIGTERM
         assert all(alive(one) for one in strangers) and len(strangers) == 200
         assert run.poll() is None and all(processes.run_tag(pid) == tag for pid in ranks)
         refused = stoker("clean", "--yes", "--pid", str(ranks[1]))
@@ -251,7 +251,7 @@ def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) 
         patch.setattr(processes, "owner", lambda pid: 12345)
         assert not clean.signal_exactly(me, signal.SIGKILL)
     assert alive(one)
-    assert clean.signal_exactly(me, signal.SIGKILL) and one.wait(1) == -signal.SIGKILL
+    assert clean.signal_exactly(me, signal.SIGKILL) and one.wait(30) == -signal.SIGKILL
     assert not clean.signal_exactly(me, signal.SIGKILL)
 
 
@@ -281,7 +281,7 @@ def test_named_pids(stoker: Stoker, start: Start) -> None:
     done = stoker("clean", "--json", "--pid", str(one.pid))
     assert done.code == 1 and json.loads(done.out)["named"][0]["pid"] == one.pid and alive(one)
     done = stoker("clean", "--yes", "--pid", str(one.pid), "--pid", str(two.pid))
-    assert done.code == 0 and one.wait(1) == two.wait(1) == -signal.SIGTERM
+    assert done.code == 0 and one.wait(30) == two.wait(30) == -signal.SIGTERM
     for pid, code, word in ((one.pid, 66, "no such process"), (1, 64, "init"), (os.getpid(), 64, "parents"), (-5, 66, "no such process")):
         three = start(["sleep", "600"])
         refused = stoker("clean", "--yes", "--pid", str(three.pid), f"--pid={pid}")
@@ -428,7 +428,7 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
 def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leftovers, "Observer", lambda: time.sleep(60))
     began = time.monotonic()
-    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 2
+    assert leftovers.look_at_gpus(None, 0.3) == "NVML has not answered within 0 s" and time.monotonic() - began < 20
     monkeypatch.setattr(leftovers, "Observer", lambda: 1 // 0)
     assert "ZeroDivisionError" in str(leftovers.look_at_gpus(None))
 
@@ -547,7 +547,7 @@ def test_memory_of_a_real_gpu_comes_back(stoker: Stoker, start: Start) -> None:
         assert one.stdout is not None and one.stdout.readline() == b"holding\n"
     began = time.monotonic()
     code, said = look(stoker, "--yes")
-    assert code == 0 and ours.wait(1) == -signal.SIGTERM and time.monotonic() - began < 5
+    assert code == 0 and ours.wait(30) == -signal.SIGTERM and time.monotonic() - began < 5
     listed = {entry["pid"]: entry for entry in said["others"]}
     assert alive(stranger) and stranger.pid in listed and f"--pid {stranger.pid}" in listed[stranger.pid]["advice"]
     assert [entry["pid"] for entry in said["leftovers"]] == [ours.pid]

@@ -128,4 +128,4 @@ def test_output_is_seen_while_it_is_printed(stoker: Stoker) -> None:
         continue
     assert time.monotonic() - began < 20
     run.terminate()
-    assert run.wait(10) == 143
+    assert run.wait(25) == 143

@@ -79,7 +79,7 @@ def test_two_starts_of_one_name_do_not_share_it(stoker: Stoker) -> None:
     refused = stoker("run", "--name", "exp", "c.py", "100")
     assert refused.code == 69 and "is running" in refused.err
     run.terminate()
-    assert run.wait(10) == 143
+    assert run.wait(25) == 143
 
 
 def test_detach_attach_and_stop(stoker: Stoker) -> None:
@@ -96,7 +96,7 @@ def test_detach_attach_and_stop(stoker: Stoker) -> None:
     lines = {attached.stdout.readline().partition(b":")[0] for _ in range(40)}
     assert {b"CPU0", b"CPU1"} <= lines
     attached.send_signal(signal.SIGINT)
-    assert attached.wait(5) == 0
+    assert attached.wait(25) == 0
     assert json.loads(stoker("why", "--json").out)["status"] == "running"
     stopped = stoker("stop", "bg")
     assert stopped.code == 0 and "is stopped" in stopped.out
@@ -129,7 +129,7 @@ def test_logs_follow_until_the_end(stoker: Stoker) -> None:
     assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) else None, 20)
     followed = stoker("logs", "--follow", "--rank", "0")
     assert followed.out.splitlines() == [f"step {i}" for i in range(30)]
-    assert run.wait(10) == 0
+    assert run.wait(25) == 0
 
 
 def test_four_words_outside_a_run_do_nothing(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_a_second_signal_ends_it_at_once(stoker: Stoker) -> None:
     run.send_signal(signal.SIGINT)
     assert wait_for(lambda: True if any(event["event"] == "stop" for event in stoker.result().events) else None, 5)
     run.send_signal(signal.SIGINT)
-    assert run.wait(10) == 130  # the grace would be 30 s
+    assert run.wait(25) == 130  # the grace would be 30 s
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace(stoker: Stoker) -> None:
@@ -86,7 +86,7 @@ def test_kill_minus_nine_leaves_nothing(stoker: Stoker, victim: str) -> None:
     agent = int(subprocess.check_output(["pgrep", "-P", str(guardian)]).split()[0])
     os.kill({"launcher": run.pid, "agent": agent, "guardian": guardian}[victim], signal.SIGKILL)
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 3.0), tagged(stoker.cwd)
-    code = run.wait(15)
+    code = run.wait(25)
     if victim == "launcher":
         assert code == -9
         told = json.loads(stoker("why", "--json").out)
@@ -105,7 +105,7 @@ def test_a_stopped_launcher_is_taken_for_dead(stoker: Stoker) -> None:
         assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 15.0)
     finally:
         run.send_signal(signal.SIGCONT)
-    assert run.wait(15) == 70
+    assert run.wait(25) == 70
 
 
 def test_helpers_left_by_a_good_run_are_ended_and_named(stoker: Stoker) -> None:
@@ -140,7 +140,7 @@ def test_nohup_is_respected(stoker: Stoker) -> None:
     time.sleep(0.5)
     assert run.poll() is None
     run.send_signal(signal.SIGTERM)
-    assert run.wait(10) == 143
+    assert run.wait(25) == 143
 
 
 def test_suspending_the_launcher_suspends_the_ranks(stoker: Stoker) -> None:
@@ -158,7 +158,7 @@ def test_suspending_the_launcher_suspends_the_ranks(stoker: Stoker) -> None:
     run.send_signal(signal.SIGCONT)
     assert wait_for(lambda: True if state(rank) != "T" else None, 5)
     run.send_signal(signal.SIGTERM)
-    assert run.wait(10) == 143
+    assert run.wait(25) == 143
 
 
 def test_breakpoint_works_with_one_rank(stoker: Stoker) -> None:
@@ -183,7 +183,7 @@ def test_breakpoint_works_with_one_rank(stoker: Stoker) -> None:
     os.write(master, b"c\n")
     read_until(b"value is 100")
     os.set_blocking(master, True)
-    assert run.wait(10) == 0
+    assert run.wait(25) == 0
     os.close(master)
 
 
@@ -200,7 +200,7 @@ def test_a_closing_terminal_leaves_the_grace_to_save(stoker: Stoker) -> None:
     assert wait_for(lambda: ready(stoker, 1), 20)
     run.send_signal(signal.SIGHUP)
     run.send_signal(signal.SIGHUP)
-    assert run.wait(15) == 129 and b"saved 0 1" in stoker.result().log(0)
+    assert run.wait(25) == 129 and b"saved 0 1" in stoker.result().log(0)
 
 
 def test_a_signal_while_sweeping_prevents_the_restart(stoker: Stoker) -> None:
