@@ -164,6 +164,18 @@ def test_the_recipe_finds_no_difference_between_a_model_and_itself(folders: dict
     assert result["metrics"]["verdict"].startswith(SAME) and "No difference" in (run_dir / "diversity_report.md").read_text()
 
 
+def test_a_prompt_too_long_for_the_context_is_left_out_while_such_are_few(
+    folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Path(prompts(tmp_path, 150))
+    rows = path.read_text().splitlines()
+    path.write_text("\n".join([json.dumps({"prompt": "x" * 200, "answer": "1"}), *rows]))  # the first: one that `most` would choose
+    _, run_dir = run(tmp_path, monkeypatch, *named(folders, "wild", "wild", str(path)), "--diversity.most", "8")
+    assert "1 of 151 are longer than 88 tokens and are left out" in capsys.readouterr().out
+    answers = [json.loads(line) for line in (run_dir / "completions.jsonl").read_text().splitlines()]
+    assert len(answers) == 16 and all("xxx" not in one["prompt"] for one in answers)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "line"),
     [

@@ -27,6 +27,7 @@ from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.recipes import evaluate as recipe  # noqa: E402
+from stoker.training.recipes import stage  # noqa: E402
 from stoker.training.tokenizer.chat import STOP, chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 
@@ -134,6 +135,16 @@ def test_files_of_no_known_form_are_refused_in_one_line(tmp_path: Path, name: st
     with pytest.raises(Refusal) as refused:
         read_tasks([str(tmp_path / name)], 0)
     assert refused.value.code == code and word in refused.value.line and "\n" not in refused.value.line
+
+
+def test_legal_json_of_any_making_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "q.jsonl"
+    texts = ['{"prompt": "a\u2028b", "answer": 12}', '{"prompt": "half \\ud83d a pair", "answer": "x"}', '{"prompt": "whole \\ud83d\\ude00", "answer": "1.5"}']
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode() + b"\n\n")
+    (task,) = read_tasks([str(path)], 0)
+    assert [one.text for one in task.questions] == ["a\u2028b", "half \ufffd a pair", "whole 😀"] and [one.answer for one in task.questions] == ["12", "x", "1.5"]
+    rows = stage.rows_of(str(path), "grpo.prompts")
+    assert [row["prompt"] for row in rows] == [one.text for one in task.questions]
 
 
 def test_a_few_questions_are_spread_over_the_file() -> None:

@@ -16,11 +16,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 
 from conftest import Stoker, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
+from stoker.training.generate import exporting  # noqa: E402
+from stoker.training.generate.finding import Found  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model import logprobs as chunked  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
@@ -40,6 +43,7 @@ from stoker.training.rl.rollout import Answer  # noqa: E402
 from stoker.training.rl.update import Updater  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
+from stoker.training.tokenizer.train import train  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vocab_size=260)
@@ -209,6 +213,10 @@ BREAKS: list[tuple[str, list[Seen], GrpoConfig, tuple[str, ...] | None]] = [
     ("constant but not nothing", SOUND + steps(3, 40, reward=0.1, spread=0.0, correct=0.0), GrpoConfig(breaker_steps=3), ("exactly 0.1", "for 3 steps")),
     ("constant and never asked", SOUND + steps(90, 40, reward=0.0, spread=0.0), GrpoConfig(breaker_steps=0), None),
     ("every answer right", SOUND + steps(10, 40, reward=1.0, spread=0.0, correct=1.0), GrpoConfig(), ("every answer was right", "harder")),
+    ("every answer right, and scored", SOUND + steps(10, 40, reward=1.05, spread=0.02, correct=1.0), GrpoConfig(), ("every answer was right", "harder")),
+    ("alike within each prompt", SOUND + steps(10, 40, reward=0.5, spread=0.5, unlike=False), GrpoConfig(), ("same reward, for every prompt for 10 steps",)),
+    ("wrong, and scored", SOUND + steps(10, 40, reward=0.05, spread=0.02, correct=0.0), GrpoConfig(), ("no answer was right for 10 steps", "breaker_steps 0")),
+    ("wrong because cut", SOUND + steps(10, 40, reward=0.05, spread=0.02, correct=0.0, cut=1.0), GrpoConfig(), ("cut at generate.new_tokens",)),
     ("far away", SOUND + steps(3, 40, kl=12.5), GrpoConfig(), ("stayed above 10 for 3 steps (since step 40), now 12.5", "optim.learning_rate")),
     ("far away, and back", SOUND + steps(2, 40, kl=12.5) + steps(1, 42), GrpoConfig(), None),
     ("far away, unmeasured", SOUND + steps(5, 40, kl=None), GrpoConfig(), None),
@@ -233,7 +241,7 @@ def test_the_breaker(name: str, seen: list[Seen], c: GrpoConfig, words: tuple[st
     assert (found is None) == (words is None) and found == judge(seen[:FIRST], seen, c), found
     if found is not None and words is not None:
         assert all(word in found.line for word in words) and "\n" not in found.line, found.line
-        assert found.solved == (name == "every answer right")
+        assert found.solved == name.startswith("every answer right")
 
 
 def test_a_step_that_looks_broken_is_not_worth_a_checkpoint() -> None:
@@ -349,6 +357,10 @@ def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> No
     rewards = [line["reward"] for line in whole.metrics]
     assert len(rewards) == STEPS and sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
     assert {"step", "loss", "reward", "correct", "reward_std", "kl", "entropy", "length", "tokens", "grad_norm", "lr"} <= whole.metrics[0].keys()
+    (last,) = (whole.run / "checkpoints").glob(f"step-{STEPS:08d}")
+    exporting.export(Found(str(last), True), str(whole.run / "exported"), None, None, lambda line: None)
+    saved, exported = (load_file(whole.run / name / "model.safetensors") for name in ("hf", "exported"))
+    assert saved.keys() == exported.keys() and all(torch.equal(saved[name].float(), exported[name].float()) for name in saved), "a checkpoint is a model, too"
     found = whole.result
     assert (found["stage"], found["model"], found["metrics"]["steps"], found["metrics"]["stopped"]) == ("grpo", "hf", STEPS, None)
     assert found["metrics"]["reward_first"] == pytest.approx(sum(rewards[:5]) / 5) and found["metrics"]["reward_last"] == pytest.approx(sum(rewards[-5:]) / 5)
@@ -454,6 +466,15 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     assert all(0 < line["reward"] - line["correct"] < 0.5 for line in job.metrics)
     none = forks(1, tmp_path / "none", "--max-steps", "2", "--grpo.reward_model", str(given / "hf"))
     assert none.codes == [EX_NOINPUT] and "is no reward model" in none.said()
+    train(["other words " * 50], 300, str(tmp_path / "words"))
+    save(judge, str(tmp_path / "other"), str(tmp_path / "words"), lambda line: None, True)
+    other = forks(1, tmp_path / "apart", "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "other"))
+    assert other.codes == [EX_CONFIG] and "has another tokenizer" in other.said()
+
+
+def test_max_samples_are_the_first_prompts(forks: Forks, tmp_path: Path) -> None:
+    job = forks(1, tmp_path / "job", "--max-steps", "1", "--data.max_samples", "5", "--grpo.prompts_per_step", "4", "--export", "false")
+    assert job.codes == [0] and "prompts: 5, 4 a step" in job.said()
 
 
 def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_each_stage_is_judged_by_its_own_measure(whole: Path) -> None:
     rows = [line.split("|")[1:4] for line in (whole / "report.md").read_text().splitlines() if line.startswith("| ") and line.count("|") == 4]
     judged_as = {stage.split(";")[0].strip(): (numbers.strip(), verdict.strip()) for stage, numbers, verdict in rows}
     assert judged_as["Tokenizer<br>bytes per token"] == ("reference 5.12, ours 3.41", "66.6 % of the reference")
-    assert judged_as["Base<br>held-out bits per byte"] == ("2.81 → 0.912", "better (noise not measured)")
+    assert judged_as["Base<br>held-out bits per byte"] == ("2.81 → 0.912", "down, as hoped (noise not measured)")
     assert judged_as["SFT<br>questions right, likeliest"] == ("18.5 % → 64.8 %", "better (outside the noise)<br>+46.2 points (+39.9 to +52.0)")
     assert judged_as["GRPO uniform<br>questions right, drawn"][1].startswith("better (outside the noise)")
     assert judged_as["Density or uniform<br>questions right, likeliest"][1].startswith("no difference (inside the noise)")
@@ -373,7 +373,7 @@ def test_false_alarms_are_as_rare_as_promised() -> None:
 
 
 def test_lower_is_better_where_it_is_and_no_interval_means_no_test() -> None:
-    assert judged(change(Measured(2.5), Measured(0.9)), higher_is_better=False) == "better (noise not measured)"
+    assert judged(change(Measured(2.5), Measured(0.9)), higher_is_better=False) == "down, as hoped (noise not measured)"
     assert judged(change(Measured(), Measured(0.9))) == "n/a" and judged(change(Measured(1.0), Measured(1.0))) == "no difference"
     assert judged(change(Measured(0.5, 0.5, 0.5), share(94, 100))) == "better (outside the noise)"
 

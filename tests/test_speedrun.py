@@ -22,7 +22,7 @@ from stoker.speedrun import estimate, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
 from stoker.speedrun.data import form_of_row, role_of
 from stoker.speedrun.drive import Tools
-from stoker.speedrun.energy import watt_hours
+from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, dependents, selected
 
@@ -180,6 +180,7 @@ SFT_RATE = float(next(stage for stage in STAGES if stage.name == "sft").keys["op
         ("density.power=0.5", {"density", "grpo-density", "eval-grpo-density", "diversity", "report"}),
         ("eval-sft:evaluate.draws=5", {"eval-sft", "report"}),
         ("world:size=0.5", set(NAMES)),
+        ("train.eval_tokens=1000", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
         ("train.log_every=3", set()),
         ("checkpoint.every=3", set()),
         (f"sft:optim.learning_rate={SFT_RATE:.6f}", set()),
@@ -205,6 +206,17 @@ def test_code_and_bytes_are_part_of_a_key() -> None:
     assert first == moved
     assert {name for name in first if first[name] != last[name]} == dependents(STAGES, "reward") | {"reward", "report"}
     assert not set(keys_of(chain(CPU, OUR_WORLD, 1), same_code).values()) & set(keys_of(STAGES, same_code).values()) - {keys_of(STAGES, same_code)["tokenizer"]}
+
+
+def test_files_that_a_pattern_names_are_part_of_a_key(tmp_path: Path) -> None:
+    pattern, seen = f"base:data.path={tmp_path}/*.jsonl", []
+    for name, text in (("a", "1"), ("a", "2"), ("b", "3")):
+        (tmp_path / f"{name}.jsonl").write_text(text)
+        told = overrides.apply(STAGES, [overrides.parse(pattern, STAGES)], lambda path: Path(path).read_text())
+        place = next(stage for stage in told if stage.name == "base").keys["data.path"][0]
+        assert place.path == f"{tmp_path}/*.jsonl"
+        seen.append(keys_of(told, same_code)["base"])
+    assert len(set(seen)) == 3
 
 
 def test_stages_stand_after_what_they_need_and_another_model_needs_no_midtraining() -> None:
@@ -453,6 +465,25 @@ def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
     assert speedrun.entries["report"]["status"] == "partial"
     assert speedrun() == 0
     assert speedrun.entries["report"]["status"] == "done"
+    before = (speedrun.folder / "report.md").stat().st_mtime_ns
+    assert speedrun("--only", "report") == 0 and speedrun.entries["report"]["status"] == "done"
+    assert (speedrun.folder / "report.md").stat().st_mtime_ns > before, "made again whenever it is asked for"
+
+
+def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    data = speedrun.home / "data"
+    data.mkdir()
+    lines(data / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    lines(data / "prompts-held-out.jsonl", {"prompt": "c", "answer": "d"})
+    lines(data / "questions.jsonl", {"prompt": "1 + 1?", "answer": 2})
+    assert speedrun("--data", "data", "--until", "grpo-uniform") == 0
+    calls = {call["name"]: call for call in speedrun.calls}
+    assert calls["grpo-uniform"]["keys"]["grpo.prompts"] == str(data / "prompts.jsonl")
+    tasks = [word.partition("=")[2] for word in calls["eval-sft"]["words"] if word.startswith("--evaluate.tasks=")]
+    assert [os.path.basename(task) for task in tasks] == ["questions.jsonl", "prompts-held-out.jsonl"]
+    capsys.readouterr()
+    lines(data / "questions.jsonl", {"prompt": "1 + 1?", "answer": None})
+    assert speedrun("--data", "data") == EX_DATAERR and not speedrun.ran and "no row can be asked" in capsys.readouterr().out
 
 
 def test_training_variables_stay_outside(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,6 +517,7 @@ def lines(path: Path, *found: Any) -> str:
         ("base.jsonl", {"text": "a"}, "base"), ("web/part-0.jsonl", {"text": "a"}, "base"), ("base-held-out.jsonl", {"text": "a"}, "base-held-out"),
         ("sft.jsonl", CHAT, "sft"), ("chats-val.jsonl", CHAT, "sft-held-out"), ("midtrain/x.jsonl", CHAT, "midtrain"), ("x.jsonl", CHAT, "sft"),
         ("preferences.jsonl", PAIR, "pairs"), ("test.jsonl", PAIR, "pairs-held-out"), ("prompts.jsonl", {"prompt": "a", "answer": "b"}, "prompts"),
+        ("prompts-held-out.jsonl", {"prompt": "a", "answer": "b"}, "prompts-held-out"), ("prompts_val.jsonl", {"prompt": "a", "answer": 3}, "prompts-held-out"),
         ("gsm8k/train.jsonl", {"question": "a", "answer": "#### 3"}, "prompts"), ("gsm8k/test.jsonl", {"question": "a", "answer": "#### 3"}, "questions"),
         ("ARC-Easy-Test.jsonl", {"question": {"stem": "a", "choices": []}, "answerKey": "A"}, "questions"), ("questions.jsonl", {"prompt": "a", "answer": "b"}, "questions"),
         ("other.jsonl", {"strange": 1}, None), ("list.jsonl", [1], None),
@@ -574,4 +606,7 @@ def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
     assert saying.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
     (tmp_path / "verdict.json").write_text(json.dumps({"status": "failed", "summary": "rank 0 ended with exit code 65", "evidence": ["exit code 65", "stoker: too long"]}))
     assert saying.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
-    assert watt_hours(0, 3_600_000) == 1.0 and watt_hours(5, 1) is None and watt_hours(None, 5) is None
+    before, after = {"GPU-a": 5, "GPU-b": 7}, {"GPU-a": 3_600_005, "GPU-b": 1}
+    assert watt_hours(before, after, ["GPU-a"]) == 1.0, "the others of a shared box are not counted"
+    assert watt_hours(before, after, ["GPU-a", "GPU-b"]) is None and watt_hours(None, after, ["GPU-a"]) is None and watt_hours(before, after, []) is None
+    assert cards_of({"plan": {"ranks": [{"gpu": "GPU-b"}, {"gpu": "GPU-a"}, {"gpu": "GPU-b"}, {"gpu": None}]}}) == ["GPU-a", "GPU-b"] and cards_of({}) == []

@@ -61,7 +61,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         return 0
     for line in course.lines:
         _say(line)
-    if course.finished:
+    if course.finished and options.only != "report":  # that is made again whenever it is asked for
         report = os.path.join(course.folder, "report.md")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         _say(f"finished: {len(course.selected)} stages are done in {os.path.relpath(course.folder)}{where}")

@@ -83,7 +83,7 @@ def role_of(shown: str, form: str | None) -> str | None:
         return None
     held = any(_HELD.search(part) for part in parts)
     role = named or ("questions" if held and form in _FORMS["questions"] else _OF_FORM[form])
-    return role + HELD_OUT if held and role not in ("questions", "prompts") else role
+    return role + HELD_OUT if held and role != "questions" else role
 
 
 def form_of(path: str) -> str | None:

@@ -51,9 +51,10 @@ class Drive:
 
     def run(self) -> int:
         course = self.course
-        waiting = [stage for stage in course.stages if stage.name in course.selected and not self.entries[stage.name].done]
+        again = course.options.only == REPORT
+        waiting = [stage for stage in course.stages if stage.name in course.selected and (again or not self.entries[stage.name].done)]
         self._took = {name: entry.seconds for name, entry in self.entries.items() if entry.done and entry.seconds}
-        before = [name for name in course.selected if self.entries[name].done]
+        before = [name for name in course.selected if self.entries[name].done and not again]
         if before:
             self.say(f"done before: {', '.join(before)}")
         course.prepare()
@@ -82,10 +83,11 @@ class Drive:
             code = children.run(argv, self._environment, None if options.verbose else log, lambda: self._draw(stage, clock))
         self._wipe()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
-        spent = energy.watt_hours(used, energy.millijoules()) if used is not None else None
+        run = state.run_of(self.course.folder, stage, self.course.keys)
+        recorded = reader.load(run) if run is not None and used is not None else None
+        spent = energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data)) if recorded is not None else None
         spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
         cost = round(seconds / 3600 * options.price_per_hour, 4) if options.price_per_hour is not None else None
-        run = state.run_of(self.course.folder, stage, self.course.keys)
         self._note(name, seconds=seconds, energy_wh=spent, cost=cost, began=None, run=self._relative(run, stage))
         self.entries[name] = state.seen(self.course.folder, self.entries[name])
         return self._judge(stage, run, code, log, log_from, children.stopped, number, after)

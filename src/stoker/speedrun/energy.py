@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from typing import Any
 
 LIMIT_S = 5.0
-# Millijoules of all cards together; a card that does not count (before Volta) makes the sum unknown.
-_ASK = (
-    "import pynvml as n; n.nvmlInit(); "
-    "print(sum(n.nvmlDeviceGetTotalEnergyConsumption(n.nvmlDeviceGetHandleByIndex(i)) for i in range(n.nvmlDeviceGetCount())))"
-)
+# Millijoules of each card by its UUID; a card that does not count (before Volta) is not in it.
+_ASK = """
+import json, pynvml as n
+n.nvmlInit()
+found = {}
+for i in range(n.nvmlDeviceGetCount()):
+    card = n.nvmlDeviceGetHandleByIndex(i)
+    try:
+        found[n.nvmlDeviceGetUUID(card)] = n.nvmlDeviceGetTotalEnergyConsumption(card)
+    except n.NVMLError_NotSupported:
+        pass
+print(json.dumps(found))
+"""
 
 
-def millijoules() -> int | None:
+def millijoules() -> dict[str, int] | None:
     try:
         said = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return None
-    text = said.stdout.strip()
-    return int(text) if said.returncode == 0 and text.isdigit() else None
+    return json.loads(said.stdout) if said.returncode == 0 else None
 
 
-def watt_hours(before: int | None, after: int | None) -> float | None:
-    """The counter begins again when the driver is loaded anew: then nobody knows."""
-    return (after - before) / 3.6e6 if before is not None and after is not None and after >= before else None
+def cards_of(run: dict[str, Any]) -> list[str]:
+    """UUIDs of the cards a run's ranks had, of its run.json: on a shared box the others are somebody else's."""
+    return sorted({rank["gpu"] for rank in (run.get("plan") or {}).get("ranks") or () if rank.get("gpu")})
+
+
+def watt_hours(before: dict[str, int] | None, after: dict[str, int] | None, cards: list[str]) -> float | None:
+    """Of these cards together. A counter begins again when the driver is loaded anew: then nobody knows; so where one of them does not count."""
+    if not cards or before is None or after is None or not all(card in before and after.get(card, -1) >= before[card] for card in cards):
+        return None
+    return sum(after[card] - before[card] for card in cards) / 3.6e6

@@ -115,26 +115,30 @@ def gather(folder: str) -> Chain:
     if not isinstance(chain, dict):
         raise Refusal(f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT)
     rows = chain.get("stages")
-    records = [_stage(folder, row) for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict) and row.get("name") not in (None, REPORT)]
+    price = number_at(chain, "price_per_hour")
+    known = [row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict) and row.get("name") not in (None, REPORT)]
+    records = [_stage(folder, row, price) for row in known]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}
     return Chain(folder, _text(chain.get("preset")), _text(chain.get("seed")), hardware, {record.name: record for record in records})
 
 
-def _stage(folder: str, row: dict[str, Any]) -> StageRecord:
+def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord:
+    """`price`: of an hour; a report that is made again may be told it later than the stage ran."""
     run = row.get("run") if isinstance(row.get("run"), str) else ""
     where = os.path.join(folder, run) if run else ""
     result = _object(os.path.join(where, RESULT)) if where else {}
     metrics = result.get("metrics")
     metrics = metrics if isinstance(metrics, dict) else {}
     about = _object(os.path.join(where, layout.RUN)) if where else {}
-    attempts = number_at(row, "attempts")
+    attempts, seconds = number_at(row, "attempts"), number_at(row, "seconds")
+    cost = number_at(row, "cost") if price is None or seconds is None else round(seconds / 3600 * price, 4)
     kind = _text(row.get("stage") or row.get("name"))
     versions = about.get("versions")
     return StageRecord(
         name=str(row["name"]), stage=kind, status=_text(row.get("status")) or "unknown", run=str(run or ""), done=bool(result) and not metrics.get("stopped"),
-        seconds=number_at(row, "seconds"), attempts=None if attempts is None else int(attempts), energy_wh=number_at(row, "energy_wh"),
-        cost=number_at(row, "cost"), metrics=metrics, steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
+        seconds=seconds, attempts=None if attempts is None else int(attempts), energy_wh=number_at(row, "energy_wh"),
+        cost=cost, metrics=metrics, steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
         troubles=tuple(_troubles(where, row, metrics)), evaluation=_evaluation(where, result, metrics) if kind == "evaluate" and result else None,
         versions=versions if isinstance(versions, dict) else {},
     )  # fmt: skip

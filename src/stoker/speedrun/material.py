@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.speedrun.data import HELD_OUT, ROWS, Found, find
-from stoker.speedrun.rows import FAULTS, check_once, copy_usable, judge
+from stoker.speedrun.rows import FAULTS, check_once, check_questions, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
 from stoker.training.data.digests import digest_files
 
@@ -80,6 +80,9 @@ def material(folder: str | None, speedrun: str, digests: Digests, cache: str) ->
 def _role(role: str, paths: list[str], folder: str, digests: Digests, cache: str) -> tuple[tuple[Place, ...], list[Copy], list[str]]:
     known = {path: digests.of(path) for path in paths}
     kind = role.removesuffix(HELD_OUT)
+    if kind == "questions":
+        for path in paths:
+            check_questions(path, known[path], cache)
     rows = [path for path in paths if path.lower().endswith(ROWS)] if kind in FAULTS else []
     said = [line for path in rows if (line := judge(path, check_once(kind, path, known[path], cache)))]
     others = [path for path in paths if path not in rows]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -77,7 +79,12 @@ def apply(stages: Sequence[Stage], overrides: Sequence[Override], digest: Callab
 
 def _known(override: Override, digest: Callable[[str], str]) -> Any:
     def one(item: Any) -> Any:
-        return File(os.path.abspath(item), digest(item)) if isinstance(item, str) and os.path.exists(item) else item
+        if not isinstance(item, str):
+            return item
+        if os.path.exists(item):
+            return File(os.path.abspath(item), digest(item))
+        matching = sorted(glob.glob(item, recursive=True))
+        return File(os.path.abspath(item), hashlib.sha256(repr([(one, digest(one)) for one in matching]).encode()).hexdigest()) if matching else item
 
     if override.key not in (*_PATHS, "data.validation"):
         return override.value

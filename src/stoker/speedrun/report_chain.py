@@ -27,10 +27,10 @@ def headline(chain: Chain) -> Iterator[Block]:
     said = [f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}."]
     if right:
         said.append("Held-out questions right: " + ", ".join(f"{MODELS[name]} {percent(value)}" for name, value in right.items()) + ".")
-    gains = {name.removeprefix("grpo-"): found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name)).difference is not None}
+    gains = {name.removeprefix("grpo-"): found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name))[0].difference is not None}
     if gains:
-        told = ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, found in gains.items())
-        said.append(f"GRPO over SFT, on held-out prompts of its kind: {told}.")
+        told = ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, (found, _) in gains.items())
+        said.append(f"GRPO over SFT, on {next(iter(gains.values()))[1]}: {told}.")
     reward = chain.result("reward")
     if reward is not None and pairs_right(reward).value is not None:
         said.append(f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs told right.")

@@ -132,14 +132,14 @@ def _grpo(chain: Chain) -> Iterator[Row]:
     yield from _answers(chain, "grpo-uniform", "grpo-density", "Density or uniform")
 
 
-def over_sft(chain: Chain, name: str) -> Change:
-    """What a GRPO run added to SFT: to the likeliest answers to prompts like its own, held out, where there are such."""
+def over_sft(chain: Chain, name: str) -> tuple[Change, str]:
+    """What a GRPO run added to SFT, and on what: the likeliest answers to held-out prompts like its own, or to all questions where there are no such."""
     old, new = chain.evaluation("sft"), chain.evaluation(name)
     if old is None or new is None:
-        return Change(None)
+        return Change(None), ""
     if old.prompts and new.prompts:
-        return change(old.prompts.likeliest, new.prompts.likeliest)
-    return change(old.everything.likeliest, new.everything.likeliest)
+        return change(old.prompts.likeliest, new.prompts.likeliest), "held-out prompts of its kind"
+    return change(old.everything.likeliest, new.everything.likeliest), "all questions (no prompts of its kind were held out)"
 
 
 def training(chain: Chain) -> Iterator[Block]:
@@ -191,7 +191,8 @@ def diversity(chain: Chain) -> Iterator[Block]:
         rows.append((Cell(name.replace("_", " "), _by_name(judgement or ABSENT)), *(Cell(*number_and_interval(side)) for side in sides)))
     if rows:
         yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(rows))
-    yield Figure("diversity", "Density against uniform, in percent of uniform's value, with 95 % intervals; diamond: the interval leaves out 0")
+    yield Figure("diversity", "Density against uniform, in percent of uniform's value, with 95 % intervals; diamond: the interval leaves out 0. Table and"
+                 " figure judge each measure by itself; the line above them corrects for their number (Holm)")
 
 
 def _by_name(verdict: object) -> str:

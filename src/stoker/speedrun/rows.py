@@ -48,7 +48,8 @@ def pair_fault(row: dict[str, Any]) -> str:
 def prompt_fault(row: dict[str, Any]) -> str:
     if not _asks(row.get("prompt", row.get("question"))):
         return "without a prompt"
-    return "" if isinstance(row.get("answer"), (str, int, float)) and str(row["answer"]).strip() else "without an answer"
+    answer = row.get("answer")
+    return "" if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip() else "without an answer"
 
 
 def _asks(prompt: Any) -> bool:
@@ -116,6 +117,17 @@ def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
     os.makedirs(cache, exist_ok=True)
     write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [found.total, found.bad, found.why]}})
     return found
+
+
+def check_questions(path: str, digest: str, cache: str) -> None:
+    """As the evaluation will read them: what it would refuse after hours of training is refused now."""
+    from stoker.training.evaluate.tasks import read_tasks
+
+    index, name = os.path.join(cache, "checked-rows.json"), f"{digest}:questions"
+    if name not in _read(index):
+        total = len(read_tasks((path,), 0)[0].questions)
+        os.makedirs(cache, exist_ok=True)
+        write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [total, 0, ""]}})
 
 
 def _read(index: str) -> dict[str, Any]:

@@ -72,15 +72,17 @@ def change(before: Measured, after: Measured) -> Change:
 
 
 def judged(found: Change, higher_is_better: bool = True) -> str:
-    """better, worse or no difference, and how sure that is."""
+    """better, worse or no difference; up or down, which is no judgement, where nobody knows the noise."""
     if found.difference is None:
         return ABSENT
     if found.tested and not found.beyond_noise:
         return "no difference (inside the noise)"
     if found.difference == 0:
         return "no difference"
-    word = "better" if (found.difference > 0) == higher_is_better else "worse"
-    return f"{word} (outside the noise)" if found.tested else f"{word} (noise not measured)"
+    hoped = (found.difference > 0) == higher_is_better
+    if not found.tested:
+        return f"{'up' if found.difference > 0 else 'down'}, {'as hoped' if hoped else 'not as hoped'} (noise not measured)"
+    return f"{'better' if hoped else 'worse'} (outside the noise)"
 
 
 def percent(value: float | None) -> str:

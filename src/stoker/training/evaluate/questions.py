@@ -38,13 +38,13 @@ def prompt_and_answer(row: Row, kind: str) -> Question | None:
     if "prompt" not in row or "answer" not in row:
         return None
     told = row.get("kind", kind)
-    return Question(messages_of(row["prompt"]), _text(row["answer"], "answer"), _text(told, "kind"))
+    return Question(messages_of(row["prompt"]), _answer(row["answer"]), _text(told, "kind"))
 
 
 def gsm8k(row: Row, kind: str) -> Question | None:
     if not isinstance(row.get("question"), str) or "answer" not in row or "choices" in row:
         return None
-    return Question(messages_of(row["question"]), _text(row["answer"], "answer"), kind)
+    return Question(messages_of(row["question"]), _answer(row["answer"]), kind)
 
 
 def arc(row: Row, kind: str) -> Question | None:
@@ -115,6 +115,11 @@ def _choice(asked: Any, labels: list[Any], texts: list[Any], key: Any, kind: str
     if answer not in names or len(set(names)) < len(names):
         raise Unusable(f"the answer {answer!r} is none of the labels {', '.join(names)}")
     return Question(messages_of(asked), answer, kind, names, tuple(_text(text, "a choice") for text in texts), lettered)
+
+
+def _answer(value: Any) -> str:
+    """A number is what it would be as text."""
+    return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _text(value, "answer")
 
 
 def _text(value: Any, what: str) -> str:

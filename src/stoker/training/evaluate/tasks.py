@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
+from stoker.training.data import jsonl
 from stoker.training.data.units import open_parquet
 from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 
@@ -153,17 +153,15 @@ def _json_rows(path: str, key: str) -> list[tuple[str, Any]]:
 
 def _lines(path: str, key: str) -> Iterator[tuple[str, Any]]:
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield f"line {number}", _json(line)
+        for number, line in jsonl.lines(path):
+            yield f"line {number}", _json(line)
     except (OSError, UnicodeDecodeError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
 
 
 def _json(line: str) -> Any:
     try:
-        return json.loads(line)
+        return jsonl.row(line)
     except ValueError as problem:
         return _NotJson(f"not JSON ({problem})")
 

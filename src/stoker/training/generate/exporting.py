@@ -77,10 +77,12 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
 
 
 def _tokenizer_of(opened: Checkpoint) -> str:
-    """The one with the checkpoint's digest: beside it, or in the cache of prepared data."""
+    """The one with the checkpoint's digest: beside it, where the checkpoint says it is, or in the cache of prepared data."""
     digest = opened.meta.get("tokenizer_digest")
     run = os.path.dirname(os.path.dirname(os.path.abspath(opened.path)))
-    near = [os.path.join(run, HF), *sorted(glob.glob("cache/datasets/*/tokenizer")), *sorted(glob.glob("cache/tokenizers/*"))]
+    told = opened.meta.get("tokenizer")
+    beside = [os.path.join(run, HF), *([told] if isinstance(told, str) else [])]
+    near = [*beside, *sorted(glob.glob("cache/datasets/*/tokenizer")), *sorted(glob.glob("cache/tokenizers/*"))]
     for folder in near:
         if os.path.exists(os.path.join(folder, "tokenizer.json")) and load_tokenizer(folder).digest == digest:
             return folder

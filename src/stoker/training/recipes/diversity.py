@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"diversity.rounds {c.diversity.rounds} are too few to tell a difference from chance: at least {LEAST_ROUNDS}", EX_CONFIG)
     folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
     embedder = weights_of(c.model.load)
-    questions = _questions(c)
+    questions = _questions(c, folders)
 
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
@@ -71,11 +71,20 @@ def _folder(given: str, key: str) -> str:
     return weights_of(given)
 
 
-def _questions(c: Config) -> list[Question]:
+def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
+    """Those that fit in both models' contexts, spread over the file."""
     prompts = prompts_of(c.diversity.prompts, "diversity.prompts")
     if prompts.skipped:
         from_rank_0(prompts.skipped)
-    chosen = [prompts.questions[place] for place in spread(len(prompts.questions), c.diversity.most)]
+    room, fit = c.data.context_length - c.generate.new_tokens, set(range(len(prompts.questions)))
+    for folder in folders:
+        words = load_tokenizer(folder)
+        lengths = [len(prompt_ids(words, question, Manner(c.evaluate.chat))) for question in prompts.questions]
+        fit &= set(refuse_long(lengths, room, f"diversity.prompts for {folder}"))
+    if len(fit) < len(prompts.questions):
+        from_rank_0(f"diversity.prompts: {len(prompts.questions) - len(fit)} of {len(prompts.questions)} are longer than {room} tokens and are left out")
+    places = sorted(fit)
+    chosen = [prompts.questions[places[place]] for place in spread(len(places), c.diversity.most)]
     if len(chosen) < LEAST:
         raise Refusal(f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; at least {LEAST} make a comparison", EX_DATAERR)
     return chosen
@@ -85,9 +94,6 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they write the same."""
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
-    room = c.data.context_length - c.generate.new_tokens
-    if len(refuse_long([len(one) for one in prompts], room, f"diversity.prompts for {folder}")) < len(prompts):
-        raise Refusal(f"diversity.prompts: some are longer than {room} tokens: raise data.context_length or lower generate.new_tokens", EX_DATAERR)
     model = open_model(c, folder, group.device).eval()
     engine = Engine(model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
     mine = draw(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)

@@ -45,6 +45,7 @@ def main(argv: list[str]) -> int:
     # Prompts as token ids, and how often each is drawn.
     rows = stage.rows_of(c.grpo.prompts, "grpo.prompts")
     prompts, left_out = asking.read(rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts)
+    prompts = prompts[: c.data.max_samples or None]
     draw = asking.draw_of(stage.rows_of(c.grpo.weights, "grpo.weights") if c.grpo.weights else None, prompts, len(rows), c.grpo.weights)
     steps = steps_of(c, len(prompts))
 
@@ -79,7 +80,12 @@ def main(argv: list[str]) -> int:
 
     # The steps.
     rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c, group)
-    keeper = Keeper(c, group, voice, tensors)
+    words = c.tokenizer.path or weights
+    about = {
+        "model": as_json(model.config), "data": {"context": c.data.context_length}, "tokenizer_digest": tokenizer.digest,
+        "tokenizer": os.path.abspath(words) if os.path.isdir(words) else None,
+    }  # fmt: skip
+    keeper = Keeper(c, group, voice, tensors, about)
     updater.before_update = keeper.saver.before_update
     loop = Steps(c, group, voice, prompts, draw, rollout, rewarding, updater, keeper, position, history, steps)
     voice.say_once(f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps")

@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.job import Job
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
         rows = stage.rows_of(c.reward.held_out, "reward.held_out")
         held_out = read_pairs(rows, tokenizer, c.data.context_length, c.reward.held_out, stage.from_rank_0)
     else:
+        if len(pairs) < 2:
+            raise Refusal(f"reward.pairs {c.reward.pairs} has one pair, and one must be held out: give more, or reward.held_out", EX_DATAERR)
         kept = max(len(pairs) // 10, 1)
         pairs, held_out = pairs[:-kept], pairs[-kept:]
     train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))

@@ -15,6 +15,7 @@ from stoker.control.record.metrics import read_metrics
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.resolve import recipe_config
 from stoker.training.config.schema import Config
+from stoker.training.data import jsonl
 from stoker.training.forensics.culprit import NonFinite
 from stoker.training.loop.job import BEFORE, Job
 from stoker.training.loop.say import where_runs_go
@@ -61,16 +62,13 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     if not path:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
     try:
-        with open(path, encoding="utf-8") as file:
-            lines = file.read().splitlines()
+        lines = list(jsonl.lines(path))
     except (OSError, UnicodeDecodeError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
     found = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    for number, line in lines:
         try:
-            row = json.loads(line)
+            row = jsonl.row(line)
         except ValueError as problem:
             raise Refusal(f"{key} {path}, line {number}: not JSON ({problem})", EX_NOINPUT) from problem
         if not isinstance(row, dict):

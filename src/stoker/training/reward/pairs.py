@@ -18,7 +18,7 @@ from stoker.training.data.reader import IGNORED, Batch
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-TOLERATED = 0.01  # share of rows that may be unusable
+TOLERATED = 0.01  # a smaller share of rows may be unusable
 Prompt = str | Sequence[dict[str, Any]]
 
 
@@ -55,7 +55,7 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
 
 
 def read_pairs(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: int, where: str, say: Callable[[str], None]) -> list[Pair]:
-    """Rows that are no pair, or too long, are counted and named; more than one in a hundred is refused."""
+    """Rows that are no pair, or too long, are counted and named; one in a hundred or more is refused."""
     chat.check(tokenizer)
     found: list[Pair] = []
     wrong: list[str] = []
@@ -66,7 +66,7 @@ def read_pairs(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: in
             wrong.append(f"row {number}: {problem}")
     if wrong:
         line = f"{where}: {len(wrong)} of {len(rows)} rows are no usable pairs ({'; '.join(wrong[:3])})"
-        if len(wrong) > TOLERATED * len(rows) or not found:
+        if len(wrong) >= TOLERATED * len(rows) or not found:
             raise Refusal(line, EX_DATAERR)
         say(f"{line}: left out")
     return found

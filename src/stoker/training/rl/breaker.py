@@ -24,6 +24,7 @@ class Seen:
     length: float
     cut: float  # share of the answers that new_tokens cut
     finite: bool = True  # else the step changed nothing
+    unlike: bool = True  # the answers to some prompt differ in reward; else nothing was taught
 
 
 @shape
@@ -77,11 +78,13 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     last = recent[-1]
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
         return Finding(f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or use compute.dtype fp32")
+    hint = "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or generate.temperature"
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1):
+        return Finding(f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train fewer steps", True)
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
-        if last.correct == 1:
-            return Finding(f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train fewer steps", True)
-        hint = "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or generate.temperature"
         return Finding(f"the reward was exactly {last.reward:g} for every answer {since}, so nothing is learned: {hint}")
+    if since := lasting(c.breaker_steps, lambda seen: not seen.unlike):
+        return Finding(f"all answers to a prompt had the same reward, for every prompt {since}, so nothing is learned: {hint}")
     if since := lasting(KL_STEPS, _kl(c)):
         line = f"the divergence from the model it began with stayed above {c.breaker_kl:g} {since}, now {last.kl:.4g}"
         return Finding(f"{line}: lower optim.learning_rate, or raise grpo.kl")
@@ -94,6 +97,9 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
     if since := lasting(c.breaker_steps, lambda seen: seen.cut == 1):
         line = f"every answer was cut at generate.new_tokens {since}, mean length {last.length:.1f}"
         return Finding(f"{line}: raise generate.new_tokens, or begin with a model that ends its answers (stage sft)")
+    if since := lasting(c.breaker_steps, lambda seen: seen.correct == 0):
+        line = f"no answer was right {since}: only the reward model's opinion is learned"
+        return Finding(f"{line}; {hint}; where that opinion is all you want, grpo.breaker_steps 0")
     return None
 
 

@@ -76,10 +76,10 @@ def go_on(c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor]) 
 
 
 class Keeper:
-    """When to save, and saving."""
+    """When to save, and saving. `about`: what `stoker export` needs to know of a checkpoint."""
 
-    def __init__(self, c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor]) -> None:
-        self._c, self._group, self._voice, self._tensors = c, group, voice, tensors
+    def __init__(self, c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        self._c, self._group, self._voice, self._tensors, self._about = c, group, voice, tensors, about
         self.saver = self._saver()
         self._at = time.monotonic()
         self._put_off = False  # and that was said
@@ -103,7 +103,7 @@ class Keeper:
         self._put_off = False
         meta: dict[str, Any] = {
             "stage": STAGE, "step": position.step, "updates": position.updates, "tokens": position.tokens, "optimizer": self._c.optim.kind,
-            "history": history.to_json(),
+            "history": history.to_json(), **self._about,
         }  # fmt: skip
         taken = self.saver.save(position.step, self._tensors, meta, wait=wait)
         self._at = time.monotonic()

@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right
+from stoker.training.model import hf_hub
 from stoker.training.reward.model import open_reward, scores
 from stoker.training.rl.rollout import Answer
 from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
@@ -22,6 +25,9 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
     """The reward model, where one is given."""
     if not c.grpo.reward_model:
         return None
+    folder = hf_hub.folder_of(c.grpo.reward_model, lambda line: None)
+    if load_tokenizer(folder).digest != tokenizer.digest:
+        raise Refusal(f"grpo.reward_model {c.grpo.reward_model} has another tokenizer than {c.model.load}: its scores would be of other words", EX_CONFIG)
     return functools.partial(scores, open_reward(c, c.grpo.reward_model, device), tokenizer, device=device, micro=micro)
 
 

@@ -72,6 +72,11 @@ class Outcome:
     def constant(self) -> bool:
         return bool((self.rewards == self.rewards[0]).all())
 
+    def unlike(self, group: int) -> bool:
+        """Whether a prompt's answers differ in reward: else no advantage is other than 0, and nothing is taught."""
+        table = self.rewards.view(-1, group)
+        return bool((table != table[:, :1]).any())
+
     @property
     def reward(self) -> float:
         return float(self.rewards[0] if self.constant else self.rewards.mean())  # the value itself: a mean of equals may differ in its last bit

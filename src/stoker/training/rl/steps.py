@@ -101,7 +101,7 @@ class Steps:
         kl = learned.kl if self._c.grpo.kl > 0 and learned.finite else None
         seen = Seen(
             step, all_.reward, all_.spread, float(all_.correct.mean()), kl, learned.entropy if learned.finite else None, float(all_.lengths.mean()),
-            float(1 - all_.whole.mean()), learned.finite,
+            float(1 - all_.whole.mean()), learned.finite, all_.unlike(self._c.grpo.group),
         )  # fmt: skip
         self.history.add(seen)
         self._speed.step(tokens, None)

@@ -1,0 +1,29 @@
+"""Rows of a jsonl file, as publishers write them: with a byte-order mark, with U+2028 inside a text, with half of a surrogate pair. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+
+def lines(path: str) -> Iterator[tuple[int, str]]:
+    """(number, line) of those that are not blank. A line ends with a newline and nothing else."""
+    with open(path, encoding="utf-8-sig") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield number, line
+
+
+def row(line: str) -> Any:
+    """Half a surrogate pair is legal JSON and no character: it becomes U+FFFD here, before something that writes UTF-8 meets it. ValueError: not JSON."""
+    found = json.loads(line)
+    return _sound(found) if "\\ud" in line.lower() else found
+
+
+def _sound(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_sound(one) for one in value]
+    return {_sound(key): _sound(one) for key, one in value.items()} if isinstance(value, dict) else value
