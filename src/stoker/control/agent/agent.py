@@ -5,6 +5,7 @@ It decides nothing about the run: the coordinator does. But it acts alone when t
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import os
@@ -64,6 +65,7 @@ class Agent:
         self._last_heard = self._last_ping = time.monotonic()
         self._suspended = False
         self._closing = False
+        self._seen: list[protocol.Message] = []  # answers a look has, for the loop to send
         self._kills_before = host.oom_kills()
 
     # ---- life ----
@@ -75,6 +77,7 @@ class Agent:
         wake_read, wake_write = os.pipe()
         for handle in (wake_read, wake_write, 0, 1):
             os.set_blocking(handle, False)
+        self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         folder = "/tmp" if os.access("/tmp", os.W_OK) else None  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
@@ -104,6 +107,8 @@ class Agent:
                         return
                 elif what == "child":
                     os.read(wake, 4096)
+                    while self._seen:
+                        self._relay.say(self._seen.pop(0))
                     self._collect()
                 elif what == "mail":
                     self._read_mail()
@@ -145,8 +150,9 @@ class Agent:
         if self._ladder:
             self._collect()
             self._ladder.step()
-        if self._finish and self._finish.step(self._sweeper, self._relay, self._ranks, self._nvml):
+        if self._finish and self._finish.step(self._sweeper, self._relay, self._ranks, self._nvml, self._collect):
             self._finish = self._gate = None
+            self._by_pid.clear()  # who is left can't be killed, and is nobody we wait for any more
             if self._port is not None:
                 self._port.close()
                 self._port = None
@@ -181,8 +187,7 @@ class Agent:
         if do == "open":
             self._open(order)
         elif do == "look":
-            assert self._observer is not None
-            self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held()})
+            self._look_aside({})
         elif do == "lock":
             self._relay.say({"is": "locked", "refused": self._locks.take(order["gpus"])})
         elif do == "reserve":
@@ -231,10 +236,26 @@ class Agent:
             from stoker.control.agent.takeover import take_over
 
             found = take_over(order["former"], sweeper)
-        self._observer = Observer(order.get("recorded"))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
-        self._relay.say({"is": "host", "machine": self._observer.look().to_json(), "held": held(), "pid": os.getpid(), "guardian": self._guardian,
-                         "selves": selves, "found": found, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")})  # fmt: skip
+        self._look_aside({"pid": os.getpid(), "guardian": self._guardian, "selves": selves, "found": found, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
+                         order.get("recorded"))  # fmt: skip
+
+    def _look_aside(self, more: protocol.Message, recorded: str | None = None) -> None:
+        """In a thread: a driver may take longer to come up than anybody waits for a word, and the loop must go on saying that we live."""
+
+        def look() -> None:
+            try:
+                if self._observer is None:
+                    self._observer = Observer(recorded)
+                found: protocol.Message = {"is": "host", "machine": self._observer.look().to_json(), "held": held(), **more}
+            except Refusal as refusal:
+                found = {"is": "refused", "line": refusal.line, "code": refusal.code}
+            except Exception as problem:
+                found = {"is": "refused", "line": f"the agent could not look at its machine: {problem}", "code": EX_OSERR}
+            self._seen.append(found)
+            os.write(self._wake, b"\0")
+
+        _thread.start_new_thread(look, ())
 
     def _to_all(self, signum: int) -> None:
         for one in self._sweeper.leftovers():
@@ -375,6 +396,7 @@ class Agent:
             self._ladder = StopLadder(self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ())))
         elif order["grace"] == 0:
             self._ladder.hurry()
+        self._relay.say({"is": "stopping"})  # after every "up": the coordinator now knows all ranks there will be
         self._ladder.step()
 
 

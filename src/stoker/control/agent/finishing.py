@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
@@ -23,8 +23,8 @@ class Finishing:
         self._named: list[str] = []
         self._said = False
 
-    def step(self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None) -> bool:
-        """Called until it is True: all is swept, and told."""
+    def step(self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None, collect: Callable[[], None]) -> bool:
+        """Called until it is True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
         now = time.monotonic()
         reap(sweeper.groups)
         left = sweeper.leftovers()
@@ -41,6 +41,7 @@ class Finishing:
         if left and now - self._asked < ASKED_S:
             return False
         stuck = sweeper.kill()
+        collect()
         sweeper.groups.clear()
         reap()
         for handle in list(relay.streams):

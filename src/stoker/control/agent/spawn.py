@@ -54,24 +54,25 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     for name in spec.get("unset", ()):
         env.pop(name, None)
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
-    memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
-    os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
-    if spec["shim"]:
-        if "PYTHONPATH" in env:
-            env[names.SHIM_PYTHONPATH] = env["PYTHONPATH"]
-        env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
-        env[names.SHIM_BEATS] = str(memory)
-        env[names.SHIM_SOCKET] = socket_path
-        env[names.SHIM_FILES] = base
-        if kernel.tracing_is_restricted():
-            env[names.SHIM_TRACER] = str(os.getpid())
-        env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
-    out_read, out_write = _pipe()
-    err_read, err_write = _pipe() if spec["split"] else (-1, out_write)
-    failed_read, failed_write = os.pipe()
-    agent = os.getpid()
-    started = time.time()
-    pid = os.fork()
+    held: list[int] = []  # descriptors, for the case that the next one can't be had
+    try:
+        memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
+        held.append(memory)
+        os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
+        held += (out := _pipe())
+        err = (-1, out[1])
+        if spec["split"]:
+            held += (err := _pipe())
+        held += (failed := os.pipe())
+        _tell_shim(spec, env, base, socket_path, memory)
+        agent = os.getpid()
+        started = time.time()
+        pid = os.fork()
+    except OSError:
+        for handle in held:
+            os.close(handle)
+        raise
+    (out_read, out_write), (err_read, err_write), (failed_read, failed_write) = out, err, failed
     if pid == 0:
         _become(spec, env, agent, stdin, out_write, err_write, memory if spec["shim"] else -1, failed_write, hup_ignored, files)
     os.close(out_write)
@@ -94,6 +95,20 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     made = Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
     made.pci = (spec.get("pci") or "").lower()
     return made
+
+
+def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, socket_path: str, memory: int) -> None:
+    if not spec["shim"]:
+        return
+    if "PYTHONPATH" in env:
+        env[names.SHIM_PYTHONPATH] = env["PYTHONPATH"]
+    env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
+    env[names.SHIM_BEATS] = str(memory)
+    env[names.SHIM_SOCKET] = socket_path
+    env[names.SHIM_FILES] = base
+    if kernel.tracing_is_restricted():
+        env[names.SHIM_TRACER] = str(os.getpid())
+    env[names.SHIM_GATED] = "1" if spec["gated"] else "0"
 
 
 def _become(

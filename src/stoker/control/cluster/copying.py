@@ -117,9 +117,9 @@ def _copy(hosts: Hosts, load: Load, places: dict[str, str], say: Say) -> None:
     finally:
         for copy in copies:
             copy.stop()
-    failed = [f"host {copy.host.name}: {copy.failure.removeprefix(f'host {copy.host.name}: ')}" for copy in copies if copy.failure]
+    failed = {copy.host.name: copy.failure.removeprefix(f"host {copy.host.name}: ") for copy in copies if copy.failure}
     if failed:
-        raise Refusal("\n".join(failed), EX_UNAVAILABLE, cause="host.copy")
+        raise NotCopied(failed)
     took = [copy for copy in copies if copy.written or copy.removed]
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
@@ -141,6 +141,14 @@ def _progress(what: str, copies: list[_Copy], seconds: float) -> str:
     return f"copying {what} to {len(copies)} hosts: {sent / 1e6:.0f} of {total / 1e6:.0f} MB{left}"
 
 
+class NotCopied(Refusal):
+    """host -> why it does not have it now."""
+
+    def __init__(self, hosts: dict[str, str]) -> None:
+        self.hosts = hosts
+        super().__init__("\n".join(f"host {name}: {why}" for name, why in hosts.items()), EX_UNAVAILABLE, cause="host.copy")
+
+
 class _Copy:
     """One host's, in a thread of its own."""
 
@@ -152,15 +160,24 @@ class _Copy:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
-        with tempfile.TemporaryFile() as complaints:
-            try:
-                self._talk(complaints.fileno())
-            except _Refused as refusal:
-                self.failure = str(refusal)
-            except (OSError, EOFError, protocol.ProtocolError) as problem:
-                self.failure = self._why(complaints.fileno(), problem)
-            finally:
-                self.stop()
+        self.failure = "the copy was broken off"  # until it is known to be whole
+        try:
+            with tempfile.TemporaryFile() as complaints:
+                self.failure = self._tried(complaints.fileno())
+        except Exception as problem:  # of a thread nobody would hear of it
+            self.failure = f"{type(problem).__name__}: {problem}"
+
+    def _tried(self, complaints: int) -> str:
+        """Empty: it is there."""
+        try:
+            self._talk(complaints)
+            return ""
+        except _Refused as refusal:
+            return str(refusal)
+        except (OSError, EOFError, protocol.ProtocolError) as problem:
+            return self._why(complaints, problem)
+        finally:
+            self.stop()
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -40,6 +40,7 @@ class Attempt:
         self.steps_reached = 0
         self.regrouping = ""  # the host that is to join: the attempt was ended for that
         self.finished: set[str] = set()  # hosts whose agents have swept
+        self.told: set[str] = set()  # hosts that have heard of a stop, or are lost: no rank of theirs comes up any more
         self.suspected_s: float | None = None  # seconds of silence after which the newest stall was explained
         self.unwatched = False  # the watch room failed
         self.notes: list[str] = []  # what was noticed on the way and ended nothing
@@ -60,9 +61,11 @@ class Attempt:
 
     @property
     def all_ended(self) -> bool:
-        if self.stopping:  # a rank that was never started will not start now
-            return all(rank in self.ends for rank in self.up)
-        return len(self.ends) == self.expected
+        if len(self.ends) == self.expected:
+            return True
+        if not self.stopping or not {place.host for place in self.plan.places} <= self.told:
+            return False
+        return all(rank in self.ends for rank in self.up)  # a rank that was never started will not start now
 
     def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
         """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be reported.

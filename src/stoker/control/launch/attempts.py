@@ -78,8 +78,6 @@ class Attempts:
         restarts = Restarts(self.options)
         env: tuple[tuple[str, str], ...] = ()
         while True:
-            if self._endpoint is None:  # a fresh port for every attempt
-                plan = self.reserve(plan)
             attempt = Attempt(number, plan)
             began = time.monotonic()
             verdict = self._one_attempt(attempt, place, env)
@@ -103,6 +101,8 @@ class Attempts:
                 plan, bad = self._without_failed_card(plan, place, verdict) if again.probe else (plan, None)
                 if self._several is not None and bad is None:
                     plan, bad = self._with_those_there(plan, place, verdict)
+                if self._endpoint is None and bad is None:  # a fresh port for every attempt
+                    plan = self.reserve(plan)
             except Interrupted as stop:
                 name = signal.Signals(stop.signum).name
                 said = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
@@ -113,8 +113,9 @@ class Attempts:
     def _with_those_there(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
         """The next attempt's plan, with the hosts that are there now. A verdict where they are too few."""
         assert self._several is not None
+        changed = False
         while True:
-            changed = self._several.membership.settle()
+            changed = self._several.membership.settle() or changed
             if not self._several.membership.enough:
                 return plan, self._several.too_few(verdict)
             try:
@@ -129,6 +130,10 @@ class Attempts:
             except Unusable as gone:
                 self._several.lose(gone)
             except Refusal as refusal:
+                if self._several.membership.joined:
+                    self._several.membership.send_back(refusal.line)
+                    changed = True
+                    continue
                 said = f"with {self._several.membership.here}: {refusal.line}"
                 return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, said))
 

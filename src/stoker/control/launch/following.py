@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
+UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -40,6 +41,7 @@ class Following:
         self._say = say
         self._membership = membership
         self._seen = attempt.checkpoints
+        self._killed_by = 0.0  # after that, who still lives can't be killed
 
     def follow(self) -> None:
         """Until every rank has ended."""
@@ -65,14 +67,26 @@ class Following:
             if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted:
                 attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S)
+            if self._killed_by and time.monotonic() > self._killed_by:
+                self._go_on_without()
             if self._membership is not None:
                 self._membership.tend()
                 self._make_room(self._membership.returned)
 
+    def _go_on_without(self) -> None:
+        """SIGKILL has had its time: a rank that is stuck in a driver or on a dead disk ends when the machine does. The rest must not wait for it."""
+        attempt = self._attempt
+        left = [rank for rank in attempt.up if rank not in attempt.ends]
+        names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
+        if left:
+            self._say(f"stoker: {names} can't be killed: stuck in the kernel; going on without")
+        attempt.told.update(place.host for place in attempt.plan.places)
+        self._end_by_us(left)
+
     def _stop_rest(self) -> None:
         trouble = self._attempt.trouble
         if any(entry["cause"] == "host.lost" for entry in trouble):  # their collectives are dead: nothing can be saved any more
-            self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
+            self._kill()
             return
         self._stop(signal.SIGTERM, GRACE_FAILURE_S, [entry["rank"] for entry in trouble if entry.get("at_once")])
 
@@ -107,7 +121,13 @@ class Following:
 
     def _stop(self, signum: int, default_grace: float, at_once: list[int] | None = None) -> None:
         told = self._options.grace if self._options.grace is not None else self._options.shutdown_timeout
-        self._members.say({"do": "stop", "signal": int(signum), "grace": default_grace if told is None else told, "at_once": at_once or []})
+        grace = default_grace if told is None else told
+        self._killed_by = time.monotonic() + grace + UNKILLABLE_S
+        self._members.say({"do": "stop", "signal": int(signum), "grace": grace, "at_once": at_once or []})
+
+    def _kill(self) -> None:
+        self._killed_by = time.monotonic() + UNKILLABLE_S
+        self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
     def _lost(self, member: Member) -> None:
         """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended it."""
@@ -118,11 +138,15 @@ class Following:
 
             several = self._membership is not None and len(self._muster.by_name) > 1
             attempt.trouble.append((launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint))
-        now = time.time()
-        for one in mine:
-            if one.rank not in attempt.ends:
-                attempt.up.setdefault(one.rank, 0)
-                attempt.ends[one.rank] = RankEnd(one.rank, one.host, one.label, attempt.up[one.rank], None, now, ours=True, error=attempt.errors.get(one.rank))
+        attempt.told.add(member.host)
+        self._end_by_us([one.rank for one in mine if one.rank not in attempt.ends])
+
+    def _end_by_us(self, ranks: list[int]) -> None:
+        """Nobody saw how they ended."""
+        attempt = self._attempt
+        for rank in ranks:
+            one, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
+            attempt.ends[rank] = RankEnd(rank, one.host, one.label, pid, None, time.time(), ours=True, error=attempt.errors.get(rank))
 
     def _pass_signals(self) -> None:
         attempt = self._attempt
@@ -147,7 +171,7 @@ class Following:
             self._record.event("stop", signal=name, now=again)
             if again:
                 self._say(f"stoker: {name}: ending the ranks at once")
-                self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
+                self._kill()
             else:
                 self._say(f"stoker: {name} passed on to the ranks; a second one ends them at once")
                 self._stop(signum, GRACE_STOP_S)

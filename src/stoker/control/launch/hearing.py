@@ -105,6 +105,9 @@ class Hearing:
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 
+    def _on_stopping(self, host: str, _message: protocol.Message) -> None:
+        self._attempt.told.add(host)
+
     def _on_finished(self, host: str, message: protocol.Message) -> None:
         self._attempt.finished.add(host)
         if message["stopped"]:

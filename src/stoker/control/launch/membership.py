@@ -47,6 +47,7 @@ class Membership:
         self.least = options.min_hosts or len(self._order)
         self._rejoins = options.rejoin != "never"
         self.lost: dict[str, Lost] = {}
+        self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
     @property
@@ -64,15 +65,27 @@ class Membership:
         return f"{len(self._members.all)} of {len(self._order)} hosts"
 
     def settle(self) -> bool:
-        """Between two attempts: who is gone is out, who is back is in. Whether anything changed."""
+        """Between two attempts: who is gone is out, who is back is in. Whether anything changed. `joined` are those that came now."""
         before = list(self._members.all)
+        self.joined = []
         for member in before:
             if member.gone:
                 self.give_up(member)
         for name in self._members.join([name for name, one in self.lost.items() if one.back], self._order):
             del self.lost[name]
+            self.joined.append(name)
             self._tell("host-joined", on=name)
         return before != self._members.all
+
+    def send_back(self, why: str) -> None:
+        """Those that joined just now: with them there is no plan. A run that works without a host must not end because it is back."""
+        for member in [one for one in self._members.all if one.host in self.joined]:
+            self.lost[member.host] = Lost(why, member.selves)
+            self.lost[member.host].next_try = time.monotonic() + LONGEST_S
+            self._members.drop(member)
+            self._say(f"stoker: host {member.host} is back and stays out: {why}")
+            self._tell("host-unfit", on=member.host, why=why)
+        self.joined = []
 
     def give_up(self, member: Member) -> None:
         why = short(member.gone)

@@ -86,15 +86,11 @@ class Muster:
         for member in self.members.all:
             member.say(self.open_order(member.host))
         self._await("host", MEET_S)
-        if self.hosts is not None and self.hosts.srun:
-            self._take_shares()
 
-    def _take_shares(self) -> None:
+    def _take_share(self, host: str, visible: str | None) -> None:
         """In a Slurm job each node's step is told which of the node's GPUs are the job's: those, and no others."""
-        for member in self.members.all:
-            told = member.answers["host"].get("visible")
-            if told and not self.by_name[member.host].here:
-                self.by_name[member.host] = replace(self.by_name[member.host], gpus=told)
+        if visible and self.hosts is not None and host in self.hosts.srun and not self.by_name[host].here:
+            self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
     def answered(self, kind: str) -> bool:
         """Has every agent that is still there said this since it was last forgotten?"""
@@ -239,15 +235,18 @@ class Muster:
         """The store's, on the first host. `port`: that one and no other; None: what the options say."""
         first = self.members.all[0]
         wanted, asked = wanted_port(self.request) if port is None else (port, bool(port))
-        first.answers.pop("port", None)
+        for kind in ("port", "refused"):
+            first.answers.pop(kind, None)
         first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
         deadline = time.monotonic() + 10.0
         while "port" not in first.answers:
             if first.gone and self.by_name:
                 raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
-            if first.gone or time.monotonic() > deadline:
-                raise Refusal(f"the agent did not reserve a port: {first.gone or 'no answer'}", EX_OSERR, cause="launch.port")
+            if first.gone or "refused" in first.answers or time.monotonic() > deadline:
+                why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
+                raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
             self.members.pump(0.5)
+            self._heed_signals()
         answer = first.answers["port"]
         if not answer["port"]:
             raise taken(answer)
@@ -290,5 +289,6 @@ class Muster:
             member.answers[kind] = message
         if kind == "host" and "selves" in message:
             member.selves = message["selves"]
+            self._take_share(member.host, message.get("visible"))
         if self.listener is not None and member not in self.members.waiting:
             self.listener(member.host, message, payload)

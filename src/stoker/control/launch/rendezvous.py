@@ -4,6 +4,7 @@ and tells everybody. One line of JSON from each, one back; the listening ends wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -46,7 +47,7 @@ def _receive(told: Meeting, ranks: int, own: socket.socket, deadline: float, sto
     own.settimeout(0.2)
     guests: list[tuple[socket.socket, int]] = []
     try:
-        while len(guests) < told.count - 1:
+        while len(guests := [guest for guest in guests if _stays(guest[0])]) < told.count - 1:
             rest()
             if time.monotonic() > deadline:
                 line = f"{len(guests) + 1} of {told.count} machines came to {told.address}:{told.port} within {span(PATIENCE_S)}"
@@ -55,11 +56,10 @@ def _receive(told: Meeting, ranks: int, own: socket.socket, deadline: float, sto
                 guest, _ = own.accept()
             except TimeoutError:
                 continue
-            guest.settimeout(_HELLO_S)
-            hello = _line(guest)
+            hello = _wait_line(guest, min(deadline, time.monotonic() + _HELLO_S), rest)
             if hello.get("job") != told.name or hello.get("count") != told.count or not isinstance(hello.get("ranks"), int):
-                _send(guest, {"refused": f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}"})
-                guest.close()
+                with guest, contextlib.suppress(OSError):  # a stranger that asks nothing need not hear it
+                    _send(guest, {"refused": f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}"})
                 continue
             guests.append((guest, hello["ranks"]))
         world = ranks + sum(count for _, count in guests)
@@ -109,17 +109,29 @@ def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) ->
             more = way.recv(_LONGEST)
         except TimeoutError:
             continue
-        if not more:
+        except OSError:
+            break
+        if not more or len(data) > _LONGEST:
             break
         data += more
     return _read(data)
 
 
-def _line(guest: socket.socket) -> dict[str, Any]:
+def _stays(guest: socket.socket) -> bool:
+    """Who was stopped and started again comes a second time: its first connection is closed by then."""
+    if guest.fileno() < 0:
+        return False
+    guest.setblocking(False)
     try:
-        return _read(guest.recv(_LONGEST))
+        stays = guest.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        stays = True
     except OSError:
-        return {}
+        stays = False
+    guest.settimeout(_HELLO_S)
+    if not stays:
+        guest.close()
+    return stays
 
 
 def _read(data: bytes) -> dict[str, Any]:

@@ -1,0 +1,265 @@
+"""What may happen between a run's steps: a stop before every rank is known, a rank that can't be killed, a driver that is slow, a host that is back and unfit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from conftest import Stoker, machine_json, wait_for
+from netcluster import NetCluster
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.shapes import Verdict
+from stoker.control.cluster import copying, transport
+from stoker.control.launch import following, rendezvous
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.attempts import Attempts
+from stoker.control.launch.following import Following
+from stoker.control.launch.members import Member, Members
+from stoker.control.launch.muster import Muster
+from stoker.control.launch.nodes import Meeting, Nodes
+
+# ---- the agent ----
+
+
+class Alone:
+    """An agent by itself, and all it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.member = Member(transport.local(-1))
+        self.heard: list[dict[str, Any]] = []
+        self.members = Members([self.member], lambda _, message, payload: self.heard.append(message), lambda *_: None)
+        (folder / "machine.json").write_text(json.dumps(machine_json(0)))
+        self.member.say({"do": "open", "run": f"alone-{os.getpid()}", "dir": str(folder), "recorded": str(folder / "machine.json"), "host": "", "former": []})
+        assert self.until("host"), self.member.gone
+
+    def until(self, kind: str, seconds: float = 30) -> dict[str, Any] | None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.member.gone:
+            found = next((one for one in self.heard if one["is"] == kind), None)
+            if found is not None:
+                return found
+            self.members.pump(0.1)
+        return None
+
+    def start(self, *argv: str) -> None:
+        self.heard.clear()
+        common = {"attempt": 0, "env": {}, "unset": [], "shim": False, "split": False, "cwd": "", "numa": False}
+        rank = {"rank": 0, "argv": list(argv), "env": {}, "gpu": None, "pci": None}
+        self.member.say({"do": "start", "common": common, "ranks": [rank], "gate": {"slots": 1, "slot_s": 60, "total_s": 60}, "ram_limit": None})
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Alone]:
+    agent = Alone(tmp_path)
+    yield agent
+    agent.members.close()
+
+
+def test_an_agent_told_to_finish_while_its_ranks_live_says_how_they_ended_and_lives_on(alone: Alone) -> None:
+    for _ in range(3):
+        alone.start("sleep", "100")
+        alone.member.say({"do": "stop", "signal": int(signal.SIGTERM), "grace": 5.0, "at_once": []})
+        alone.member.say({"do": "finish", "grace": 0.0})
+        assert alone.until("finished"), alone.member.gone
+        words = [one["is"] for one in alone.heard if one["is"] != "ping"]
+        assert words.index("up") < words.index("stopping") and next(one for one in alone.heard if one["is"] == "exit")["code"] in (-signal.SIGTERM, -signal.SIGKILL)
+    alone.heard.clear()
+    alone.member.say({"do": "look"})
+    assert alone.until("host"), "it is there for the next attempt"
+
+
+def test_a_look_that_takes_longer_than_anybody_stays_silent_does_not_end_the_agent(stoker: Stoker) -> None:
+    """As a driver without persistence mode may: the recorded machine is a pipe that nobody writes to for a while."""
+    slow = stoker.cwd / "slow.json"
+    os.mkfifo(slow)
+
+    def write() -> None:
+        time.sleep(11)
+        slow.write_text(json.dumps(machine_json(0)))
+
+    threading.Thread(target=write, daemon=True).start()
+    done = stoker("run", "--no-preflight", stoker.script("ok.py", "print('ran')"), env={"STOKER_MACHINE": str(slow)})
+    assert done.code == 0 and "ran" in done.out, done.err
+
+
+# ---- the coordinator ----
+
+
+def plan_of(ranks: int, *hosts: str) -> Any:
+    places = [SimpleNamespace(rank=rank, host=hosts[rank % len(hosts)], label=f"CPU{rank}", gpu=None) for rank in range(ranks)]
+    return SimpleNamespace(places=places, ranks=range(ranks), world_size=ranks, place=lambda rank: places[rank])
+
+
+def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
+    attempt = Attempt(0, plan_of(2, "a", "b"))
+    attempt.stopping = True
+    assert not attempt.all_ended, "host b may have started its rank without our having heard of it"
+    attempt.told.add("a")
+    assert not attempt.all_ended
+    attempt.told.add("b")
+    assert attempt.all_ended, "neither has"
+    attempt.up[1] = 42
+    assert not attempt.all_ended
+
+
+def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(following, "UNKILLABLE_S", 0.3)
+    attempt = Attempt(0, plan_of(2, ""))
+    attempt.begin_watch(300.0)
+    attempt.up = {0: 41, 1: 42}
+    said: list[str] = []
+    members = SimpleNamespace(all=[], pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
+    options = SimpleNamespace(grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None)
+    muster = SimpleNamespace(members=members, options=options, by_name={})
+    record, output = SimpleNamespace(event=lambda *a, **k: None), SimpleNamespace(settle=lambda record: None)
+    one = Following(attempt, cast(Any, muster), cast(Any, record), cast(Any, output), [signal.SIGTERM], said.append, None)
+    attempt.unwatched = True
+    one.follow()
+    assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
+    assert said[-1] == "stoker: rank 0 (CPU0, pid 41), rank 1 (CPU1, pid 42) can't be killed: stuck in the kernel; going on without"
+
+
+def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() -> None:
+    class Membership:
+        enough = True
+        here = "2 of 2 hosts"
+
+        def __init__(self) -> None:
+            self.joined, self.sent = ["b"], list[str]()
+
+        def settle(self) -> bool:
+            return bool(self.joined)
+
+        def send_back(self, why: str) -> None:
+            self.sent.append(why)
+            self.joined = []
+
+    membership = Membership()
+
+    def plan_again(plan: Any) -> Any:
+        if membership.joined:
+            raise Refusal("host b: the NVIDIA driver is not loaded", EX_UNAVAILABLE)
+        return plan
+
+    attempts = Attempts.__new__(Attempts)
+    attempts._several = cast(Any, SimpleNamespace(membership=membership, plan_again=plan_again))
+    attempts._output = cast(Any, SimpleNamespace(replan=lambda plan: None))
+    attempts._say = lambda line: None
+    attempts.equip = lambda plan, place: None  # type: ignore[method-assign]
+    attempts.reserve = lambda plan: plan  # type: ignore[method-assign]
+    plan, verdict = Verdict("failed", "launch.regroup", "", 70), SimpleNamespace(lines=())
+    assert attempts._with_those_there(cast(Any, verdict), cast(Any, None), plan) == (verdict, None)
+    assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
+
+
+def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(stoker: Stoker, netcluster: NetCluster) -> None:
+    netcluster.stop_sshd(2)
+    done = stoker("run", "--hosts", str(netcluster.file()), "--min-hosts", "2", "--sync", "--no-preflight", stoker.script("ok.py", "print('ran')"))
+    assert done.code == 0 and "starting with 2 of 3 hosts" in done.err and done.out.count("ran") == 3, done.err
+
+
+def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(copying.tempfile, "TemporaryFile", broken)
+    one = copying._Copy(cast(Any, SimpleNamespace(name="a")), cast(Any, None), cast(Any, None), "/there")
+    one.run()
+    assert one.failure == "MemoryError: none left"
+
+
+# ---- machines started by hand ----
+
+
+def met(port: int, count: int) -> tuple[threading.Thread, list[Any]]:
+    found: list[Any] = []
+
+    def meet() -> None:
+        try:
+            found.append(rendezvous.meet(Meeting(count, None, "127.0.0.1", port, "job"), 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
+        except Exception as problem:
+            found.append(problem)
+
+    thread = threading.Thread(target=meet, daemon=True)
+    thread.start()
+    return thread, found
+
+
+def knock(port: int) -> socket.socket:
+    def once() -> socket.socket | None:
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except ConnectionRefusedError:
+            return None
+
+    made = wait_for(once, 10)
+    assert made is not None
+    return cast(socket.socket, made)
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> None:
+    port = free_port()
+    thread, found = met(port, 3)
+    rude = knock(port)
+    rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    rude.close()  # a reset, as a port scan's
+    hello = json.dumps({"job": "job", "count": 3, "ranks": 1}).encode() + b"\n"
+    gone = knock(port)
+    gone.sendall(hello)
+    time.sleep(0.5)
+    gone.close()  # stopped, and started again
+    guests = []
+    for _ in range(2):
+        guests.append(knock(port))
+        guests[-1].sendall(hello[:7])
+        time.sleep(0.1)
+        guests[-1].sendall(hello[7:])
+    thread.join(20)
+    assert found == [Nodes(3, 0, 0, 3, "127.0.0.1", 29999)]
+    assert [json.loads(guest.makefile().readline())["rank"] for guest in guests] == [1, 2]
+
+
+def test_a_signal_while_a_restart_waits_for_the_other_machine_has_a_verdict(stoker: Stoker) -> None:
+    script = stoker.script("fails.py", "raise SystemExit(3)")
+    port = free_port()
+    where = ("--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    first = stoker.start("run", *where, "--max-restarts", "2", "--name", "first", script, stdout=subprocess.PIPE)
+    second = stoker.start("run", *where, "--name", "second", script)
+    assert second.wait(60) == 3 and first.stdout is not None
+    while b"starting again" not in (line := first.stdout.readline()):
+        assert line, "it ended"
+    while b"waiting at" not in (line := first.stdout.readline()):
+        assert line, "it ended"
+    first.send_signal(signal.SIGINT)
+    out, _ = first.communicate(timeout=60)
+    assert first.returncode == 130, out
+    verdict = json.loads(next((stoker.cwd / "runs").glob("*-first")).joinpath("verdict.json").read_text())
+    assert (verdict["cause"], verdict["exit_code"]) == ("launch.stopped", 130) and "between two attempts" in verdict["summary"], verdict
+
+
+def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
+    first = SimpleNamespace(host="", gone="", answers={})
+    first.say = lambda order: first.answers.update(refused={"line": "the agent could not reserve: Address family not supported by protocol", "code": 71})
+    muster = Muster.__new__(Muster)
+    muster.by_name, muster._signals = {}, []
+    muster.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
+    with pytest.raises(Refusal, match="did not reserve a port: the agent could not reserve: Address family"):
+        muster.reserve("::1", 29500)
