@@ -286,7 +286,8 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "long " * 300}]},
     ]
     made = place.prepare(place.rows("chats.jsonl", rows), kind="chat", context_length=512)
-    assert made.dropped == 1 and made.cut == 1 and made.train_documents == 301 and made.fill is not None and made.fill > 0.9
+    assert place.said[-1].startswith("1 of 302 rows can't be used: ") and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-1]
+    assert made.dropped == 0 and made.cut == 1 and made.train_documents == 301 and made.fill is not None and made.fill > 0.9
     samples, tokenizer = Samples(made, "train", 512), load(made.tokenizer)
     batch = samples.batch(np.arange(len(samples)))
     assert batch.segments is not None and batch.segments.dtype == np.int32 and batch.segments.shape == batch.inputs.shape
@@ -306,7 +307,12 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
     assert len(seen) == 301 and sorted(one for one in learned if not one.startswith("long ")) == sorted(wanted)
     assert "packed for a context of 512" in refusal(lambda: Samples(made.folder, "train", 64))
     line = refusal(lambda: place.prepare(place.rows("roles.jsonl", [{"messages": [{"role": "bot", "content": "x"}]}]), kind="chat"))
-    assert "roles.jsonl, line 1" in line and "'bot'" in line
+    assert "1 of 1 rows can't be used" in line and "roles.jsonl, line 1" in line and "'bot'" in line and "below 1 %" in line
+    many = place.rows("many.jsonl", [*rows[:60], *[{"messages": [{"role": "bot", "content": "x"}]}] * 9])
+    line = refusal(lambda: place.prepare(many, kind="chat", context_length=512))
+    assert "9 of 69 rows can't be used" in line and all(f"line {number}:" in line for number in (61, 62, 63)) and "line 64" not in line
+    text = place.rows("text.jsonl", [{"text": "x"}] * 3000)
+    assert "text.jsonl, line 1 has no 'messages'" in refusal(lambda: place.prepare(text, kind="chat"))
 
 
 def test_best_fit_fills_rows_and_never_overfills() -> None:

@@ -19,6 +19,7 @@ from stoker.training.data import pack, shards
 from stoker.training.data.crew import Crew
 from stoker.training.data.files import sync_folder, write_json
 from stoker.training.data.progress import Progress
+from stoker.training.data.read import NAMED
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
@@ -103,7 +104,8 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
 
 
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
-    told = {key: sum(getattr(part, key) for part in parts) for key in ("bytes", "documents", "learned", "cut", "dropped")}
+    told = {key: sum(getattr(part, key) for part in parts) for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")}
+    told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
     lengths = np.concatenate([np.fromfile(lengths_path(part.path), dtype="<i8") for part in parts]) if parts else np.empty(0, np.int64)
     if not len(lengths):
         return {**told, "tokens": 0, "samples": 0, "fill": 0.0, "inked": False, "shards": [], "masks": []}

@@ -72,7 +72,7 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
     left = limit
     for span in spans:
         if data.kind == "chat":
-            found = (content for messages in conversations(span) for _, content in messages)
+            found = (content for messages in conversations(span, []) for _, content in messages)
         else:
             found = (text for text, _ in texts(span, data.text_key))
         for text in found:

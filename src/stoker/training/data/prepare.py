@@ -29,6 +29,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 Say = Callable[[str], None]
 PROBES, PROBE_BYTES = 16, 1 << 14
+TOLERATED = 0.01  # a smaller share of rows that are no conversations is left out
 
 
 @shape
@@ -145,7 +146,7 @@ def _make(folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer
         check_unchanged((*given.train, *given.held))
         told = shards.read_manifest(temporary)
         assert told is not None
-        _check_content(told, data, given)
+        _check_content(told, data, given, say)
     return told
 
 
@@ -167,21 +168,34 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
 def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
     for span in spans[:: max(1, len(spans) // PROBES)][:PROBES]:
         if data.kind == "chat":
-            text = next((content for messages in conversations(span) for _, content in messages), b"")
+            text = next((content for messages in conversations(span, []) for _, content in messages), b"")
         else:
             text = next((text for text, _ in texts(span, data.text_key)), b"")
         yield text[:PROBE_BYTES].decode("utf-8", "ignore").encode()
 
 
-def _check_content(told: dict[str, Any], data: DataConfig, given: Given) -> None:
+def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Say) -> None:
     names = ", ".join(source.path for source in given.train[:3]) + (f" and {len(given.train) - 3} more" if len(given.train) > 3 else "")
     train = told["splits"]["train"]
+    for part in told["splits"].values():
+        _tolerate(part, say)
     if train.get("dropped") and not train["documents"]:
         raise Refusal(f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to learn", EX_DATAERR)
     if not train["tokens"] and told["splits"]["validation"]["tokens"]:
         raise Refusal(f"{names}: all of it is held out by data.validation={data.validation}; it is too small for that share: data.validation=0", EX_DATAERR)
     if not train["inked"]:
         raise Refusal(f"{names}: there is no text in it", EX_DATAERR)
+
+
+def _tolerate(split: dict[str, Any], say: Say) -> None:
+    """Rows that are no conversations are left out while they are few."""
+    wrong, rows = split.get("wrong", 0), split.get("wrong", 0) + split["documents"] + split.get("dropped", 0)
+    if not wrong:
+        return
+    line = f"{wrong:,} of {rows:,} rows can't be used: {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
+    if wrong >= TOLERATED * rows:
+        raise Refusal(f"{line}; below 1 % they would be left out: mend the file", EX_DATAERR)
+    say(f"{line}; left out")
 
 
 def _check(told: dict[str, Any], data: DataConfig, say: Say) -> None:

@@ -10,11 +10,13 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
 from stoker.training.data.looks import as_text, refuse_binary
 from stoker.training.data.units import Span, open_parquet
-from stoker.training.tokenizer.chat import ROLES
+from stoker.training.tokenizer.chat import LEARNED, ROLES
 
 LONGEST_LINE = 256 << 20
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
+NAMED = 3  # rows that a message names
+HOPELESS = 1000  # rows without a single conversation: this is another kind of file
 Message = tuple[str, bytes]
 
 
@@ -27,11 +29,21 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
         yield _text(row, text_key, place), True
 
 
-def conversations(span: Span) -> Iterator[list[Message]]:
+def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
+    """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the caller to say."""
     if span.form == "text":
         raise Refusal(f"{span.path} is plain text; data.kind=chat takes jsonl or parquet rows with {MESSAGES}", EX_DATAERR)
+    found = 0
     for row, place in rows(span, MESSAGES):
-        yield _messages(row, place)
+        try:
+            messages = _messages(row, place)
+        except Refusal as refusal:  # a line is numbered by reading all before it: not for thousands of them
+            wrong.append(at(place) + refusal.line[len(place) :] if len(wrong) < NAMED else "")
+            if len(wrong) == HOPELESS and not found:
+                raise Refusal(wrong[0], EX_DATAERR) from refusal
+            continue
+        found += 1
+        yield messages
 
 
 def _stretch(span: Span) -> bytes:
@@ -122,20 +134,22 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def _messages(row: dict[str, Any], place: str) -> list[Message]:
+def _messages(row: dict[str, Any], where: str) -> list[Message]:
     if MESSAGES not in row:
-        raise Refusal(f"{at(place)} has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}", EX_DATAERR)
+        raise Refusal(f"{where} has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}", EX_DATAERR)
     told = row[MESSAGES]
     if not isinstance(told, list) or not told:
-        raise Refusal(f"{at(place)}: {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content", EX_DATAERR)
+        raise Refusal(f"{where}: {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content", EX_DATAERR)
     found: list[Message] = []
     for number, one in enumerate(told, 1):
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
         if role not in ROLES:
-            raise Refusal(f"{at(place)}: message {number} has the role {role!r}, not one of {', '.join(ROLES)}", EX_DATAERR)
+            raise Refusal(f"{where}: message {number} has the role {role!r}, not one of {', '.join(ROLES)}", EX_DATAERR)
         if not isinstance(content, str):
-            raise Refusal(f"{at(place)}: message {number} has no text as content but {type(content).__name__}", EX_DATAERR)
+            raise Refusal(f"{where}: message {number} has no text as content but {type(content).__name__}", EX_DATAERR)
         found.append((role, utf8(content)))
+    if not any(role == LEARNED for role, _ in found):
+        raise Refusal(f"{where}: no message is the {LEARNED}'s", EX_DATAERR)
     return found
 
 

@@ -16,7 +16,7 @@ from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.sources import Source
 
-PACKING = 1  # raised when the same sources would give other tokens
+PACKING = 2  # raised when the same sources would give other tokens
 UNIT = 1 << 20  # small: the last ones are done at the same time
 LOOK = 1 << 18  # a text is cut at the first line end within so many bytes, else anywhere between characters
 ROW_GROUP_UNIT = 64 << 20  # a part of a row group decodes what stands before it: larger than other units

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.shape import as_json, shape
-from stoker.training.data.read import conversations, texts
+from stoker.training.data.read import NAMED, conversations, texts
 from stoker.training.data.units import Span, span_from
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.encoders import FastPlan
@@ -49,6 +49,8 @@ class Part:
     learned: int = 0
     cut: int = 0  # conversations that were too long
     dropped: int = 0  # conversations with nothing to learn
+    wrong: int = 0  # rows that are no conversations
+    first_wrong: tuple[str, ...] = ()
 
 
 def mask_path(path: str) -> str:
@@ -92,9 +94,10 @@ def _stream(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> P
 def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Part:
     lengths: list[int] = []
     learned = size = cut = dropped = 0
+    wrong: list[str] = []
     with open(path, "wb", buffering=1 << 20) as file, open(mask_path(path), "wb", buffering=1 << 20) as beside:
         for span in spans:
-            for messages in conversations(span):
+            for messages in conversations(span, wrong):
                 ids, mask = chat.chat(tokenizer, messages)
                 cut += len(ids) > work.longest
                 ids, mask = ids[: work.longest], mask[: work.longest]
@@ -110,7 +113,7 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 learned += len(mine)
                 size += int(tokenizer.lengths[mine[mine != tokenizer.special[chat.STOP]]].sum())
     np.array(lengths, dtype="<i8").tofile(lengths_path(path))
-    return Part(path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped)
+    return Part(path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped, len(wrong), tuple(wrong[:NAMED]))
 
 
 def main() -> None:
