@@ -35,6 +35,12 @@ def verdict(*ends: RankEnd) -> Verdict:
     return judge(Evidence(max(2, len(ends)), ends))
 
 
+def test_a_web_server_that_hangs_up_is_no_peer_that_left() -> None:
+    lost = err("ConnectionError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", module="requests.exceptions")
+    found = verdict(end(lost, time=9.0), end(None, 0, rank=1, time=5.0))
+    assert (found.rank, found.exit_code) == (0, 1) and found.cause != "rank.early-exit"
+
+
 def cuda(words: str) -> RankError:
     tail = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
     return err("AcceleratorError", f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n", module="torch")

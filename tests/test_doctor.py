@@ -64,6 +64,17 @@ def test_the_three_without_a_machine() -> None:
         assert id in {finding.id for finding in check.run(check.choose([id], []), found, check.Asked())}
 
 
+def test_what_is_said_elsewhere_or_harms_nobody() -> None:
+    found = load("box8-healthy")
+    assert found.host is not None
+    for limit, level in ((10**12, None), (200 * 10**9, "warn"), (30 * 10**9, "fail")):
+        one = replace(found, host=replace(found.host, address_space=limit))
+        assert next((finding.level for finding in check.run(check.choose([], []), one, check.Asked()) if finding.id == "host.address-space"), None) == level
+    hung = replace(found, machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"), environment={"CUDA_VISIBLE_DEVICES": "0,1"})
+    findings = check.run(check.choose([], []), hung, check.Asked())
+    assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(hung, findings)
+
+
 def test_asking_for_too_much() -> None:
     findings = check.run(check.choose(["gpu.count"], []), load("box8-healthy"), check.Asked(ranks=9))
     assert [finding.level for finding in findings] == ["fail"] and "9 ranks" in findings[0].text

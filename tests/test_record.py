@@ -216,4 +216,7 @@ def test_redaction_of_nested_assignments() -> None:
     assert redact.arguments(["--env=WANDB_API_KEY=abc", "GH_PAT=x1", "--max-tokens", "5", "--token", "s3"]) == [
         f"--env=WANDB_API_KEY={redact.HIDDEN}", f"GH_PAT={redact.HIDDEN}", "--max-tokens", "5", "--token", redact.HIDDEN
     ]  # fmt: skip
+    told = "curl -H 'Authorization: Bearer abcdefgh12345' https://hooks.slack.com/services/T0/B0/xyz"
+    assert redact.text(told) == f"curl -H 'Authorization: Bearer {redact.HIDDEN}' https://hooks.slack.com/services/{redact.HIDDEN}"
+    assert redact.whole("x" * 20_000 + " hf_" + "a" * 20).endswith(f" {redact.HIDDEN}") and len(redact.text("x" * 20_000)) < 9000
     assert redact.text("https://me:pw@host/x") == f"https://me:{redact.HIDDEN}@host/x"

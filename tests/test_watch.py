@@ -249,6 +249,23 @@ def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:
     assert stops and 355 <= stops[0] <= 365
 
 
+def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
+    watch, now = watched(timeout=60.0)
+    for one in (0, 1):
+        watch.said(one, now, "eval")
+    stops = []
+    for n in range(8000):
+        at_ = now + n * 0.25
+        if at_ < now + 1500:
+            watch.printed(1, at_)
+        for action in watch.look(at_):
+            if isinstance(action, Inspect):
+                answer(watch, action, at_, WAITING, SLEEPING)
+            elif isinstance(action, Stop):
+                stops.append(at_ - now)
+    assert stops and 1500 + 350 <= stops[0] <= 1500 + 370, "six times the timeout after its last line"
+
+
 def test_nothing_seen_is_stopped_all_the_same() -> None:
     watch, now = watched(timeout=60.0)
     stops = [action for _, action in drive(watch, now, 120) if isinstance(action, Stop)]
@@ -365,12 +382,21 @@ def test_three_bad_losses_are_firm_one_is_not() -> None:
         (b"step 21 loss nan\n", True), (b"GPU0:INFO | Step [3/100] | Loss: nan | LR: 1e-5\n", True), (b"{'loss': nan, 'grad_norm': nan}\n", True),
         (b"epoch 1 train_loss=inf\n", True), (b"step 4: loss = -inf\n", True), (b"val_loss: nan\n", False), (b"eval loss: nan\n", False),
         (b"no loss nan\n", False), (b"loss: nanometers\n", False), (b"step 3 loss 2.5\n", False), (b"lossless compression: nan\n", False),
+        (b"[eval] step 3 loss: nan\n", False), (b"Validation - loss: nan\n", False), (b"eval/lm_loss: nan\n", False), (b"lm loss: nan\n", True),
         (b"glossary: inf\n", False), (b"the loss is a number\n", False), (b"loss: 1.5 | nan checks: 0\n", False),
     ],
 )  # fmt: skip
 def test_step_lines(line: bytes, bad: bool) -> None:
     losses = Losses()
     assert bool(losses.read(0, line)) == bad
+
+
+def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
+    losses = Losses()
+    told = [one for n in range(30) for one in losses.read(0, b"critic loss: %.1f\n" % (0.1 if n < 12 else 500.0))]
+    assert told == [], "a critic's may grow as it should"
+    told = [one for _ in range(9) for one in losses.read(0, b"aux_loss: nan\n")]
+    assert [(one.kind, one.firm, one.stops) for one in told] == [("loss", False, False)]
 
 
 def test_lines_that_come_in_pieces_and_floods() -> None:

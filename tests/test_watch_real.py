@@ -154,8 +154,10 @@ def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
 
 def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> None:
     """The script's own timeout is shorter than anybody's patience: its exception is an echo."""
-    name = stoker.script("train.py", TRAIN.replace('init_process_group("gloo")', 'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))').format(stuck="time.sleep(1000)", before="", each="pass", steps=2000))
+    name = stoker.script("train.py", TRAIN.replace('init_process_group("gloo")', 'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))').format(stuck="print('stuck', flush=True); time.sleep(1000)", before="", each="pass", steps=2000))
     done = stoker.torch("run", "--nproc-per-node", "2", name)
+    if b"stuck" not in done.log(1):
+        pytest.skip("this machine is too busy for a script with a timeout of 2 s: it was over before the rank stood still")
     assert (done.verdict["cause"], done.verdict["rank"]) == ("hang.sleep", 1), done.verdict
     assert "in stuck" in done.verdict["summary"]
 

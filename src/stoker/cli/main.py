@@ -85,6 +85,9 @@ def entry() -> None:
             os.fstat(handle)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ gets a ?, and no traceback
+        if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         sys.exit(main())
     except KeyboardInterrupt:

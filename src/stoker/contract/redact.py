@@ -13,6 +13,7 @@ _OURS = re.compile(r"tokenizer\.|text[_-]key", re.IGNORECASE)  # keys of our own
 _HARMLESS = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "XDG_SESSION_TYPE", "XDG_SESSION_CLASS", "DESKTOP_SESSION", "TOKENIZERS_PARALLELISM"}
 _VALUE = re.compile(
     r"(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,}|xox[abprs]-[\w-]{10,}"
+    r"|(?<=Bearer )[^\s'\"]{8,}|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=discord\.com/api/webhooks/)[\w/-]+"
     r"|glpat-[\w-]{16,}|eyJ[\w-]{8,4000}\.[\w-]{8,4000}\.[\w-]{1,4000}|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
 )
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]{0,200}):[^/\s@]{1,400}@")  # begins with a literal: linear on any input
@@ -27,6 +28,11 @@ def text(value: str) -> str:
     """Tokens of known shapes and passwords inside URLs, wherever they stand."""
     if len(value) > LONGEST:
         value = value[:LONGEST] + f"... ({len(value)} characters)"
+    return whole(value)
+
+
+def whole(value: str) -> str:
+    """The same of a text of any length."""
     return _URL_PASSWORD.sub(r"\1:" + HIDDEN + "@", _VALUE.sub(HIDDEN, value))
 
 

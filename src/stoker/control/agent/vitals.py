@@ -126,6 +126,6 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
 
     def concerns(line: str) -> bool:
         found = kernellog.xid(line)
-        return bool(rank.pci) and rank.pci.endswith(found[0]) if found else any(word in line for word in words)
+        return kernellog.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
 
     return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]

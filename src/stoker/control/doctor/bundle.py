@@ -20,6 +20,7 @@ COMMANDS = {
     "processes.txt": ["ps", "-eo", "pid,ppid,user,stat,etime,rss,args"], "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }  # fmt: skip
 LIMIT_S = 5.0
+LONGEST = 1 << 20  # characters of what a command says
 
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
@@ -28,12 +29,13 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
         "environment.json": json.dumps(redact.environment(os.environ), indent=1),
     }  # fmt: skip
     for name, argv in COMMANDS.items():
-        files[name] = redact.text(_said(argv))
+        said = _said(argv)[-LONGEST:]  # of a log the end
+        files[name] = "\n".join(map(redact.command, said.splitlines())) + "\n" if name == "processes.txt" else redact.whole(said)
     for name in ("run.json", "verdict.json", "events.jsonl", "stoker.log"):
         last = os.path.join(runs_dir, "latest", name)
         if os.path.exists(last):
             with open(last, encoding="utf-8", errors="replace") as file:
-                files[f"latest-run/{name}"] = redact.text(file.read())
+                files[f"latest-run/{name}"] = redact.whole(file.read())
     try:
         with tarfile.open(path, "w:gz") as archive:
             for name, text in files.items():

@@ -14,15 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.control.doctor.leftovers import open_files, pids_here
 from stoker.control.machine.processes import process
 
 LOCKS = "/tmp/stoker-gpu-locks"
 FRESH_S = 60.0  # a file younger than this may be about to be opened
-_SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|psm_\w+|nccl-\w+")
+_SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
 _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
-_AGENT_FILE = re.compile(r"s|\d+-\d+\.(error\.json|stack|elastic\.json)")
+_AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_files("").values())) + r")(\.tmp)?")
 
 
 @shape

@@ -50,6 +50,8 @@ def driver(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("gpu.count", "environment", fast=True)
 def count(found: Examination, asked: Asked) -> Iterator[Finding]:
     """CUDA_VISIBLE_DEVICES names cards that exist, and there are as many as are asked for."""
+    if not found.machine.gpus:  # no card, or a driver that does not answer: said elsewhere
+        return
     there = {str(gpu.index) for gpu in found.machine.gpus} | {gpu.uuid for gpu in found.machine.gpus}
     visible = (found.environment or {}).get("CUDA_VISIBLE_DEVICES")
     words = [word.strip() for word in visible.split(",")] if visible and visible.strip() != "-1" else []
@@ -90,7 +92,7 @@ def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
         share = gpu.memory_used / gpu.memory_total
         names = [_who(one) for one in gpu.holders or ()]
         if gpu.holders is not None and not gpu.holders and gpu.memory_used > 2 * 10**9:
-            names = ["nobody here: held from outside this container"]
+            names = ["processes that are not seen here: a desktop's, or outside this container"]
         if names and share > 0.02:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"

@@ -96,11 +96,14 @@ def zombies(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
 @check("host.address-space", "host", fast=True)
 def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
-    """RLIMIT_AS limits address space, not memory: a bare CUDA context reserves tens of gigabytes of it and gets std::bad_alloc."""
+    """RLIMIT_AS limits address space, not memory: a bare CUDA context reserves tens of gigabytes of it and gets std::bad_alloc.
+
+    A batch system's generous one harms nobody: it fails below 128 GB, and is warned of below 256 GB.
+    """
     host = found.host
     assert host is not None
-    if host.address_space is not None:
-        level = fail if found.machine.gpus else warn
+    if host.address_space is not None and host.address_space < 256 * 10**9:
+        level = fail if found.machine.gpus and host.address_space < 128 * 10**9 else warn
         yield level(f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory", "ulimit -v unlimited; use --ram-limit instead")
 
 

@@ -193,7 +193,7 @@ class Hearing:
         said = numbers.summary(bad.kind, bad.rank, label, bad.step, bad.value)
         self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
         if not bad.firm:
-            self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" else f"stoker: {said}")
+            self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" and bad.stops else f"stoker: {said}")
         elif self._options.on_nan == "stop":
             self._attempt.trouble.append(numbers.trouble(bad.kind, bad.rank, label, bad.step, bad.value, bad.source, bad.line))
         else:

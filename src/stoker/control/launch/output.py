@@ -74,11 +74,17 @@ class Output:
         options = self._options
         self._labels = {place.rank: place.label for place in plan.places}
         self._locals = {place.rank: place.local_rank for place in plan.places}
-        self._redirects = std_map(options.redirects, plan.ranks)
-        self._tee = std_map(options.tee, plan.ranks)
-        show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
+        # torchrun's own flags count local ranks, ours the whole job's.
+        redirects, tee = (std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee))
+        self._redirects, self._tee = ({rank: of.get(local, 0) for rank, local in self._locals.items()} for of in (redirects, tee))
+        show = options.show
         self._only_errors = show == "errors"
-        self._shown = frozenset(plan.ranks if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")})
+        shown = set(plan.ranks if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")})
+        if show == "all" and options.local_ranks_filter:
+            wanted = {int(word) for word in options.local_ranks_filter.split(",")}
+            shown = {rank for rank, local in self._locals.items() if local in wanted}
+        self._shown = frozenset(shown)
+        self._several = len({place.host for place in plan.places}) > 1
         self._alone = len(plan.places) == 1
 
     def begin(self, attempt: int) -> None:
@@ -124,7 +130,7 @@ class Output:
 
     def _write_torchrun_log(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
         assert self._log_dir is not None
-        folder = os.path.join(self._log_dir, f"attempt_{self._attempt}", str(self._locals[rank]))
+        folder = os.path.join(self._log_dir, f"attempt_{self._attempt}", str(rank if self._several else self._locals[rank]))
         path = os.path.join(folder, "stdout.log" if fd == 1 else "stderr.log")
         if not os.path.isdir(folder):
             os.makedirs(folder, exist_ok=True)
@@ -133,7 +139,7 @@ class Output:
     def _goes_to_console(self, rank: int, fd: int) -> bool:
         if rank not in self._shown or (self._only_errors and fd == 1):
             return False
-        return not (fd and self._redirects.get(rank, 0) & fd)
+        return not (fd and self._redirects.get(rank, 0) & ~self._tee.get(rank, 0) & fd)
 
     def _show(self, rank: int, fd: int, data: bytes) -> None:
         stream = 2 if fd == 2 else 1

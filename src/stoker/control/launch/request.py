@@ -85,7 +85,7 @@ def program(request: Request) -> list[str]:
             raise Refusal(f"--no-python: no program {script!r} on the PATH", EX_NOINPUT, cause="launch.script-missing")
         return [script, *request.args]
     if options.module:
-        if not remote and not options.no_preflight:
+        if not remote and not options.no_preflight and options.python is None:  # another Python has other modules
             _check_module(script)
         return [python, *flags, "-m", script, *request.args]
     if not remote and not options.no_preflight:

@@ -17,42 +17,49 @@ def meminfo() -> tuple[int, int]:
     return found[b"MemTotal"], found.get(b"MemAvailable", found[b"MemTotal"])
 
 
-def _cgroup_dir() -> tuple[str, bool] | None:
-    """(folder, is version 2) of the memory cgroup this process is in. In a container the root is the container's own."""
+def _cgroup_dirs(controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup") -> tuple[list[str], bool]:
+    """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit (Slurm's is on the job, not on its
+    task). In a container the root is the container's own.
+    """
     try:
-        with open("/proc/self/cgroup", encoding="utf-8") as file:
+        with open(told, encoding="utf-8") as file:
             lines = [line.strip().split(":", 2) for line in file]
     except OSError:
-        return None
-    for _, controllers, path in lines:
-        if not controllers:
-            for folder in (f"/sys/fs/cgroup{path}", "/sys/fs/cgroup"):
-                if os.path.exists(f"{folder}/memory.max"):
-                    return folder, True
-        elif "memory" in controllers.split(","):
-            for folder in (f"/sys/fs/cgroup/memory{path}", "/sys/fs/cgroup/memory"):
-                if os.path.exists(f"{folder}/memory.limit_in_bytes"):
-                    return folder, False
-    return None
+        return [], True
+    for _, controllers, path in sorted(lines, key=lambda line: not line[1]):  # a controller of version 1 counts where it is mounted
+        v2 = not controllers
+        if not v2 and controller not in controllers.split(","):
+            continue
+        base = root if v2 else os.path.join(root, controller)
+        if not os.path.isdir(base) or (v2 and not os.path.exists(f"{root}/cgroup.controllers")):
+            continue
+        parts = [part for part in path.split("/") if part]
+        if ".." in parts:  # outside what this container sees
+            parts = []
+        folders = [os.path.join(base, *parts[:count]) for count in range(len(parts), -1, -1)]
+        return [folder for folder in folders if os.path.isdir(folder)], v2
+    return [], True
+
+
+def _text(path: str) -> str:
+    try:
+        with open(path, encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
 
 
 def _number(path: str) -> int | None:
-    try:
-        with open(path, encoding="ascii") as file:
-            text = file.read().strip()
-    except OSError:
-        return None
+    text = _text(path)
     return int(text) if text.isdigit() else None
 
 
 def cgroup_memory() -> tuple[int | None, int | None]:
     """(limit, used) of the memory cgroup; page cache that can be dropped does not count as used."""
-    where = _cgroup_dir()
-    if where is None:
-        return None, None
-    folder, v2 = where
-    limit = _number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes")
-    if limit is None or limit >= 1 << 60:
+    folders, v2 = _cgroup_dirs("memory")
+    limits = {folder: _number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders}
+    limit, folder = min(((limit, folder) for folder, limit in limits.items() if limit is not None and limit < 1 << 60), default=(None, ""))
+    if limit is None:
         return None, None
     used = _number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
     if used is not None:
@@ -76,11 +83,11 @@ def memory() -> tuple[int, int, int | None]:
 
 def oom_kills() -> int | None:
     """How often the kernel's OOM killer has struck in this cgroup."""
-    where = _cgroup_dir()
-    if where is None:
+    folders, v2 = _cgroup_dirs("memory")
+    if not folders:
         return None
     try:
-        with open(f"{where[0]}/{'memory.events' if where[1] else 'memory.oom_control'}", encoding="ascii") as file:
+        with open(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}", encoding="ascii") as file:
             for line in file:
                 if line.startswith("oom_kill "):
                     return int(line.split()[1])
@@ -109,7 +116,20 @@ def swap_used() -> int | None:
 
 
 def cores() -> int:
-    return len(os.sched_getaffinity(0))
+    """Those this process may use: by its affinity, and by the cgroup's quota of time, which is how a pod is given 8 of 128."""
+    return min([len(os.sched_getaffinity(0)), *_quotas(*_cgroup_dirs("cpu"))])
+
+
+def _quotas(folders: list[str], v2: bool) -> list[int]:
+    found = []
+    for folder in folders:
+        if v2:
+            quota, _, period = _text(f"{folder}/cpu.max").partition(" ")
+        else:
+            quota, period = _text(f"{folder}/cpu.cfs_quota_us"), _text(f"{folder}/cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit() and int(period):
+            found.append(max(1, -(-int(quota) // int(period))))
+    return found
 
 
 def max_processes() -> int | None:

@@ -31,6 +31,12 @@ def lines(since: float = 0.0) -> Iterator[str]:
         os.close(handle)
 
 
+def same_card(pci: str, where: str) -> bool:
+    """NVML says 00000000:3b:00.0, the kernel's log 0000:3b:00, and sometimes with the function behind it."""
+    mine, theirs = pci.lower().partition(".")[0], where.lower().partition(".")[0]
+    return bool(theirs) and mine.endswith(theirs)
+
+
 def xid(line: str) -> tuple[str, int] | None:
     """(PCI address, number) of an NVIDIA driver's complaint."""
     if "NVRM: Xid (PCI:" not in line:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import redact
-from stoker.control.machine import processes
+from stoker.control.machine import kernellog, processes
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, Holder
 
@@ -201,7 +201,7 @@ class Nvml:
             rows_pending=None if rows is None else bool(rows[2]), rows_failed=None if rows is None else bool(rows[3]), recovery=self._recovery(handle),
             nvlinks=tuple(bool(link) for link in links if link is not None) or None, display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(xid for where, found in kernel_xids.items() if where and (where == gpu.uuid or pci.endswith(where)) for xid in found),
+            xids=tuple(xid for where, found in kernel_xids.items() if where and (where == gpu.uuid or kernellog.same_card(pci, where)) for xid in found),
             peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
         )  # fmt: skip
 

@@ -61,7 +61,9 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
         return numbers.named_by(causes) or causes[0]
     if not bad or evidence.steps_reached:
         return None
-    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost.
+    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. A lost web server is nobody's here.
+    if not is_collectives(bad[0]):
+        return bad[0]
     left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= when(bad[0]) + 1.0), key=lambda end: end.time)
     return left[0] if left else bad[0]
 

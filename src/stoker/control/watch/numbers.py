@@ -17,9 +17,11 @@ EXPLODING_IN_A_ROW = 5
 FIRST = 10
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
-# "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found", not eval or validation losses, which may be empty.
+# "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
+# them before is not read. Of other losses (a critic's may grow as it should) it is said that they are no number, and nothing is ended for it.
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)['\"]?\s*[:=]?\s*(?P<value>nan|[-+]?inf(?:inity)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])")
-_NOT_TRAINING = (b"val", b"eval", b"test", b"valid", b"validation", b"dev", b"no", b"best", b"min", b"lowest", b"last", b"final")
+_NOT_TRAINING = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev|no|best|min|lowest|last|final)(?![a-z])")
+_TRAINING = (b"", b"train", b"training", b"lm", b"total", b"mean", b"avg", b"average", b"running", b"step", b"batch", b"ce")
 _STEP = re.compile(rb"(?i)\bstep\W{0,3}(\d+)")
 
 
@@ -32,6 +34,7 @@ class BadNumber:
     source: str  # beat | line
     line: str = ""
     firm: bool = False  # it stays so: not one bad batch
+    stops: bool = True  # if it stays so the job ends; else it is only said
 
 
 class Losses:
@@ -67,14 +70,19 @@ class Losses:
         found = []
         for line in whole[:cut].splitlines():
             match = _LOSS.search(line)
-            if match is None or match["what"].lower().partition(b"loss")[0].rstrip(b" _/-") in _NOT_TRAINING:
+            if match is None or _NOT_TRAINING.search(line[: match.end("what")]):
                 continue
+            other = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-") not in _TRAINING
             step = _STEP.search(line)
             try:
                 value = float(match["value"])
             except ValueError:
                 continue
-            one = self._take(rank, int(step[1]) if step else 0, value, "line", line.decode("utf-8", "replace")[:200])
+            number, text = int(step[1]) if step else 0, line.decode("utf-8", "replace")[:200]
+            if not other:
+                one = self._take(rank, number, value, "line", text)
+            else:
+                one = None if math.isfinite(value) else self._once("loss", rank, number, value, "line", text, firm=False, stops=False)
             if one is not None:
                 found.append(one)
         return found
@@ -94,9 +102,9 @@ class Losses:
             self._since[rank] = step
         return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
 
-    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: str, firm: bool) -> BadNumber | None:
+    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: str, firm: bool, stops: bool = True) -> BadNumber | None:
         """Said when it is first seen and when it is certain, not for every step between."""
         if (rank, kind, firm) in self._said or (kind == "exploding" and not firm):
             return None
         self._said.add((rank, kind, firm))
-        return BadNumber(kind, rank, step, f"{loss:g}", source, line, firm)
+        return BadNumber(kind, rank, step, f"{loss:g}", source, line, firm, stops)

@@ -68,7 +68,7 @@ def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ..
             if rank not in pending or op.order < pending[rank][1].order:
                 pending[rank] = name, op
             if op.p2p:
-                edges += _peer(rank, name, op, snapshots)
+                edges += _peer(rank, name, op, snapshots, everybody)
                 continue
             for other in everybody:
                 if other != rank:
@@ -106,12 +106,12 @@ def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wai
     return None
 
 
-def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot]) -> list[Wait]:
-    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer."""
+def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot], everybody: tuple[int, ...]) -> list[Wait]:
+    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer. Its name counts ranks within the group."""
     found = _PEER.search(op.name)
-    if not found:
+    if not found or max(int(found[1]), int(found[3])) >= len(everybody):
         return []
-    ends = {int(found[1]), int(found[3])}
+    ends = {everybody[int(found[1])], everybody[int(found[3])]}
     if rank not in ends or len(ends) != 2:
         return []
     (peer,) = ends - {rank}

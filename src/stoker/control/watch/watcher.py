@@ -269,7 +269,7 @@ class Watcher:
         if not self._timeout:
             return now + self._wait
         over = self._silent_since(stall, now) + self._limit(stall)
-        if stall.rank is not None and self._ranks[stall.rank].steps:
+        if stall.rank is not None and self._ranks[stall.rank].steps and self._ranks[stall.rank].training:
             over = min(over, max(self._ranks[stall.rank].heard + PHASE_TIMES * self._timeout, now))
         return max(now + 0.25, over - 0.5)
 
@@ -280,6 +280,8 @@ class Watcher:
         one = self._ranks[stall.rank]
         if not one.steps:
             return max(one.heard, one.active)
+        if not one.training:  # an announced phase may take as long as it likes while it gives signs
+            return max(one.heard, one.shown)
         return max(one.heard, one.shown) if now - one.heard < PHASE_TIMES * self._timeout else one.heard
 
     def _stop_reason(self, stall: Stall, now: float) -> str:

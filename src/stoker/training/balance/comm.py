@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from stoker.training.balance.words import local_steps
@@ -25,6 +26,8 @@ BUCKET = 8 * 2**20  # numbers that are averaged at once: memory for one bucket, 
 def wrapped(model: nn.Module, group: Group, told: str) -> nn.Module:
     """The module to call. With local:N each rank's gradients are its own, and nothing is around the model."""
     if local_steps(told):
+        for parameter in model.parameters() if group.world > 1 else ():  # as DDP does: unlike cards draw unlike numbers from one seed
+            dist.broadcast(parameter.data, 0)
         return model
     module = wrap(model, group, ONE_BUCKET if told == "powersgd" else None)
     if isinstance(module, nn.parallel.DistributedDataParallel):

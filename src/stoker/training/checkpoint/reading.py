@@ -123,8 +123,8 @@ def verify(path: str, threads: int = 0) -> list[str]:
         return [problem.line]
 
 
-def find(folder: str, say: Callable[[str], None], deep: bool = True, threads: int = 0) -> Checkpoint | None:
-    """The newest sound checkpoint. A damaged one is said, and the one before is taken."""
+def find(folder: str, say: Callable[[str], None], deep: bool = True, threads: int = 0, of_run: str = "") -> Checkpoint | None:
+    """The newest sound checkpoint. A damaged one is said, and the one before is taken. `of_run`: only what that run itself has saved."""
     try:
         mend(folder)
     except OSError as problem:  # a folder that may only be read
@@ -134,6 +134,8 @@ def find(folder: str, say: Callable[[str], None], deep: bool = True, threads: in
             found = open_checkpoint(path)
         except Refusal as problem:
             say(f"{problem.line}; looking at the one before")
+            continue
+        if of_run and found.meta.get("run") != of_run:
             continue
         wrong = wrong_in(path, found.manifest.files, threads) if deep else []
         if not wrong:

@@ -86,7 +86,7 @@ class Job:
         self.micro: int = min(fits)
         if len(set(fits)) > 1:
             voice.say_once(f"micro-batches of {', '.join(map(str, fits))} samples at most fit the ranks")
-        self.batch = self._samples_per_step()
+        self.batch = self._samples_per_step(found)
         self.plans = Plans(self.batch, group.world) if self._balanced else None
         self.wrapped = comm.wrapped(self.model, group, c.parallel.comm)
         every = local_steps(c.parallel.comm) if group.world > 1 else 0
@@ -114,14 +114,15 @@ class Job:
         self.checkpoints = os.path.abspath(c.folder or os.path.join(self.folder, layout.CHECKPOINTS))
 
         # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it began.
-        own = not c.folder or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        again = bool(c.folder) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        of_run = going_on.run_of(self.folder) if again and c.resume != "auto" else ""  # others' lie in that folder, too
 
         def look() -> str | None:
-            if (c.resume == "auto" or own) and os.path.isdir(self.checkpoints):
-                best = find(self.checkpoints, voice.say)
+            if (c.resume == "auto" or again or not c.folder) and os.path.isdir(self.checkpoints):
+                best = find(self.checkpoints, voice.say, of_run=of_run)
                 if best is not None:
                     return best.path
-                if folders.steps_in(self.checkpoints):
+                if not of_run and folders.steps_in(self.checkpoints):
                     voice.say(f"no sound checkpoint in {self.checkpoints}: it begins anew")
             if c.resume in ("auto", "never"):
                 return None
@@ -142,8 +143,10 @@ class Job:
         """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
         c, group = self.c, self.group
         tokens = c.batch.tokens
-        share = largest_share(tokens // c.data.context_length, group.world) if tokens else MANY
         micro = c.batch.micro
+        share = largest_share(tokens // c.data.context_length, group.world) if tokens else micro * c.batch.accumulation or MANY
+        halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
+        sharded = group.strategy == "fsdp"
         if not micro:
             chat = self.samples.chat
 
@@ -153,11 +156,10 @@ class Job:
 
             micro = largest_micro(
                 forward_backward, self.optimizer, group, share=share, context=c.data.context_length, vocabulary=self.shape.vocab_size, say=self.voice.say_once,
-                own=self._balanced,
+                own=self._balanced, halvings=halvings if sharded else 0,
             )  # fmt: skip
-        halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
         if halvings:
-            micro = max(micro >> halvings, 1)
+            micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
             self.voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
         if not self._balanced:  # else a plan makes the micro-batch even for the share it gives; this is the most that fits here
             micro = group.smallest(even_micro(share, min(micro, share)))
@@ -165,9 +167,15 @@ class Job:
             stoker.mark("CAN-HALVE-MICRO-BATCH")
         return micro
 
-    def _samples_per_step(self) -> int:
-        b = self.c.batch
-        return b.tokens // self.c.data.context_length if b.tokens else (b.micro or self.micro) * b.accumulation * self.group.world
+    def _samples_per_step(self, found: Checkpoint | None) -> int:
+        """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make it another run."""
+        b, world = self.c.batch, self.group.world
+        if b.tokens or b.micro:
+            return b.tokens // self.c.data.context_length if b.tokens else b.micro * b.accumulation * world
+        stored = found.meta.get("batch") if found is not None else None
+        if isinstance(stored, list) and len(stored) == 2 and stored[1] == world:
+            return int(stored[0])
+        return (self.micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
 
     def _go_on(self, found: Checkpoint | None) -> None:
         c = self.c
@@ -192,8 +200,11 @@ class Job:
 
     def _graph(self, told: str, size: int) -> bool:
         possible = self.group.device.type == "cuda" and self.group.world == 1 and self.group.strategy == "ddp" and not self.samples.chat
+        # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a capture.
+        possible = possible and not (self.shape.dropout and self.c.compute.recompute in ("selective", "full"))
         if told == "on" and not possible:
-            self.voice.say_once("compute.cuda_graphs on: not with several ranks, fsdp, chat data or a drill; steps are launched kernel by kernel")
+            line = "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, or dropout that is recomputed"
+            self.voice.say_once(f"{line}; steps are launched kernel by kernel")
         return possible and (told == "on" or (told == "auto" and size < GRAPH_PARAMETERS))
 
     def train_or_finish(self) -> int:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from stoker.contract import layout
+from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
@@ -50,6 +50,11 @@ class Position:
 
 def meta(position: Position, data: Data, model: ModelConfig, made: Worded, optimizer: str) -> dict[str, Any]:
     return {**as_json(position), "data": as_json(data), "model": as_json(model), "tokenizer_digest": made.tokenizer_digest, "optimizer": optimizer}
+
+
+def run_of(folder: str) -> str:
+    """Which run's a checkpoint is: several may save into one folder."""
+    return os.environ.get(names.RUN_ID) or os.path.basename(os.path.abspath(folder))
 
 
 def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded, optimizer: str) -> None:

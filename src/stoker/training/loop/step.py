@@ -89,7 +89,7 @@ class Stepper:
 
         Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens."""
         if self._chat:
-            labels = torch.tensor(float(batch.labels), device=self._group.device)
+            labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(self._group.device, non_blocking=True)
             self._scale.copy_(self._group.world / self._group.sum(labels))
         else:
             self._scale.fill_(self._group.world / batch.tokens)

@@ -181,6 +181,7 @@ class Loop:
         samples = job.course.of_step(self.done - self.first - 1)[1]
         position = going_on.Position(self.done, samples, self.tokens, self.best)
         meta = going_on.meta(position, job.data, job.shape, job.material, self.c.optim.kind)
+        meta |= {"run": going_on.run_of(job.folder), "batch": [job.batch, self.group.world]}
         if job.plans is not None:
             meta["balance"] = job.plans.told(self.done)
         taken = self.saver.save(self.done, job.tensors, meta, self.score, wait=wait)

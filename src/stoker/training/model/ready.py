@@ -93,7 +93,7 @@ def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Call
     model.fuse(fused(c, model.config.head_dim, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:
-            block.forward = functools.partial(_checkpointed, block.forward, c.recompute == "selective")
+            block.forward = functools.partial(_checkpointed, block.forward, c.recompute == "selective", model.config.dropout > 0)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
@@ -144,11 +144,11 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(forward: Callable[..., Any], selective: bool, *args: Any) -> Any:
+def _checkpointed(forward: Callable[..., Any], selective: bool, random: bool, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args)
     more: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
-    return checkpoint(forward, *args, use_reentrant=False, **more)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **more)
 
 
 def parameters(model: nn.Module) -> int:

@@ -17,6 +17,7 @@ from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.training.parallel.config import ParallelConfig
 
 T = TypeVar("T")
+FOR_FIRST = timedelta(days=1)
 
 
 class Group:
@@ -28,6 +29,7 @@ class Group:
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = _device(c, self.local)
         self.strategy = c.strategy
+        self._meetings = 0
         card = os.environ.get("GPU_RANK", str(self.local))
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
         if self.device.type == "cuda":
@@ -71,11 +73,23 @@ class Group:
                 found = work()
             except Refusal as problem:
                 refusal = (problem.line, problem.code)
+        self._await_first()
         found, refusal = self.from_first((found, refusal))
         if refusal is not None:
             raise Refusal(*refusal)
         result: T = found
         return result
+
+    def _await_first(self) -> None:
+        """Until rank 0 comes here, too. By the store: reading or writing a large model may take longer than a collective may."""
+        if self.world == 1:
+            return
+        self._meetings += 1
+        store, name = dist.distributed_c10d._get_default_store(), f"stoker/first/{self._meetings}"
+        if self.first:
+            store.set(name, "here")
+        else:
+            store.wait([name], FOR_FIRST)
 
     def all(self, value: Any) -> list[Any]:
         """Every rank's value, in rank order, on every rank."""
@@ -88,6 +102,7 @@ class Group:
     def close(self) -> None:
         if dist.is_initialized():
             if self.world > 1:
+                self._await_first()  # it may be writing the model
                 dist.barrier()  # torch 2.13's gloo aborts when a rank leaves while another still talks to it
             dist.destroy_process_group()
 

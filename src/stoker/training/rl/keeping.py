@@ -16,7 +16,7 @@ from stoker.training.checkpoint import folders
 from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.config.schema import Config
-from stoker.training.loop.resume import located
+from stoker.training.loop.resume import located, run_of
 from stoker.training.loop.say import Voice, where_runs_go
 from stoker.training.parallel.group import Group
 from stoker.training.rl.breaker import History
@@ -39,14 +39,15 @@ def found_checkpoint(c: Config, group: Group, voice: Voice) -> Checkpoint | None
     """Rank 0 looks and checks every byte; the others take its word, or refuse with it."""
     folder, told = folder_of(c), c.checkpoint
     # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it began.
-    own = not told.folder or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    again = bool(told.folder) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    of_run = run_of(where_runs_go(c)) if again and told.resume != "auto" else ""  # others' lie in that folder, too
 
     def look() -> str | None:
-        if (told.resume == "auto" or own) and os.path.isdir(folder):
-            best = find(folder, voice.say)
+        if (told.resume == "auto" or again or not told.folder) and os.path.isdir(folder):
+            best = find(folder, voice.say, of_run=of_run)
             if best is not None:
                 return best.path
-            if folders.steps_in(folder):
+            if not of_run and folders.steps_in(folder):
                 voice.say(f"no sound checkpoint in {folder}: it begins anew")
         if told.resume in ("auto", "never"):
             return None
@@ -103,7 +104,7 @@ class Keeper:
         self._put_off = False
         meta: dict[str, Any] = {
             "stage": STAGE, "step": position.step, "updates": position.updates, "tokens": position.tokens, "optimizer": self._c.optim.kind,
-            "history": history.to_json(), **self._about,
+            "history": history.to_json(), "run": run_of(where_runs_go(self._c)), **self._about,
         }  # fmt: skip
         taken = self.saver.save(position.step, self._tensors, meta, wait=wait)
         self._at = time.monotonic()
