@@ -207,6 +207,16 @@ def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(job: Ca
     assert names(one.folder) == ["step-00000003"], "what never became a checkpoint is gone"
 
 
+def test_a_restart_that_was_told_how_to_begin_finds_only_its_own(job: Callable[..., Job]) -> None:
+    """Two runs saved into one folder: the other one is further, and not to be gone on with."""
+    one = job(keep=9)
+    for step, run in ((50, "mine"), (60, "mine"), (300, "other")):
+        assert all(one.save(step, {"x": torch.ones(2)}, run=run))
+    said: list[str] = []
+    found = find(str(one.folder), said.append, of_run="mine")
+    assert found is not None and found.step == 60 and find(str(one.folder), said.append, of_run="nobody") is None and said == []
+
+
 def test_the_newest_and_the_best_stay(job: Callable[..., Job]) -> None:
     one = job(keep=2)
     for step, score in [(1, 3.0), (2, 1.0), (3, 2.0), (4, float("nan")), (5, 4.0), (6, None)]:

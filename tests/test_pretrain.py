@@ -453,6 +453,22 @@ def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) ->
 # ---- what can't be trained ----
 
 
+def test_a_micro_batch_that_is_the_whole_share_stays_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given as samples, not as tokens: the share is known, and cut into nothing smaller than it must be."""
+    from types import SimpleNamespace
+
+    from stoker.training.loop.job import Job
+
+    monkeypatch.delenv("STOKER_MICRO_BATCH_HALVINGS", raising=False)
+    for micro, accumulation in ((48, 1), (96, 1), (100, 3), (7, 2)):
+        batch = SimpleNamespace(tokens=0, micro=micro, accumulation=accumulation)
+        job = SimpleNamespace(
+            c=SimpleNamespace(batch=batch, data=SimpleNamespace(context_length=32)), group=SimpleNamespace(world=2, strategy="ddp", smallest=lambda value: value),
+            _balanced=False,
+        )  # fmt: skip
+        assert Job._fit_micro(job) == micro  # type: ignore[arg-type]
+
+
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:
     assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [0]
     stoker.script("empty.txt", "")
