@@ -39,6 +39,9 @@ def test_a_web_server_that_hangs_up_is_no_peer_that_left() -> None:
     lost = err("ConnectionError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", module="requests.exceptions")
     found = verdict(end(lost, time=9.0), end(None, 0, rank=1, time=5.0))
     assert (found.rank, found.exit_code) == (0, 1) and found.cause != "rank.early-exit"
+    for module, at, guilty in (("builtins", 5.2, 1), ("builtins", 60.0, 0)):  # a socket of the script's own, and a tracker's a minute later
+        reset = err("ConnectionResetError", "[Errno 104] Connection reset by peer", module=module, at=at)
+        assert verdict(end(reset, time=at), end(None, 0, rank=1, time=5.0)).rank == guilty
 
 
 def cuda(words: str) -> RankError:

@@ -14,6 +14,7 @@ from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, han
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 
+AT_ONCE_S = 5.0
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
@@ -61,11 +62,12 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
         return numbers.named_by(causes) or causes[0]
     if not bad or evidence.steps_reached:
         return None
-    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. A lost web server is nobody's here.
-    if not is_collectives(bad[0]):
-        return bad[0]
-    left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= when(bad[0]) + 1.0), key=lambda end: end.time)
-    return left[0] if left else bad[0]
+    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is none of torch's may be a web
+    # server's: it is a peer's where the system's own error comes at once after that rank.
+    first = bad[0]
+    left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= when(first) + 1.0), key=lambda end: end.time)
+    at_once = first.error is not None and first.error.module == "builtins" and bool(left) and when(first) - left[0].time <= AT_ONCE_S
+    return left[0] if left and (is_collectives(first) or at_once) else first
 
 
 def explain(end: RankEnd, evidence: Evidence) -> Verdict:
