@@ -84,6 +84,18 @@ def test_three_hosts_with_unlike_slots_give_the_one_process_loss_curve(stoker: S
     assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, "one name for all, which resolves nowhere"
 
 
+def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: Stoker, netcluster: NetCluster) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--context_length", "32", "--batch.tokens", "256", "--max-steps", "4")
+    done = stoker.torch("train", "pretrain", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), *words, "--balance", "auto", "--parallel.device", "cpu")
+    assert done.code == 0, done.err
+    assert (done.run_dir / "hf" / "config.json").exists() and len((done.run_dir / "metrics.jsonl").read_text().splitlines()) >= 4
+    assert f"{netcluster.hosts[2].name}/CPU0:" in done.out and "on 4 × cpu" in done.out
+    script = stoker.script("where.py", "from stoker import balance\nimport stoker.training\nprint(balance.__file__, stoker.training.__file__)")
+    done = stoker("run", "--no-preflight", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
+    assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 8, done.out + done.err
+
+
 def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(stoker: Stoker, netcluster: NetCluster) -> None:
     for host in netcluster.hosts:
         (host.workdir / "tell.py").write_text(TELL)

@@ -9,7 +9,7 @@ from stoker.contract.settings import Parser
 
 _EXAMPLES = """examples:
   stoker cluster init gpu1 gpu2 gpu3
-  stoker cluster init train@192.168.1.100 train@192.168.1.101 --python ~/venv/bin/python --workdir '~/train'
+  stoker cluster init train@192.168.1.100 train@192.168.1.101 --python '~/venv/bin/python' --workdir '~/train'
   stoker run --hosts cluster.yaml train.py"""
 
 

@@ -1,7 +1,12 @@
-"""What an agent needs on a host where Stoker is not installed: a zip of the standard-library-only rooms, and how to unpack it."""
+"""What a host needs of Stoker where none is installed, or another: a zip of the agent's rooms and of the training plane, and how to unpack it.
+
+A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane imports (torch, numpy, tokenizers,
+safetensors) must be in the host's own Python.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
@@ -9,7 +14,7 @@ import zipfile
 
 from stoker.control.cluster.transport import ROOT
 
-_ROOMS = ("contract", "control/agent", "control/machine", "control/rank")
+_ROOMS = ("contract", "control/agent", "control/machine", "control/rank", "control/record", "training")
 
 OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
 TOO_OLD = "stoker: this Python is too old for the agent:"
@@ -53,16 +58,17 @@ def unpack(module: str = "stoker.control.agent.guardian") -> str:
     return f"import base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
 
 
+@functools.cache
 def pack() -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in ("__init__.py", "control/__init__.py"):
+        for name in ("__init__.py", "balance.py", "control/__init__.py"):
             _add(archive, os.path.join(ROOT, "stoker", name), f"stoker/{name}")
         for room in _ROOMS:
             top = os.path.join(ROOT, "stoker", room)
             for folder, _, files in sorted(os.walk(top)):
                 for file in sorted(files):
-                    if file.endswith(".py"):
+                    if file.endswith((".py", ".yaml")):
                         path = os.path.join(folder, file)
                         _add(archive, path, os.path.relpath(path, ROOT))
         nvml = nvml_source()

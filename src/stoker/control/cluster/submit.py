@@ -23,7 +23,7 @@ SECRET = "STOKER_SUBMIT_SECRET_"
 
 @shape
 class SubmitOptions:
-    nodes: int = option("nodes", default=1, flags=("-N",), metavar="N", group=_JOB)
+    nodes: int = option("nodes (default: 1)", default=1, flags=("-N",), metavar="N", group=_JOB)
     gpus_per_node: str | None = option("GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB)
     cpus_per_task: int | None = option("CPUs on each node (one task a node: Stoker starts the ranks)", default=None, flags=("-c",), metavar="N", group=_JOB)
     mem: str | None = option("host memory on each node: 64G; 0 for all of it", default=None, metavar="SIZE", group=_JOB)
@@ -37,8 +37,9 @@ class SubmitOptions:
     )  # fmt: skip
     requeue: bool = option("before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE)
     signal_before: float = option(
-        "the ranks get SIGTERM this long before the time limit or a preemption, to save", default=60.0, parse=duration, metavar="TIME", group=_LIFE
-    )
+        "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)", default=60.0, parse=duration,
+        metavar="TIME", group=_LIFE,
+    )  # fmt: skip
     name: str | None = option("name of the run and of the job; given again it goes on with that run if it is unfinished", default=None, group=_LIFE)
     runs_dir: str | None = option(
         "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_MORE

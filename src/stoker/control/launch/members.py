@@ -28,6 +28,7 @@ class Member:
         self.host = link.host
         self.decoder = protocol.Decoder(expect_sentinel=True)
         self.outbox = bytearray(link.first_bytes)
+        link.first_bytes = b""
         self.heard = time.monotonic()
         self.gone: str = ""  # why we lost it
         self._lock = threading.RLock()  # the pinger writes too

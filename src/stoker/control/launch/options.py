@@ -18,12 +18,13 @@ class RunOptions:
     )
     init_slots: str | None = option("ranks that may import and load at the same time: a number or auto", default=None, metavar="K", group=_RANKS)
     init_timeout: float = option(
-        "a rank gives its start-up slot back after this long at the latest", default=120.0, parse=duration, metavar="TIME", group=_RANKS
+        "a rank gives its start-up slot back after this long at the latest (default: 2m)", default=120.0, parse=duration, metavar="TIME", group=_RANKS
     )
     ram_limit: int = option("stop the job when a rank's resident memory passes this, e.g. 20GB", default=0, parse=size, metavar="SIZE", group=_RANKS)
     numa_binding: str | None = option(
-        "bind each rank to the CPUs near its GPU", default=None, choices=("node", "socket", "exclusive", "core-complex"), metavar="MODE", group=_RANKS
-    )
+        "node: bind each rank to the CPUs near its GPU (torchrun's socket, exclusive and core-complex mean the same here)", default=None,
+        choices=("node", "socket", "exclusive", "core-complex"), metavar="MODE", group=_RANKS,
+    )  # fmt: skip
 
     gpus: str | None = option("which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room", default=None, metavar="WHICH", group=_GPUS)
     gpu: str | None = option("one GPU by its number or UUID", default=None, metavar="ID", group=_GPUS)
@@ -43,17 +44,20 @@ class RunOptions:
     tee: str | None = option("streams that go to files and to the console (Stoker's default for all)", default=None, flags=("-t",), metavar="STD", group=_OUT)
     local_ranks_filter: str | None = option("ranks whose output the console gets, e.g. 0,1", default=None, metavar="RANKS", group=_OUT)
 
-    max_restarts: int = option("start again after a failure that another attempt can survive, at most this often", default=0, metavar="N", group=_LIFE)
+    max_restarts: int = option(
+        "start again after a failure that another attempt can survive, at most this often (default: 0)", default=0, metavar="N", group=_LIFE
+    )
     grace: float | None = option(
         "time a rank has to end after a stop signal (default: 30s, 5s after a failure)", default=None, parse=duration, metavar="TIME", group=_LIFE
     )
     hang_timeout: float = option(
-        "stop a job that has made no progress for this long (0: never); a stall is explained within seconds all the same", default=300.0, parse=duration,
-        metavar="TIME", group=_LIFE,
+        "stop a job that has made no progress for this long (default: 5m; 0: never); a stall is explained within seconds all the same",
+        default=300.0, parse=duration, metavar="TIME", group=_LIFE,
     )  # fmt: skip
     on_nan: str = option(
-        "a loss that stays NaN, infinite or exploded: stop the job, or warn", default="stop", choices=("stop", "warn"), metavar="WHAT", group=_LIFE
-    )
+        "a loss that stays NaN, infinite or exploded: stop the job (the default), or warn", default="stop", choices=("stop", "warn"), metavar="WHAT",
+        group=_LIFE,
+    )  # fmt: skip
     debug_retry: bool = option("after an asynchronous CUDA error one more attempt with blocking launches, for the true line", default=False, group=_LIFE)
     stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", default=0, metavar="N", group=_LIFE)
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)
@@ -74,12 +78,13 @@ class RunOptions:
         "go on without lost hosts, from the last checkpoint, while at least this many are left (default: all)", default=0, metavar="K", group=_HOSTS
     )
     rejoin: str = option(
-        "a host that is back joins when rank 0 has said stoker.mark(\"CHECKPOINT\") (our recipes do), or never; at the latest with the next attempt",
+        "a host that is back joins at a checkpoint (the default: rank 0 says stoker.mark(\"CHECKPOINT\"), as our recipes do) or the next attempt; or never",
         default="checkpoint", choices=("checkpoint", "never"), metavar="WHEN", group=_HOSTS,
     )  # fmt: skip
     sync: bool = option("copy the working directory to the hosts first, without what .gitignore names", default=False, group=_HOSTS)
     stage: tuple[str, ...] = option(
-        "copy this file or folder to every host's disk first, once, checked by hash", default=(), metavar="PATH", many=True, group=_HOSTS
+        "copy this file or folder to every host's disk first, to the same path or to THERE (a file keeps its name), once, checked by hash", default=(),
+        metavar="PATH[=THERE]", many=True, group=_HOSTS
     )
     ssh_option: tuple[str, ...] = option("an option for the ssh client: --ssh-option=-p2222", default=(), metavar="OPT", many=True, group=_HOSTS)
     python: str | None = option(

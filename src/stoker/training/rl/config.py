@@ -17,7 +17,10 @@ class GrpoConfig:
     clip_ratio: float = option("the ratio of new to old probability counts up to 1 ± this", default=0.2)
     kl: float = option("weight of the divergence from the model it began with", default=0.02)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
-    breaker_steps: int = option("stop after so many steps of a constant reward, or with every answer cut (0: never)", default=10)
+    breaker_steps: int = option(
+        "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for so long ends it as done (0: never)",
+        default=10,
+    )  # fmt: skip
     breaker_kl: float = option("stop where the divergence stays above this", default=10.0)
     breaker_entropy: float = option("stop where the entropy per token stays below this", default=0.001)
     breaker_length: float = option("stop where answers stay shorter than this share of those at the beginning", default=0.1)
