@@ -79,6 +79,13 @@ def test_two_ranks_on_two_nodes_through_srun(stoker: Stoker, slurm: SlurmCluster
     assert done.verdict["cause"] == "completed" and done.verdict["run"].endswith(f"train-{number(stoker)}")
 
 
+def test_a_recipe_of_ours_trains_on_two_nodes(stoker: Stoker, slurm: SlurmCluster) -> None:
+    stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
+    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--context_length", "32", "--batch.tokens", "256", "--max-steps", "3")
+    done = stoker.torch("submit", "--nodes", "2", "--time", "5m", "--", "train", "pretrain", *words, "--parallel.device", "cpu", env=slurm.env)
+    assert done.code == 0 and "on 2 × cpu" in done.out and (done.run_dir / "hf" / "config.json").exists(), done.out + done.err
+
+
 def test_the_guilty_ranks_exit_code_is_the_jobs_and_the_commands(stoker: Stoker, slurm: SlurmCluster) -> None:
     script = stoker.script("fails.py", "import os, sys\nsys.exit(7 if os.environ['RANK'] == '1' else 0)\n")
     done = submit(stoker, slurm, "--nodes", "2", "--", script, code=7)
