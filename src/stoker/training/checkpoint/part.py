@@ -74,8 +74,13 @@ def read_part(folder: str, rank: int) -> Part:
 def note_failure(folder: str, rank: int, why: str) -> None:
     """So that rank 0 need not wait. Where not even this can be written, rank 0's own deadline ends the waiting."""
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, failure_name(rank)), "w", encoding="utf-8") as file:
-        file.write(why)
+    path = os.path.join(folder, failure_name(rank))
+    try:
+        with open(path + ".part", "w", encoding="utf-8") as file:
+            file.write(why)
+    finally:  # under its name only with its words in it; on a full disk without
+        if os.path.exists(path + ".part"):
+            os.rename(path + ".part", path)
 
 
 def _room_for(folder: str, name: str, size: int) -> None:
