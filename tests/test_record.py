@@ -212,6 +212,19 @@ def test_stop_takes_a_whole_name(stoker: Stoker) -> None:
     assert stoker("stop", "exp1").code == 66 and stoker("why", "exp1").code == 0
 
 
+def test_a_run_of_another_host_is_followed_until_it_has_a_verdict(stoker: Stoker) -> None:
+    done = stoker("run", stoker.script("ok.py", "print('ok')"))
+    told = json.loads((done.run_dir / "run.json").read_text())
+    told["launcher"]["host"] = "elsewhere"
+    (done.run_dir / "run.json").write_text(json.dumps(told))
+    verdict = (done.run_dir / "verdict.json").rename(done.run_dir / "later.json")
+    attached = stoker.start("attach")
+    with pytest.raises(subprocess.TimeoutExpired):
+        attached.wait(1.5)
+    verdict.rename(done.run_dir / "verdict.json")
+    assert attached.wait(25) == 0
+
+
 def test_redaction_of_nested_assignments() -> None:
     assert redact.arguments(["--env=WANDB_API_KEY=abc", "GH_PAT=x1", "--max-tokens", "5", "--token", "s3"]) == [
         f"--env=WANDB_API_KEY={redact.HIDDEN}", f"GH_PAT={redact.HIDDEN}", "--max-tokens", "5", "--token", redact.HIDDEN

@@ -211,11 +211,13 @@ SLEEPING = {"state": "S", "syscall": "clock_nanosleep", "groups": [DONE], "sampl
 WAITING = {"state": "S", "syscall": "futex", "groups": [group(op(25), op(26, done=False))], "samples": [[{"main": True, "frames": BACKWARD}]]}
 
 
-def drive(watch: Watcher, now: float, seconds: float, *ranks: dict[str, Any]) -> list[tuple[float, Any]]:
-    """Looks four times a second and answers every inspection; what it decided, and when after `now`."""
+def drive(watch: Watcher, now: float, seconds: float, *ranks: dict[str, Any], printing: float = 0.0) -> list[tuple[float, Any]]:
+    """Looks four times a second and answers every inspection; what it decided, and when after `now`. `printing`: for so long rank 1 prints."""
     actions = []
     for n in range(int(seconds * 4)):
         at_ = now + n * 0.25
+        if n * 0.25 < printing:
+            watch.printed(1, at_)
         for action in watch.look(at_):
             if isinstance(action, Inspect):
                 answer(watch, action, at_, *ranks)
@@ -237,15 +239,7 @@ def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:
 def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:
     """An evaluation that prints is no hang at the timeout; a livelock that prints is one in the end."""
     watch, now = watched(timeout=60.0)
-    stops = []
-    for n in range(1600):
-        at_ = now + n * 0.25
-        watch.printed(1, at_)
-        for action in watch.look(at_):
-            if isinstance(action, Inspect):
-                answer(watch, action, at_, WAITING, SLEEPING)
-            elif isinstance(action, Stop):
-                stops.append(at_ - now)
+    stops = [when for when, action in drive(watch, now, 400, WAITING, SLEEPING, printing=400) if isinstance(action, Stop)]
     assert stops and 355 <= stops[0] <= 365
 
 
@@ -253,16 +247,7 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
         watch.said(one, now, "eval")
-    stops = []
-    for n in range(8000):
-        at_ = now + n * 0.25
-        if at_ < now + 1500:
-            watch.printed(1, at_)
-        for action in watch.look(at_):
-            if isinstance(action, Inspect):
-                answer(watch, action, at_, WAITING, SLEEPING)
-            elif isinstance(action, Stop):
-                stops.append(at_ - now)
+    stops = [when for when, action in drive(watch, now, 2000, WAITING, SLEEPING, printing=1500) if isinstance(action, Stop)]
     assert stops and 1500 + 350 <= stops[0] <= 1500 + 370, "six times the timeout after its last line"
 
 

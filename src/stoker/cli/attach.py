@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     first = True
     try:
         while True:
-            over = reader.status(run) not in ("running", "unknown")  # of another host nobody here knows: until it has a verdict it goes on
+            over = reader.over(run)
             for _, rank, path in follow.rank_logs(run):
                 if path not in open_:
                     skip = _start_of_last(path, told.lines) if first else 0

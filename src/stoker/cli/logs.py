@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         raise Refusal(f"rank {told.rank} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
     tail = follow.Tail(path)
     while True:
-        over = reader.status(run) not in ("running", "unknown")  # asked before the last look, so that nothing is missed
+        over = reader.over(run)  # asked before the last look, so that nothing is missed
         while data := tail.new():
             sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()

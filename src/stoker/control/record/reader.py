@@ -127,6 +127,14 @@ def alive(run: Run) -> bool | None:
     return int(fields[19]) == start and fields[0] != b"Z"
 
 
+def over(run: Run) -> bool:
+    """Whether nothing more will come of it. Whether a launcher on another host lives nobody here knows: such a run is over when it has a verdict."""
+    said = status(run)
+    if said == "unknown":
+        said = status(load(run.dir) or run)
+    return said not in ("running", "unknown")
+
+
 def status(run: Run) -> str:
     living = alive(run)
     if run.verdict is not None and not living:
