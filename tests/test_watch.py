@@ -368,6 +368,7 @@ def test_three_bad_losses_are_firm_one_is_not() -> None:
         (b"epoch 1 train_loss=inf\n", True), (b"step 4: loss = -inf\n", True), (b"val_loss: nan\n", False), (b"eval loss: nan\n", False),
         (b"no loss nan\n", False), (b"loss: nanometers\n", False), (b"step 3 loss 2.5\n", False), (b"lossless compression: nan\n", False),
         (b"[eval] step 3 loss: nan\n", False), (b"Validation - loss: nan\n", False), (b"eval/lm_loss: nan\n", False), (b"lm loss: nan\n", True),
+        (b"epoch 3 | 5 min | loss: nan\n", True), (b"best 2.31 last 2.40 | loss nan\n", True), (b"best loss: nan\n", False),
         (b"glossary: inf\n", False), (b"the loss is a number\n", False), (b"loss: 1.5 | nan checks: 0\n", False),
     ],
 )  # fmt: skip

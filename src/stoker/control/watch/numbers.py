@@ -20,7 +20,8 @@ LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 # "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
 # them before is not read. Of other losses (a critic's may grow as it should) it is said that they are no number, and nothing is ended for it.
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)['\"]?\s*[:=]?\s*(?P<value>nan|[-+]?inf(?:inity)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])")
-_NOT_TRAINING = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev|no|best|min|lowest|last|final)(?![a-z])")
+_EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
+_NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")  # of "loss" itself: "5 min | loss nan" is a step's line
 _TRAINING = (b"", b"train", b"training", b"lm", b"total", b"mean", b"avg", b"average", b"running", b"step", b"batch", b"ce")
 _STEP = re.compile(rb"(?i)\bstep\W{0,3}(\d+)")
 
@@ -70,16 +71,18 @@ class Losses:
         found = []
         for line in whole[:cut].splitlines():
             match = _LOSS.search(line)
-            if match is None or _NOT_TRAINING.search(line[: match.end("what")]):
+            if match is None or _EVALUATION.search(line[: match.end("what")]):
                 continue
-            other = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-") not in _TRAINING
+            which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
+            if which in _NOT_TRAINING:
+                continue
             step = _STEP.search(line)
             try:
                 value = float(match["value"])
             except ValueError:
                 continue
             number, text = int(step[1]) if step else 0, line.decode("utf-8", "replace")[:200]
-            if not other:
+            if which in _TRAINING:
                 one = self._take(rank, number, value, "line", text)
             else:
                 one = None if math.isfinite(value) else self._once("loss", rank, number, value, "line", text, firm=False, stops=False)
