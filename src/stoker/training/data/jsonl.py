@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from stoker.training.data.read import utf8
+
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
     """(number, line) of those that are not blank. A line ends with a newline and nothing else."""
@@ -23,7 +25,7 @@ def row(line: str) -> Any:
 
 def _sound(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return utf8(value).decode()
     if isinstance(value, list):
         return [_sound(one) for one in value]
     return {_sound(key): _sound(one) for key, one in value.items()} if isinstance(value, dict) else value
