@@ -20,6 +20,18 @@ from stoker.control.machine import processes
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# With these a test starts real processes: launchers, ranks, sshd, slurmd. What it measures in seconds, a machine without a free core can break.
+REAL = {"stoker", "netcluster", "slurm", "host", "start", "alone", "one_agent", "forks", "job", "speedrun"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Such a test may try twice, and the summary names it (RERUN); every other test has one try."""
+    if not config.pluginmanager.hasplugin("rerunfailures"):
+        return
+    for item in items:
+        if REAL & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+
 
 class Done:
     """A finished `stoker` command."""

@@ -20,7 +20,7 @@ import pytest
 from conftest import Stoker, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.contract.shapes import Verdict
+from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
 from stoker.control.launch import following, rendezvous
 from stoker.control.launch.attempt import Attempt
@@ -112,6 +112,38 @@ def test_an_attempt_that_is_stopped_waits_for_the_word_of_every_host() -> None:
     assert attempt.all_ended, "neither has"
     attempt.up[1] = 42
     assert not attempt.all_ended
+
+
+def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -> None:
+    """The machine is busy: an inspection was under way when the echo came, and the answer to ours takes seconds."""
+    attempt = Attempt(0, plan_of(2, ""))
+    attempt.begin_watch(300.0)
+    began = time.monotonic()
+    attempt.watch.beats(0, 20, 20, 0.1, began)
+    attempt.watch.beats(1, 20, 20, 0.1, began)
+    (before,) = attempt.watch.look(began + 60)
+    error = RankError("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete", module="builtins")
+    attempt.ends[0] = RankEnd(0, "", "CPU0", 41, 1, time.time(), error=error)
+    now = time.time()
+    assert not attempt.must_stop(now, 1.0)
+    attempt.watch.answered("", cast(Any, before).order["ask"], b"{}", began + 61)
+    assert attempt.watch.look(began + 61) == [] and not attempt.must_stop(now + 2, 1.0), "that look began before the failure"
+    (after,) = attempt.watch.look(began + 61.1)
+    assert not attempt.must_stop(now + 9, 1.0)
+    seen = {"1": {"state": "S", "syscall": "clock_nanosleep", "samples": [[{"main": True, "frames": [["stuck", "train.py", 9, []]]}]]}}
+    attempt.watch.answered("", cast(Any, after).order["ask"], json.dumps(seen).encode(), began + 68)
+    attempt.watch.look(began + 68)
+    assert attempt.must_stop(now + 9, 1.0)
+    stall = attempt.evidence().stall
+    assert stall is not None and (stall.kind, stall.rank) == ("sleep", 1)
+
+
+def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None:
+    attempt = Attempt(0, plan_of(2, ""))
+    attempt.begin_watch(300.0)
+    attempt.ends[0] = RankEnd(0, "", "CPU0", 41, 1, time.time(), error=RankError("DistBackendError", "lost", module="torch.distributed"))
+    now = time.time()
+    assert [attempt.must_stop(now + seconds, 1.0) for seconds in (0, 2, 60)] == [False, False, True]
 
 
 def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from stoker.control.watch.numbers import Losses
     from stoker.control.watch.watcher import Watcher
 
-LOOK_S = 5.0
+LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
 CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
 
@@ -85,8 +85,8 @@ class Attempt:
             return False
         # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at for that.
         if not self.unwatched:
-            self.watch.failing(time.monotonic())
-        return now - self.first_failure >= (LOOK_S if self.watch.looking else settle_s)
+            self.watch.failing()
+        return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
 
     def left_early(self, now: float, seconds: float) -> list[int]:
         """Ranks that ended with 0 a while ago while others go on."""

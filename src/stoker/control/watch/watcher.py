@@ -77,6 +77,8 @@ class Watcher:
         self.stragglers = Stragglers(world)
         self._hosts = hosts
         self._failing = False
+        self._for_failure = False  # the newest inspection began after the failure
+        self.looked = False  # at those that outlived a failure, and they were seen
         self._failed: dict[int, Snapshot] = {}  # ranks that are gone, as they were
 
     # ---- hearing ----
@@ -124,11 +126,9 @@ class Watcher:
                 op["done"] = op.get("done") and op.get("order") != newest
         self._failed[rank] = Snapshot(rank, state="Z", groups=snapshot.groups(collectives))
 
-    def failing(self, now: float) -> None:
-        """A rank has failed, perhaps as the echo of one that stands still: look at those that live, now."""
-        if not self._failing:
-            self._failing = True
-            self._next_look = now
+    def failing(self) -> None:
+        """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
+        self._failing = True
 
     def answered(self, host: str, ask: int, payload: bytes, now: float) -> None:
         if ask != self._asked or not self._asked_at:
@@ -156,13 +156,14 @@ class Watcher:
             actions = self._relieved(now)
             order = self.stragglers.question(now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended})
             return [*actions, self._ask(order, now)] if order else actions
-        if now < self._next_look:
+        if now < self._next_look and self._for_failure == self._failing:
             return []
         return [self._ask({}, now)]
 
     def _ask(self, order: dict[str, Any], now: float) -> Inspect:
         self._asked += 1
         self._asked_at = now
+        self._for_failure = self._failing
         self._answers = {}
         self._waiting_hosts = set(self._hosts)
         if order:
@@ -201,6 +202,7 @@ class Watcher:
             return []
         overdue = self._overdue(now)
         self._next_look = now + self._wait
+        self.looked = self.looked or (self._for_failure and bool(answers))
         if self._failing:
             overdue |= {rank: now - self._ranks[rank].heard for rank in answers}
         if not overdue and not self._failing:
@@ -296,11 +298,6 @@ class Watcher:
         if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
             return f"--hang-timeout of {self._timeout:g} s is over"
         return ""
-
-    @property
-    def looking(self) -> bool:
-        """An inspection is under way."""
-        return bool(self._asked_at)
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
         """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they were.
