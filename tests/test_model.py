@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
+from typing import Any, cast
+
 import pytest
 
 pytest.importorskip("torch")
@@ -12,7 +16,7 @@ from torch import Tensor
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.model import loss, ready
+from stoker.training.model import loss, ready, swiglu
 from stoker.training.model.attention import attend, kernels, mask_of
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, flops_per_token, matmul_parameters, rotary_table, rotate
@@ -234,10 +238,57 @@ def test_how_a_block_runs_by_device_fp8_and_heads() -> None:
         ready.fused(ComputeConfig(compile="fused"), 64, cpu, said.append)
 
 
+def _turned(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: float) -> None:
+    """As the kernel does it: in place, unseen by autograd and by dispatch modes."""
+    numbers, half = rows.detach().numpy(), head_dim // 2
+    place = [row % len(cos) for row in range(len(numbers))]
+    c, s = cos.numpy()[place], sign * sin.numpy()[place]
+    for head in range(heads):
+        low, high = slice(head * head_dim, head * head_dim + half), slice(head * head_dim + half, (head + 1) * head_dim)
+        first, second = numbers[:, low].copy(), numbers[:, high].copy()
+        numbers[:, low], numbers[:, high] = first * c - second * s, second * c + first * s
+
+
+def _added_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    out = x if delta is None else x + delta
+    rstd = torch.rsqrt(out.square().mean(-1) + eps)
+    return out, out * rstd[:, None] * weight, rstd
+
+
+def _norm_gradient(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    unit, inner = x * rstd[:, None], g * weight
+    dx = (inner - unit * (inner * unit).mean(-1, keepdim=True)) * rstd[:, None]
+    return dx if onward is None else dx + onward, unit * weight, (g * unit).sum(0)
+
+
+@pytest.mark.parametrize("recompute", ["off", "full", "selective"])
+def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+    """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
+    kernels_ = types.SimpleNamespace(add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu._forward)
+    package = "stoker.training.model"
+    monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", cast(Any, kernels_))
+    monkeypatch.setitem(sys.modules, f"{package}.swiglu_kernel", cast(Any, types.SimpleNamespace(backward=swiglu._backward)))
+    monkeypatch.delitem(sys.modules, f"{package}.fused", raising=False)
+    monkeypatch.setattr(sys.modules[package], "fused_kernel", kernels_, raising=False)
+    inputs = tokens(2, 16, seed=3)
+    found = []
+    for fused, how in ((False, "off"), (False, recompute), (True, recompute)):
+        model = made(replace(SMALL, kv_heads=4))
+        model.fuse(fused)
+        for block in model.layers if how != "off" else ():
+            ready.checkpoint_block(block, how == "selective", False)
+        model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 32)).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    for one in found[1:]:
+        for name, want in found[0].items():
+            assert ((one[name] - want).norm() / want.norm()).item() < 1e-5, name
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused blocks are Triton's: needs a GPU")
+@pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, packed: bool) -> None:
+def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, packed: bool, recompute: str) -> None:
     device = torch.device("cuda")
     c = ModelConfig(layers=3, dim=192, heads=6, kv_heads=2, head_dim=64, ff=320, vocab_size=512, qk_norm=qk_norm)
     with torch.device(device):
@@ -248,6 +299,8 @@ def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, p
     found = []
     for yes in (False, True):
         model.fuse(yes)
+        for block in model.layers if yes and recompute != "off" else ():
+            ready.checkpoint_block(block, recompute == "selective", False)
         model.zero_grad()
         value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 512, device=device), segments)
         value.backward()

@@ -103,6 +103,7 @@ class Block(nn.Module):
         self.mlp = MLP(c)
         self.dropout = c.dropout
         self.fused = False  # our own kernels, see fused.py
+        self.products_kept = False  # by selective recomputation
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, delta: Tensor | None = None) -> Any:
         """Fused: takes and gives (residual stream, what is still to be added to it)."""

@@ -46,10 +46,13 @@ class _NormQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int, head_dim: int
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
+        head_dim: int, kept: bool
     ) -> tuple[Tensor, ...]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
         qkv = normed @ weight.to(normed.dtype).t()
+        if kept:
+            qkv = qkv.clone()
         kernel.rotate_in_place(qkv, cos, sin, heads + kv_heads, head_dim, 1.0)
         ctx.save_for_backward(out, rstd, scale, weight, cos, sin)
         ctx.added, ctx.heads, ctx.kv_heads, ctx.head_dim = delta is not None, heads, kv_heads, head_dim
@@ -64,7 +67,7 @@ class _NormQkv(torch.autograd.Function):
         kernel.rotate_in_place(g, cos, sin, ctx.heads + ctx.kv_heads, ctx.head_dim, -1.0)
         dx, normed, dscale = kernel.norm_backward(g @ weight.to(g.dtype), x, rstd, scale, onward)
         dweight = _weight_gradient(g, normed, weight)
-        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, None, None, None, None, None, None
+        return dx, dx if ctx.added else None, dscale.to(scale.dtype), dweight, None, None, None, None, None, None, None
 
 
 class _NormRotate(torch.autograd.Function):
@@ -143,9 +146,10 @@ def norm_linear(x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, 
     return found
 
 
-def norm_qkv(x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def norm_qkv(x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor, kept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`kept`: the product is used again in the backward pass, so another buffer is turned: nothing would notice a kernel's writing into it."""
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _NormQkv.apply(  # type: ignore[no-untyped-call]
-        x, delta, norm.weight, attention.qkv.weight, norm.eps, cos, sin, attention.heads, attention.kv_heads, attention.head_dim
+        x, delta, norm.weight, attention.qkv.weight, norm.eps, cos, sin, attention.heads, attention.kv_heads, attention.head_dim, kept
     )
     return found
 
@@ -174,7 +178,7 @@ def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
     B, T = x.shape[0], x.shape[1]
     rows = x.view(B * T, -1)
     if attention.q_norm is None:
-        rows, q, k, v = norm_qkv(rows, delta, module.attention_norm, attention, cos, sin)
+        rows, q, k, v = norm_qkv(rows, delta, module.attention_norm, attention, cos, sin, module.products_kept)
     else:
         rows, qkv = norm_linear(rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps)
         qk, v = norm_rotate(qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps)

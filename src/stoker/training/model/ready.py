@@ -93,7 +93,7 @@ def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Call
     model.fuse(fused(c, model.config.head_dim, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:
-            block.forward = functools.partial(_checkpointed, block.forward, c.recompute == "selective", model.config.dropout > 0)
+            checkpoint_block(block, c.recompute == "selective", model.config.dropout > 0)
     if not compile_it:
         return
     _keep_products_only(c.recompute != "off")
@@ -142,6 +142,11 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     name = str(operation)
     kept = any(word in name for word in ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._scaled_dot_product"))
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def checkpoint_block(block: Any, selective: bool, random: bool) -> None:
+    block.products_kept = selective
+    block.forward = functools.partial(_checkpointed, block.forward, selective, random)
 
 
 def _checkpointed(forward: Callable[..., Any], selective: bool, random: bool, *args: Any) -> Any:
