@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -497,3 +498,22 @@ def test_a_hub_id_is_fetched_once_and_refused_in_one_line_where_that_fails(folde
     shutil.rmtree(folder)
     after = ask("maker/small", "maker/other")
     assert after[0] == "found 20" and after[1].startswith("refused model maker/other") and len(after) == 2
+
+
+def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -> None:
+    from stoker.cli.train import _check_weights
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+    from stoker.training.tokenizer.train import train
+
+    train(["some words and some more " * 50], 300, str(tmp_path / "words"))
+    bytes_tokenizer().save(str(tmp_path / "bytes"))
+    hf.save(made(replace(LLAMA, vocab_size=300)), str(tmp_path / "hf"), say=nothing)
+
+    def ready(name: str) -> Any:
+        return types.SimpleNamespace(vocab_size=300, tokenizer=str(tmp_path / name))
+
+    _check_weights(str(tmp_path / "hf"), 0, ready("bytes"))  # weights without a tokenizer: nothing to compare
+    shutil.copy(tmp_path / "words" / "tokenizer.json", tmp_path / "hf")
+    _check_weights(str(tmp_path / "hf"), 0, ready("words"))
+    line = refused(lambda: _check_weights(str(tmp_path / "hf"), 0, ready("bytes")))
+    assert "the data's tokenizer is not that of" in line and " here; " in line and f"--tokenizer.path {tmp_path / 'hf'}" in line

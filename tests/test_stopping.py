@@ -77,6 +77,15 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace(stoker: Stoker) -
     assert done.code == 5 and done.verdict["rank"] == 1
 
 
+def test_a_stop_that_had_to_kill_says_so(stoker: Stoker) -> None:
+    run = stoker.start("run", "--nproc-per-node", "2", "--grace", "0.5s", stoker.script("s.py", SLEEPER), "ignore")
+    assert wait_for(lambda: ready(stoker), 20)
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(25) == 143
+    verdict = stoker.result().verdict
+    assert "rank 0, 1 did not end in the time they had: killed, so what they had not saved is lost" in verdict["summary"] and "--grace" in verdict["fix"][0]
+
+
 @pytest.mark.parametrize("victim", ["launcher", "agent", "guardian"])
 def test_kill_minus_nine_leaves_nothing(stoker: Stoker, victim: str) -> None:
     run = stoker.start("run", "--nproc-per-node", "2", stoker.script("family.py", FAMILY))

@@ -334,6 +334,7 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
         (["--batch.tokens", "100"], "data.context_length 256: 256 is"),
         (["--fp8", "tensorwise"], "--fp8: compute.fp8 tensorwise needs a GPU"),
         (["--strategy", "fsdp", "--cuda-graphs", "on"], "exclude each other"),
+        (["--compile", "fused", "--fp8", "tensorwise"], "compute.compile fused and compute.fp8 tensorwise exclude each other"),
         (["--log-to", "tensorboard,wandbb"], "'wandbb' is not one of"),
         (["--inject", "layers.1"], "WHERE@STEP"),
         (["--validation", "1.5"], "data.validation 1.5"),

@@ -295,3 +295,55 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
     muster.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
     with pytest.raises(Refusal, match="did not reserve a port: the agent could not reserve: Address family"):
         muster.reserve("::1", 29500)
+
+
+# ---- the training loop ----
+
+
+def stopped_after(world: int, slow: bool, when: str) -> list[int]:
+    """The steps a loop launches when it is told to stop in its fourth: `when` "early" in it, so that its own numbers can carry that, or "late"."""
+    pytest.importorskip("torch")
+    from stoker.training.loop.step import Numbers
+    from stoker.training.loop.steps import Loop
+
+    launched: list[int] = []
+    loop: Any = Loop.__new__(Loop)
+
+    def step(batch: Any, share: float, words: Any) -> Any:
+        launched.append(batch.step)
+        if batch.step == 3 and when == "early":
+            loop.told_to_stop = True
+        stop, save, busy, _ = words()
+        if batch.step == 3:
+            loop.told_to_stop = True
+        return SimpleNamespace(read=lambda: Numbers(batch.step, 1.0, 1.0, False, stop, save, busy, slow), when=None)
+
+    nothing = SimpleNamespace(step=lambda *args: None, begin=lambda: None, close=lambda: None, said=lambda: "", done=lambda name: None)
+    optim = SimpleNamespace(learning_rate=1.0)
+    checkpoint = SimpleNamespace(every=0, every_steps=0, at_end=False)
+    loop.c = SimpleNamespace(optim=optim, checkpoint=checkpoint, train=SimpleNamespace(eval_every=0), nan=SimpleNamespace(dump=False))
+    loop.job = SimpleNamespace(drill=SimpleNamespace(step=0), steps=100, held_out=None, stages=nothing, tensors={})
+    loop.group = SimpleNamespace(first=True, world=world)
+    loop.saver = SimpleNamespace(busy=lambda: False)
+    loop.stepper, loop.speed, loop.profile = SimpleNamespace(step=step), nothing, nothing
+    loop.voice = SimpleNamespace(say_once=lambda line: None, step=lambda *args: None)
+    loop.first = loop.done = loop.tokens = 0
+    loop.told_to_stop = loop.busy = loop.slow = False
+    loop.took, loop.saved_at, loop.sample_log, loop.balancer = 0.0, time.monotonic(), None, None
+    loop._end = lambda: None
+    loop.run([SimpleNamespace(step=number, tokens=1, ids=()) for number in range(100)])
+    return launched
+
+
+@pytest.mark.parametrize(
+    ("world", "slow", "when", "last"),
+    [(1, False, "late", 3), (1, True, "late", 3), (2, True, "early", 3), (2, True, "late", 4), (2, False, "early", 4), (2, False, "late", 5)],
+)
+def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(monkeypatch: pytest.MonkeyPatch, world: int, slow: bool, when: str, last: int) -> None:
+    monkeypatch.setattr("stoker.training.optim.schedule.share", lambda *args: 1.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        assert stopped_after(world, slow, when)[-1] == last
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from stoker.contract import names
-from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
 from stoker.contract.shape import replace
 from stoker.control.launch.options import RunOptions
@@ -23,6 +23,10 @@ from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
 from stoker.training.config.schema import Config
 from stoker.training.config.stages import STAGES, module
 from stoker.training.loop.loggers import check_loggers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.training.data.prepared import Prepared
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
 _HELP = """usage: stoker train STAGE [options]
@@ -181,21 +185,26 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given)
     if config.model.load:
-        _check_weights(config.model.load, config.model.vocab_size, ready.vocab_size)
+        _check_weights(config.model.load, config.model.vocab_size, ready)
     from stoker.training.loop.resume import check_before_launch
 
     check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
 
 
-def _check_weights(load: str, rows: int, tokens: int) -> None:
+def _check_weights(load: str, rows: int, ready: Prepared) -> None:
     """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
     from stoker.training.model import hf_config, hf_files, hf_hub
     from stoker.training.model.rows import with_rows
+    from stoker.training.tokenizer import tokenizer
 
     folder = hf_hub.folder_of(load, _say)
     shape = hf_config.shape_of(folder)
-    wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), tokens)
+    wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), ready.vocab_size)
     hf_files.check(folder, wanted)
+    if os.path.exists(os.path.join(folder, tokenizer.FILES[0])):
+        other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
+        if other:
+            raise Refusal(f"the data's tokenizer is not that of {load}: {other}; --tokenizer.path {load} takes the model's own", EX_CONFIG)
 
 
 def _say(line: str) -> None:

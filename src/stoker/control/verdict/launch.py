@@ -7,10 +7,12 @@ from typing import Any
 
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb
-from stoker.contract.shapes import Evidence, Verdict
+from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import entry
 from stoker.control.verdict.host import AGENT_LOST, HOST_LOST
 from stoker.control.verdict.memory import RAM_LIMIT
+
+AT_ONCE_S = 2.5
 
 entry(
     "completed", "The job is done.", seen="every rank ended with 0, or made the steps that were asked for",
@@ -86,12 +88,23 @@ _UNKNOWN = entry(
 
 def stopped(evidence: Evidence) -> Verdict:
     name = signal.Signals(evidence.stop_signal).name
+    late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     how = "at once" if evidence.stop_now else "gracefully"
+    fix: tuple[str, ...] = ()
+    if late:
+        it = "it" if len(late) == 1 else "they"
+        how = f"and rank {', '.join(str(end.rank) for end in late[:8])} did not end in the time {it} had: killed, so what {it} had not saved is lost"
+        fix = ("--grace 5m gives ranks longer to save and end",)
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
     return Verdict(
         "stopped", "launch.stopped", f"stopped by {name}, {how}", 128 + evidence.stop_signal,
-        evidence=(f"the launcher received {name}", *ends), retryable=False,
+        evidence=(f"the launcher received {name}", *ends), retryable=False, fix=fix,
     )  # fmt: skip
+
+
+def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
+    """SIGKILL is the ladder's last word. A rank that catches SIGTERM may end by the second one, before that; one that catches nothing ends at once."""
+    return end.ours and (end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S))
 
 
 def trouble(evidence: Evidence) -> Verdict:

@@ -126,6 +126,9 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     if strategy == "fsdp" and config.optim.kind != "adamw":
         line = f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or optim.kind adamw"
         checking.refuse(("optim.kind", "parallel.strategy"), line)
+    if compute.compile == "fused" and compute.fp8 != "off":
+        line = f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto compiles the blocks for it"
+        checking.refuse(("compute.compile", "compute.fp8"), line)
     _exchange(checking)
     if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
         line = f"compute.attention {compute.attention} takes neither fp32 nor packed conversations: use auto"

@@ -202,8 +202,9 @@ class Job:
         possible = self.group.device.type == "cuda" and self.group.world == 1 and self.group.strategy == "ddp" and not self.samples.chat
         # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a capture.
         possible = possible and not (self.shape.dropout and self.c.compute.recompute in ("selective", "full"))
+        possible = possible and self.model.loss != "liger"  # counts its labels on the host, which no capture can hold
         if told == "on" and not possible:
-            line = "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, or dropout that is recomputed"
+            line = "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, liger's loss, or dropout that is recomputed"
             self.voice.say_once(f"{line}; steps are launched kernel by kernel")
         return possible and (told == "on" or (told == "auto" and size < GRAPH_PARAMETERS))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ class Numbers:
     stop: bool  # somebody was told to stop
     save: bool  # rank 0 says that it is time
     busy: bool  # somebody still writes the checkpoint before
+    slow: bool = False  # rank 0 says that steps take seconds
     compute: tuple[float, ...] = ()  # seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures
     waiting: tuple[float, ...] = ()  # and of the exchange after it
 
@@ -57,9 +58,9 @@ class Pending:
         """Waits for the step, while the GPU already works on the next."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, bad, stop, save, busy, *seconds = self._host.tolist()
+        loss, norm, bad, stop, save, busy, slow, *seconds = self._host.tolist()
         ranks = len(seconds) // 2
-        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
+        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0, slow > 0, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
 
 
 class Stepper:
@@ -101,8 +102,8 @@ class Stepper:
     def forward_backward(self, micro: MicroBatch) -> Tensor:
         return self._micro.eager(micro)
 
-    def step(self, batch: StepBatch, share: float, *, stop: bool, save: bool, busy: bool) -> Pending:
-        """stop, save, busy: this rank's words; what is read of them later is the same on all."""
+    def step(self, batch: StepBatch, share: float, *, words: Callable[[], Sequence[bool]]) -> Pending:
+        """`words`: this rank's stop, save, busy and slow, asked when its work is on its way; what is read of them later is the same on all."""
         self.scale(batch)
         if self._clock is not None:
             self._clock.begin()
@@ -115,7 +116,7 @@ class Stepper:
         if self._clock is not None:
             self._clock.end()
         self._after_backward()
-        flags = torch.tensor([float(stop), float(save), float(busy), *self._seconds()], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
+        flags = torch.tensor([*map(float, words()), *self._seconds()], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
         norm = gradient_norm(self._optimizer.parameters)
         # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the same step, or wait for each other.
         spoiled = (~torch.isfinite(norm)).float()

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stoker.training.checkpoint.saver import Saver
     from stoker.training.loop.job import Job
 
+SLOW_S = 2.0  # steps as long as that gain nothing by the next one's being launched early, and a stop would have to wait for that one too
 BUFFERS_AFTER = 5  # steps: past the capture of a CUDA graph, which pinning memory would disturb
 
 
@@ -43,6 +44,8 @@ class Loop:
         self.validation: Validation | None = None  # the newest
         self.skipped = False  # a checkpoint was left out, and that was said
         self.busy = False  # somebody's save is under way, as of the last numbers
+        self.slow = False  # as of the last numbers: each step's are read before the next is launched
+        self.took = 0.0  # seconds, the step before
         self.saved_at, self.saved_step = time.monotonic(), self.done
         self.speed = Speed(flops_per_token(job.shape, self.c.data.context_length), self.group.world, self.group.device)
         self.profile = Profile(self.c.train.profile_steps if self.c.train.profile and self.group.first else 0, job.folder, self.group.device, self.voice.say)
@@ -63,10 +66,11 @@ class Loop:
             signal.signal(number, self._stop)
         before: tuple[Pending, StepBatch, float] | None = None
         self.speed.begin()
+        since = time.monotonic()
         for batch in feeder:
             self.job.drill.step = batch.step
             share = schedule.share(self.c.optim, batch.step, self.job.steps)
-            pending = self.stepper.step(batch, share, stop=self.told_to_stop, save=self._due(), busy=self.saver.busy())
+            pending = self.stepper.step(batch, share, words=self._words)
             self.done, self.score = batch.step + 1, None
             told = self._hear(*before) if before is not None else None
             if batch.step == self.first + BUFFERS_AFTER and self._saves():
@@ -74,13 +78,14 @@ class Loop:
             before = (pending, batch, share)
             self.profile.step()
             save = (told is not None and told.save) or self._step_to_save()
-            if (told is None or not told.stop) and (save or self._validation_due()):
+            if (told is None or not told.stop) and (save or self._validation_due() or self.slow):
                 # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
                 told = self._hear(*before)
                 before = None
-            if told is not None and told.stop:
+            if (told is not None and told.stop) or (self.told_to_stop and self.group.world == 1):
                 break
-            self.busy = told is not None and told.busy
+            self.took, since = time.monotonic() - since, time.monotonic()
+            self.busy, self.slow = (told.busy, told.slow) if told is not None else (False, False)
             if self._validation_due():
                 save = self._validate() or save
             if save:
@@ -96,6 +101,9 @@ class Loop:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.told_to_stop = True
+
+    def _words(self) -> tuple[bool, bool, bool, bool]:
+        return self.told_to_stop, self._due(), self.saver.busy(), self.group.first and self.took > SLOW_S
 
     def _due(self) -> bool:
         every = self.c.checkpoint.every

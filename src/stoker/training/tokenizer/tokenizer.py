@@ -137,6 +137,17 @@ def load(path: str) -> Tokenizer:
     return _read(_fetch(path), path)
 
 
+def differs(known: Tokenizer, used: Tokenizer) -> str:
+    """Why weights that learned with `known` would not understand `used`; empty where they do: it may have tokens of its own besides."""
+    if known.digest == used.digest:
+        return ""
+    for token, number in known.told.vocabulary.items():
+        found = used.told.vocabulary.get(token)
+        if found != number:
+            return f"{token!r} is token {number} there and {'none' if found is None else f'token {found}'} here"
+    return ""
+
+
 def _read(folder: str, where: str) -> Tokenizer:
     path = os.path.join(folder, FILES[0])
     if not os.path.exists(path):
