@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+PATIENCE_S = 200.0  # less than a test's
 
 _SERVER = """
 for line in sys.stdin:
@@ -57,11 +61,23 @@ class Server:
         folder.mkdir(parents=True, exist_ok=True)
         self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n")
         self._process.stdin.flush()
-        return self._read()
+        self._pids: list[int] = self._read()
+        return self._pids
 
     def codes(self) -> list[int]:
-        """How they ended."""
-        return self._read()
+        """How they ended. Ranks that don't end are killed: the next job would wait for them."""
+        watch = threading.Timer(PATIENCE_S, self._kill)
+        watch.start()
+        try:
+            return self._read()
+        finally:
+            watch.cancel()
+
+    def _kill(self) -> None:
+        print(f"ranks {self._pids} did not end within {PATIENCE_S:.0f} s: killed")
+        for pid in self._pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _read(self) -> Any:
         assert self._process.stdout is not None

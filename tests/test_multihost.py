@@ -150,11 +150,11 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
 
 
-def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[str]]) -> list[Path]:
-    """`stoker run` on each machine; their run directories."""
+def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[str]], nodes: str = "") -> list[Path]:
+    """`stoker run` on each machine; their run directories. `nodes`: for --nnodes, where it is not just their number."""
     runs = []
     for n, more in enumerate(flags):
-        argv = [sys.executable, "-m", "stoker", "run", "--nnodes", str(len(flags)), *more, "--name", f"n{n}", script]
+        argv = [sys.executable, "-m", "stoker", "run", "--nnodes", nodes or str(len(flags)), *more, "--name", f"n{n}", script]
         with open(stoker.cwd / f"console{n}", "wb") as out:
             runs.append(cluster.start_in(n, argv, cwd=stoker.cwd, env=stoker.env, stdout=out, stderr=out))
     assert [run.wait(120) for run in runs] == [0] * len(flags), "".join((stoker.cwd / f"console{n}").read_text() for n in range(len(flags)))
@@ -186,9 +186,29 @@ def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, ne
     assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[1].address} and {one["GLOO_SOCKET_IFNAME"] for one in told} == {"eth0"}
 
 
+def test_machines_of_which_one_would_do_meet_all_the_same(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+    """Two that train alone, each believing to be the job, would write one checkpoint."""
+    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netcluster.hosts[0].address}:29514", "--rdzv-conf", "last_call_timeout=60"]
+    first, _ = by_hand(stoker, netcluster, stoker.script("ddp.py", DDP), [where, where], "1:2")
+    assert losses((first / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
+    assert "machine 1 of 2: ranks 1 to 1 of 2" in (stoker.cwd / "console1").read_text()
+
+
+def test_a_python_below_the_home_of_a_host_is_its_venvs(stoker: Stoker, netcluster: NetCluster) -> None:
+    venv = netcluster.hosts[1].home / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (netcluster.hosts[1].home / "work").mkdir()
+    script = stoker.script("where.py", "import sys; print('prefix', sys.prefix, sys.argv[1:])")
+    hosts = netcluster.file((1, 1), per_host=[{}, {"python": "~/venv/bin/python", "workdir": "~/work"}])
+    done = stoker("run", "--no-preflight", "--sync", "--hosts", str(hosts), script, "~/stays")
+    assert done.code == 0 and f"prefix {venv} ['~/stays']" in done.out, done.out + done.err
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (["--nnodes", "2:1", "--rdzv-endpoint", "10.0.0.1:29400"], "--nnodes 2:1: give a number of machines, or MIN:MAX"),
+        (["--nnodes", "1:2", "--rdzv-endpoint", "10.0.0.1:29400", "--rdzv-conf", "last_call_timeout=soon"], "give seconds"),
         (["--nnodes", "2"], "--nnodes 2: say where the machines meet"),
         (["--nnodes", "2", "--master-addr", "10.0.0.1"], "say which machine this is with --node-rank 0 to 1"),
         (["--nnodes", "2", "--node-rank", "2", "--master-addr", "10.0.0.1"], "--node-rank 2: 2 machines have the numbers 0 to 1"),

@@ -215,12 +215,13 @@ def test_a_copy_that_breaks_for_any_reason_is_no_copy(monkeypatch: pytest.Monkey
 # ---- machines started by hand ----
 
 
-def met(port: int, count: int) -> tuple[threading.Thread, list[Any]]:
+def met(port: int, count: int, most: int = 0, last_call: float = 0.0) -> tuple[threading.Thread, list[Any]]:
     found: list[Any] = []
+    told = Meeting(count, None, "127.0.0.1", port, "job", most, last_call)
 
     def meet() -> None:
         try:
-            found.append(rendezvous.meet(Meeting(count, None, "127.0.0.1", port, "job"), 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
+            found.append(rendezvous.meet(told, 1, lambda: 29999, lambda: time.sleep(0.01), lambda line: None))
         except Exception as problem:
             found.append(problem)
 
@@ -267,6 +268,20 @@ def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> 
     thread.join(20)
     assert found == [Nodes(3, 0, 0, 3, "127.0.0.1", 29999)]
     assert [json.loads(guest.makefile().readline())["rank"] for guest in guests] == [1, 2]
+
+
+@pytest.mark.parametrize(("guests", "most", "last_call", "nodes"), [(0, 3, 0.5, 1), (1, 3, 2.0, 2), (2, 3, 60.0, 3)])
+def test_more_machines_than_are_needed_may_come_until_the_last_call_is_over(guests: int, most: int, last_call: float, nodes: int) -> None:
+    port = free_port()
+    thread, found = met(port, 1, most, last_call)
+    ways = [knock(port) for _ in range(guests)]
+    for way in ways:
+        way.sendall(json.dumps({"job": "job", "count": 1, "ranks": 2}).encode() + b"\n")
+    thread.join(20)
+    assert found == [Nodes(nodes, 0, 0, 1 + 2 * guests, "127.0.0.1", 29999)]
+    assert [json.loads(way.makefile().readline()) for way in ways] == [
+        {"rank": n + 1, "first": 1 + 2 * n, "world": 1 + 2 * guests, "port": 29999, "nodes": nodes} for n in range(guests)
+    ]
 
 
 def test_a_signal_while_a_restart_waits_for_the_other_machine_has_a_verdict(stoker: Stoker) -> None:

@@ -134,7 +134,8 @@ def _become(
             os.chdir(os.path.expanduser(spec["cwd"]))
         if spec.get("cpus"):
             os.sched_setaffinity(0, spec["cpus"])
-        os.execvpe(os.path.expanduser(spec["argv"][0]), spec["argv"], env)
+        program = os.path.expanduser(spec["argv"][0])  # as its own name, too: Python finds its venv by that
+        os.execvpe(program, [program, *spec["argv"][1:]], env)
     except BaseException as problem:
         os.write(failed, f"{spec['argv'][0]}: {problem}".encode()[:4000])
     os._exit(127)

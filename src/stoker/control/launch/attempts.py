@@ -18,7 +18,7 @@ from stoker.control.launch.hearing import Hearing
 from stoker.control.launch.muster import Interrupted, Muster
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan, common_environment
-from stoker.control.launch.request import Request
+from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.unusable import Unusable
 from stoker.control.record.writer import RunRecord
@@ -52,10 +52,10 @@ class Attempts:
 
     def reserve(self, plan: RunPlan) -> RunPlan:
         """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan gets its numbers here."""
-        if self.options.nnodes.partition(":")[0] != "1":
-            from stoker.control.launch import by_hand
+        if by_hand(self.options):
+            from stoker.control.launch.by_hand import join
 
-            plan, self._endpoint, self._interface = by_hand.join(self._muster, self.request, plan, self._say)
+            plan, self._endpoint, self._interface = join(self._muster, self.request, plan, self._say)
             self._output.replan(plan)
         else:
             self._endpoint = self._muster.reserve(self._several.master if self._several else self.options.master_addr or "127.0.0.1")

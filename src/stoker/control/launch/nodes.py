@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request
+from stoker.control.launch.request import Request, by_hand
 
 DEFAULT_PORT = 29500  # torchrun's
+LAST_CALL_S = 30.0  # torchrun's, too
 
 
 @shape
@@ -31,25 +32,24 @@ class Nodes:
 class Meeting:
     """What the flags say."""
 
-    count: int
+    count: int  # at least so many
     rank: int | None  # None: to be found out where they meet
     address: str
     port: int  # 0: any, found out where they meet
     name: str  # --rdzv-id: who meets there belongs to the same job
+    most: int = 0  # as many as that may come; 0: `count`
+    last_call: float = 0.0  # seconds to wait for more than `count`
 
 
 def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
     """None: one machine, or machines that --hosts names."""
     options = request.options
-    low, colon, _ = options.nnodes.partition(":")
-    if not (low.isdigit() and low.isascii()) or int(low) < 1:
-        raise Refusal(f"--nnodes {options.nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
-    count = int(low)
+    count, most = span_of(options.nnodes)
     if options.hosts is not None:
         if count > 1 or "node_rank" in request.given:
             raise Refusal("--hosts says which machines: leave --nnodes and --node-rank out", EX_USAGE, cause="launch.nodes")
         return None
-    if count == 1:
+    if not by_hand(options):
         if options.node_rank != 0:
             raise Refusal(f"--node-rank {options.node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes")
         return None
@@ -66,11 +66,33 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
         raise Refusal(
             f"--nnodes {options.nnodes} with --master-addr: say which machine this is with --node-rank 0 to {count - 1}", EX_USAGE, cause="launch.nodes"
         )
+    if most > count and numbered:
+        raise Refusal(f"--nnodes {options.nnodes} with --node-rank: give one number", EX_USAGE, cause="launch.nodes")
     if not 0 <= options.node_rank < count:
         raise Refusal(f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}", EX_USAGE, cause="launch.nodes")
-    if colon and numbered:
-        raise Refusal(f"--nnodes {options.nnodes} with --node-rank: give one number", EX_USAGE, cause="launch.nodes")
-    return Meeting(count, options.node_rank if numbered else None, address, port or DEFAULT_PORT, options.rdzv_id or "")
+    return Meeting(count, options.node_rank if numbered else None, address, port or DEFAULT_PORT, options.rdzv_id or "", most, _last_call(options.rdzv_conf))
+
+
+def span_of(nnodes: str) -> tuple[int, int]:
+    """Of --nnodes: at least, at most."""
+    low, colon, high = nnodes.partition(":")
+    words = [low, high] if colon else [low]
+    numbers = [int(word) for word in words if word.isdigit() and word.isascii()]
+    if len(numbers) != len(words) or numbers[0] < 1 or numbers[-1] < numbers[0]:
+        raise Refusal(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
+    return numbers[0], numbers[-1]
+
+
+def _last_call(told: str | None) -> float:
+    """Of --rdzv-conf, torchrun's key for it."""
+    for word in (told or "").split(","):
+        key, _, value = word.partition("=")
+        if key.strip() in ("last_call_timeout", "last_call"):
+            try:
+                return max(float(value), 0.0)
+            except ValueError as problem:
+                raise Refusal(f"--rdzv-conf {word}: give seconds", EX_USAGE) from problem
+    return LAST_CALL_S
 
 
 def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:

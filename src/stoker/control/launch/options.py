@@ -94,14 +94,18 @@ class RunOptions:
     master_port: int | None = option("port of rank 0's store (default: a free one)", default=None, metavar="PORT", group=_TORCHRUN)
     master_addr: str | None = option("address of rank 0's machine, with --nnodes started by hand on each", default=None, metavar="ADDR", group=_TORCHRUN)
     standalone: bool = option("one machine and a free port: always so here", default=False, group=_TORCHRUN)
-    nnodes: str = option("number of machines, where `stoker run` is started by hand on each of them", default="1", metavar="N", group=_TORCHRUN)
+    nnodes: str = option(
+        "number of machines, where `stoker run` is started by hand on each of them; MIN:MAX with --rdzv-endpoint", default="1", metavar="N", group=_TORCHRUN
+    )
     node_rank: int = option("number of this machine, from 0", default=0, group=_TORCHRUN)
     rdzv_backend: str | None = option(
         "static: --node-rank says who is who; c10d: the machines meet at --rdzv-endpoint and are numbered there", default=None, group=_TORCHRUN
     )
     rdzv_endpoint: str | None = option("HOST:PORT where the machines meet, on one of them", default=None, group=_TORCHRUN)
     rdzv_id: str | None = option("becomes TORCHELASTIC_RUN_ID", default=None, group=_TORCHRUN)
-    rdzv_conf: str | None = option("not needed", default=None, group=_TORCHRUN)
+    rdzv_conf: str | None = option(
+        "last_call_timeout=SECONDS: how long --nnodes MIN:MAX waits for more than MIN (default: 30); no other key is needed", default=None, group=_TORCHRUN
+    )
     role: str = option("becomes ROLE_NAME", default="default", group=_TORCHRUN)
     shutdown_timeout: float | None = option("the same as --grace", default=None, metavar="SECONDS", group=_TORCHRUN)
     virtual_local_rank: bool = option("the same as --isolate", default=False, group=_TORCHRUN)

@@ -32,7 +32,7 @@ def meet(told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callabl
             own.listen(1024)
         except OSError:
             return _ask(told, ranks, where, family, deadline, rest, say)
-        say(f"stoker: waiting at {told.address}:{told.port} for {told.count - 1} more machine(s)")
+        say(f"stoker: waiting at {told.address}:{told.port} for {_more(told)}")
         return _receive(told, ranks, own, deadline, store_port, rest)
 
 
@@ -43,13 +43,27 @@ def _resolve(told: Meeting) -> Any:
         raise Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {problem.strerror}", EX_UNAVAILABLE, cause="launch.nodes") from problem
 
 
+def _more(told: Meeting) -> str:
+    if told.most <= told.count:
+        return f"{told.count - 1} more machine(s)"
+    at_least = f"{told.count - 1} to " if told.count > 1 else "up to "
+    return f"{at_least}{told.most - 1} more machine(s), {span(told.last_call)} after the last that is needed"
+
+
 def _receive(told: Meeting, ranks: int, own: socket.socket, deadline: float, store_port: Callable[[], int], rest: Callable[[], None]) -> Nodes:
     own.settimeout(0.2)
     guests: list[tuple[socket.socket, int]] = []
+    last_call = 0.0  # when it ends; 0: there are not enough yet
     try:
-        while len(guests := [guest for guest in guests if _stays(guest[0])]) < told.count - 1:
+        while len(guests := [guest for guest in guests if _stays(guest[0])]) < max(told.most, told.count) - 1:
             rest()
-            if time.monotonic() > deadline:
+            if len(guests) < told.count - 1:
+                last_call = 0.0
+            elif not last_call:
+                last_call = time.monotonic() + told.last_call
+            elif time.monotonic() > last_call:
+                break
+            if not last_call and time.monotonic() > deadline:
                 line = f"{len(guests) + 1} of {told.count} machines came to {told.address}:{told.port} within {span(PATIENCE_S)}"
                 raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
             try:
@@ -63,11 +77,11 @@ def _receive(told: Meeting, ranks: int, own: socket.socket, deadline: float, sto
                 continue
             guests.append((guest, hello["ranks"]))
         world = ranks + sum(count for _, count in guests)
-        port, first = store_port(), ranks
+        port, first, nodes = store_port(), ranks, 1 + len(guests)
         for number, (guest, count) in enumerate(guests, 1):
-            _send(guest, {"rank": number, "first": first, "world": world, "port": port})
+            _send(guest, {"rank": number, "first": first, "world": world, "port": port, "nodes": nodes})
             first += count
-        return Nodes(told.count, 0, 0, world, told.address, port)
+        return Nodes(nodes, 0, 0, world, told.address, port)
     finally:
         for guest, _ in guests:
             guest.close()
@@ -88,7 +102,7 @@ def _ask(told: Meeting, ranks: int, where: Any, family: int, deadline: float, re
         if "refused" in answer:
             raise Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {answer['refused']}", EX_UNAVAILABLE, cause="launch.nodes")
         if answer:
-            return Nodes(told.count, answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
+            return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
         if not said:
             said = True
             say(f"stoker: nobody answers at {told.address}:{told.port} yet ({problem or 'closed'}); trying for up to {span(PATIENCE_S)}")

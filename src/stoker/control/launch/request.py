@@ -29,13 +29,22 @@ class Request:
     identity: tuple[str, ...] | None = None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
 
 
+def by_hand(options: RunOptions) -> bool:
+    """Other machines are started by hand beside this one."""
+    low, _, high = options.nnodes.partition(":")
+    return options.hosts is None and (low != "1" or (high not in ("", "1") and bool(options.rdzv_endpoint) and not options.standalone))
+
+
 def notices(request: Request) -> list[str]:
-    low, colon, _ = request.options.nnodes.partition(":")
-    useless = _NO_EFFECT if low != "1" else {**_NO_EFFECT, **_ALONE}
+    colon = ":" in request.options.nnodes
+    several = by_hand(request.options)
+    useless = dict(_NO_EFFECT) if several else {**_NO_EFFECT, **_ALONE}
+    if several and colon:
+        del useless["rdzv_conf"]
     found = [f"--{name.replace('_', '-')} has no effect here: {why}" for name, why in useless.items() if name in request.given]
-    if colon and low != "1":
-        found.append(f"--nnodes {request.options.nnodes}: it runs with {low}, the first that meet")
-    elif colon:
+    if several and request.options.rdzv_backend not in (None, "c10d", "static"):
+        found.append(f"--rdzv-backend {request.options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
+    if colon and not several:
         found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
     if request.options.numa_binding not in (None, "node"):
         found.append(f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA node")

@@ -1,8 +1,8 @@
 """The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch, and times its work.
 
 Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the count of all, is the
-gradient of one process. One small all-reduce a step carries the counts and everybody's seconds; it is launched before the first bucket and
-nobody waits for it.
+gradient of one process. One small all-reduce a step carries the counts, everybody's seconds and how far everybody's loader is ahead; it is
+launched before the first bucket and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from stoker.training.balance.plan import Plan
 from stoker.training.balance.rule import Rule
 from stoker.training.balance.sampler import Given, Sampler
 
+MARGIN = 3  # steps a loader may have run ahead since that was told
 LAG = 2  # steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them
 
 
@@ -40,16 +41,16 @@ def attach(model: nn.Module, loader: Any, *, rows: bool = True, say: Callable[[s
         return model
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         raise TypeError(f"balance.attach needs a DistributedDataParallel, not a {type(model).__name__}")
-    workers = getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 1)
-    exchange = _Exchange(sampler, next(model.parameters()).device, workers + 2, rows, say)
+    exchange = _Exchange(sampler, next(model.parameters()).device, rows, say)
     model.register_forward_pre_hook(exchange.begin)
     model.register_comm_hook(None, exchange.hook)
     return model
 
 
 class _Exchange:
-    def __init__(self, sampler: Sampler, device: torch.device, ahead: int, rows: bool, say: Callable[[str], None]) -> None:
-        self._sampler, self._device, self._ahead, self._rows, self._say = sampler, device, ahead, rows, say
+    def __init__(self, sampler: Sampler, device: torch.device, rows: bool, say: Callable[[str], None]) -> None:
+        self._sampler, self._device, self._rows, self._say = sampler, device, rows, say
+        self._ahead = 0  # how many steps loaders have been seen to cut batches ahead, on any rank
         self._rule = Rule(sampler.batch, sampler.most)
         self._begin: Any = None
         self._given = Given(-1, ())  # the batch whose gradients are being exchanged
@@ -94,12 +95,13 @@ class _Exchange:
         self._given, count = sampler.take()
         # No larger than 1 for samples, so that half-precision gradients stay in their range.
         self._weight = (count.double() if isinstance(count, Tensor) else count) / sum(self._given.shares)
-        seconds = [0.0] * sampler.world
+        seconds, ahead = [0.0] * sampler.world, [0.0] * sampler.world
+        ahead[sampler.rank] = sampler.plans.last_cut - self._given.step
         measured: Given | None = None
         if len(self._times) == LAG:
             measured, begin, end = self._times[0]
             seconds[sampler.rank] = self._between(begin, end)
-        small = torch.tensor([0.0, *seconds], dtype=torch.float64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+        small = torch.tensor([0.0, *seconds, *ahead], dtype=torch.float64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
         small[0] = self._weight
         self._hear()
         if self._carried is not None:
@@ -117,12 +119,14 @@ class _Exchange:
         if event is not None:
             event.synchronize()
         sampler = self._sampler
+        _, *told = numbers.tolist()
+        self._ahead = max(self._ahead, *map(int, told[sampler.world :]))
         if sum(measured.shares) != sampler.batch:
             return
-        found = self._rule.hear(measured.shares, numbers.tolist()[1:])
+        found = self._rule.hear(measured.shares, told[: sampler.world])
         if found is None:
             return
-        plan = Plan(self._given.step + self._ahead, found.shares)
+        plan = Plan(self._given.step + self._ahead + MARGIN, found.shares)
         sampler.plans.add(plan)
         if sampler.rank == 0:
             speeds = ", ".join(f"{1 / one:.1f}" for one in found.seconds)

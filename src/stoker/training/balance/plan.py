@@ -66,6 +66,11 @@ class Plans:
             self._cut = max(self._cut, step)
             return self._at(step)
 
+    @property
+    def last_cut(self) -> int:
+        with self._lock:
+            return self._cut
+
     def at(self, step: int) -> Plan:
         with self._lock:
             return self._at(step)

@@ -39,6 +39,7 @@ class Sampler:
         self.epoch = 0
         self.done = 0  # steps whose gradients were exchanged
         self._first = 0
+        self._begun = False  # an epoch that was not read to its end
         self._given: deque[Given] = deque()
         self._count: int | Tensor | None = None
         left = self._samples % batch
@@ -55,10 +56,15 @@ class Sampler:
         return self._steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Epochs count themselves; this is for a loop that begins elsewhere."""
-        self.epoch, self._first = epoch, 0
+        """Epochs count themselves; this is for a loop that begins elsewhere. The epoch a checkpoint stands in goes on where that left it."""
+        if epoch != self.epoch:
+            self._first = 0
+        self.epoch, self._begun = epoch, False
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self._begun:
+            self.epoch += 1
+        self._begun = True
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self.epoch)
         order = torch.randperm(self._samples, generator=generator).tolist() if self._shuffle else list(range(self._samples))
         self._given.clear()  # of an epoch that was left early
@@ -70,7 +76,7 @@ class Sampler:
             begin = sum(shares[: self.rank])
             self._given.append(Given(step, shares))
             yield part[begin : begin + shares[self.rank]]
-        self.epoch += 1
+        self.epoch, self._begun = self.epoch + 1, False
 
     def count(self, learned: int | Tensor) -> None:
         """Before backward, where the loss is a mean over something else than samples: how many this rank's batch has (label tokens, say)."""
@@ -89,9 +95,15 @@ class Sampler:
 
     def state_dict(self) -> dict[str, Any]:
         """For the user's own checkpoint: with it a run goes on at the next batch, with the plan in force."""
-        return {"step": self.done, "balance": self.plans.told(self.done)}
+        return {"step": self.done, "steps": self._steps, "samples": self._samples, "balance": self.plans.told(self.done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.done = int(state["step"])
-        self.epoch, self._first = divmod(self.done, self._steps)
+        told = state["balance"]["batch"], state.get("samples", self._samples)
+        if told != (self.batch, self._samples):
+            words = f"a batch of {told[0]} from {told[1]} samples, and this is {self.batch} from {self._samples}"
+            raise ValueError(f"balance.Sampler: this state is of {words}: its step {state['step']} is another place here; begin with set_epoch instead")
+        self.epoch, self._first = divmod(int(state["step"]), int(state.get("steps", self._steps)))
+        if self._first >= self._steps:  # other ranks: the epoch's last, smaller batch is left out here
+            self.epoch, self._first = self.epoch + 1, 0
+        self.done, self._begun = self.epoch * self._steps + self._first, False
         self.plans.go_on(state["balance"])

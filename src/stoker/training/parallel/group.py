@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -104,6 +105,8 @@ class Group:
             if self.world > 1:
                 self._await_first()  # it may be writing the model
                 dist.barrier()  # torch 2.13's gloo aborts when a rank leaves while another still talks to it
+            if "gloo" in dist.get_backend():  # its destructor can wait for a thread that waits for the GIL (docs/log.md): the process's end will do
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
 
 
