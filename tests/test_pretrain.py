@@ -450,6 +450,32 @@ def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) ->
     assert events.stat().st_size > 500
 
 
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20-3e", 148.0),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA RTX A3000", None),
+        ("NVIDIA RTX A4000", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 3080 with Max-Q Design", None),
+        ("NVIDIA GeForce RTX 3080 Ti", None),
+        ("NVIDIA A100-SXM4-40GB MIG 3g.20gb", None),
+        ("Quadro P400", None),
+    ],
+)
+def test_a_cards_peak_is_its_own_or_unknown(name: str, teraflops: float | None) -> None:
+    from stoker.training.loop.speed import peak_of
+
+    assert peak_of(name) == (None if teraflops is None else teraflops * 1e12)
+
+
 # ---- what can't be trained ----
 
 

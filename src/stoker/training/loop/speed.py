@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 
 import torch
 
-# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it. The longest name that fits counts.
+# Dense bf16 with fp32 accumulation, TFLOP/s, as the vendor's sheets have it.
 PEAKS = {
     "B200": 2250.0, "GB200": 2500.0, "B300": 2250.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "H800": 989.0,
     "H20": 148.0, "A100": 312.0, "A800": 312.0, "A30": 165.0, "A40": 149.7, "A10G": 70.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0,
@@ -16,12 +17,28 @@ PEAKS = {
 }  # fmt: skip
 
 
-def peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
+_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}  # beside a known name these make another card, or a part of one
+
+
+def peak_of(name: str) -> float | None:
+    """FLOP/s of the card that calls itself so; the longest known name whose words stand in it counts. None: nobody knows."""
+    words = _words(name)
+    if _OTHER_CARD & set(words):
         return None
-    name = torch.cuda.get_device_name(device)
-    fits = [known for known in PEAKS if known in name]
+    fits = [known for known in PEAKS if _within(_words(known), words)]
     return PEAKS[max(fits, key=len)] * 1e12 if fits else None
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", name.lower())
+
+
+def _within(few: list[str], many: list[str]) -> bool:
+    return any(many[place : place + len(few)] == few for place in range(len(many)))
+
+
+def peak_flops(device: torch.device) -> float | None:
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 class Speed:
