@@ -313,6 +313,8 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
     assert "9 of 69 rows can't be used" in line and all(f"line {number}:" in line for number in (61, 62, 63)) and "line 64" not in line
     text = place.rows("text.jsonl", [{"text": "x"}] * 3000)
     assert "text.jsonl, line 1 has no 'messages'" in refusal(lambda: place.prepare(text, kind="chat"))
+    few = place.rows("few.jsonl", [{"text": "a text that is no conversation"}] * 9)
+    assert "few.jsonl, line 1 has no 'messages'; its keys: text" in refusal(lambda: place.prepare(few, kind="chat", tokenizer=TokenizerConfig(vocab_size=300)))
 
 
 def test_best_fit_fills_rows_and_never_overfills() -> None:

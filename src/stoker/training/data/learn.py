@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from stoker.contract.names import Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.quantities import span as time_span
 from stoker.training.data.build import Say, alone, whole
 from stoker.training.data.config import DataConfig
@@ -70,9 +70,11 @@ def spread(spans: Sequence[Span], limit: int) -> list[Span]:
 
 def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str]:
     left = limit
+    first_wrong = ""
     for span in spans:
+        wrong: list[str] = []
         if data.kind == "chat":
-            found = (content for messages in conversations(span, []) for _, content in messages)
+            found = (content for messages in conversations(span, wrong) for _, content in messages)
         else:
             found = (text for text, _ in texts(span, data.text_key))
         for text in found:
@@ -81,3 +83,6 @@ def _pieces(spans: Sequence[Span], data: DataConfig, limit: int) -> Iterator[str
                     return
                 left -= len(segment)
                 yield segment.decode()
+        first_wrong = first_wrong or next(iter(wrong), "")
+    if first_wrong and left == limit:
+        raise Refusal(first_wrong, EX_DATAERR)
