@@ -34,24 +34,27 @@ class Range:
         return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
 
 
-_ANY, _ONE, _TWO, _POSITIVE, _SHARE, _LESS_THAN_ALL = Range(0), Range(1), Range(2), Range(0, above=True), Range(0, 1), Range(0, 1, below=True)
+MANY = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
+_ANY, _POSITIVE, _SHARE, _LESS_THAN_ALL = Range(0), Range(0, above=True), Range(0, 1), Range(0, 1, below=True)
+_COUNT, _ONE, _TWO, _LARGE, _SEED = Range(0, MANY), Range(1, MANY), Range(2, MANY), Range(0, MANY * 10**6), Range(0, 2**63 - 1)
 RANGES: dict[str, Range] = {
-    **dict.fromkeys(("model.depth", "model.vocab_size", "data.max_samples", "data.num_workers", "data.seed", "train.seed", "batch.tokens", "batch.micro",
-                     "optim.warmup_steps", "optim.weight_decay", "optim.max_grad_norm", "train.max_steps", "train.epochs", "train.eval_every",
-                     "train.eval_tokens", "checkpoint.every_steps", "checkpoint.every", "needs.gpus", "needs.vram"), _ANY),
-    **dict.fromkeys(("model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ff", "tokenizer.train_megabytes", "batch.accumulation",
-                     "train.log_every", "train.profile_steps", "checkpoint.keep"), _ONE),
-    **dict.fromkeys(("model.rope_theta", "model.rope_factor", "model.rope_low", "model.rope_high", "model.rope_original", "model.norm_eps",
-                     "model.init_std", "optim.learning_rate", "optim.muon_learning_rate", "optim.eps", "parallel.timeout"), _POSITIVE),
-    **dict.fromkeys(("optim.min_ratio", "optim.cooldown"), _SHARE),
+    **dict.fromkeys(("model.depth", "model.head_dim", "model.vocab_size", "data.num_workers", "batch.micro", "optim.warmup_steps", "train.max_steps",
+                     "train.epochs", "train.eval_every", "checkpoint.every_steps", "generate.top_k", "grpo.breaker_steps", "evaluate.most", "evaluate.draws",
+                     "evaluate.shots", "needs.gpus"), _COUNT),
+    **dict.fromkeys(("model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ff", "model.rope_original", "tokenizer.train_megabytes",
+                     "batch.accumulation", "train.log_every", "train.profile_steps", "checkpoint.keep", "generate.new_tokens", "generate.rows",
+                     "density.neighbours", "density.clusters", "density.most", "grpo.prompts_per_step", "grpo.updates", "diversity.most",
+                     "diversity.clusters", "diversity.rounds"), _ONE),
+    **dict.fromkeys(("data.context_length", "grpo.group", "diversity.answers"), _TWO),
+    **dict.fromkeys(("data.max_samples", "batch.tokens", "train.eval_tokens"), _LARGE),
+    **dict.fromkeys(("data.seed", "train.seed"), _SEED),
+    **dict.fromkeys(("optim.weight_decay", "optim.max_grad_norm", "checkpoint.every", "needs.vram", "generate.temperature", "density.power",
+                     "grpo.reward_weight", "grpo.kl", "grpo.breaker_kl", "grpo.breaker_entropy"), _ANY),
+    **dict.fromkeys(("model.rope_theta", "model.rope_factor", "model.rope_low", "model.rope_high", "model.norm_eps", "model.init_std",
+                     "optim.learning_rate", "optim.muon_learning_rate", "optim.eps", "parallel.timeout", "grpo.clip_ratio"), _POSITIVE),
+    **dict.fromkeys(("optim.min_ratio", "optim.cooldown", "generate.top_p", "grpo.breaker_length"), _SHARE),
     **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),
-    **dict.fromkeys(("generate.temperature", "generate.top_k", "density.power", "grpo.reward_weight", "grpo.kl", "grpo.breaker_steps", "grpo.breaker_kl",
-                     "grpo.breaker_entropy", "evaluate.most", "evaluate.draws", "evaluate.shots"), _ANY),
-    **dict.fromkeys(("generate.new_tokens", "generate.rows", "density.neighbours", "density.clusters", "density.most", "grpo.prompts_per_step", "grpo.updates",
-                     "diversity.most", "diversity.clusters", "diversity.rounds"), _ONE),
-    **dict.fromkeys(("generate.top_p", "grpo.breaker_length"), _SHARE),
-    "grpo.clip_ratio": _POSITIVE, "grpo.group": _TWO, "diversity.answers": _TWO,
-    "data.context_length": _TWO, "tokenizer.vocab_size": Range(260), "model.head_dim": _ANY,
+    "tokenizer.vocab_size": Range(260, MANY),
 }  # fmt: skip
 
 
