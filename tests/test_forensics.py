@@ -604,6 +604,19 @@ def test_ranks_that_share_a_sharded_model_agree_on_whose_gradient_overflowed(sto
     assert halves == [[VOCAB // 2, DIM], [VOCAB // 2, DIM]]
 
 
+@pytest.mark.parametrize("told", [{"tied": True}, {"tied": False, "qk_norm": True}])
+def test_every_place_of_a_real_model_is_known_before_there_is_one(told: dict[str, bool]) -> None:
+    from stoker.training.forensics.injection import Injection, misplaced
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.reward.model import RewardModel
+
+    model = RewardModel(ModelConfig(layers=2, dim=8, heads=2, kv_heads=2, head_dim=4, ff=8, vocab_size=16, **told), 8)
+    for name, module in model.named_modules():
+        assert not name or isinstance(module, nn.ModuleList) or misplaced(Injection(name, 0), 2) == ""
+    for name, _ in model.named_parameters():
+        assert misplaced(Injection(name, 0, gradient=True), 2) == ""
+
+
 def test_stoker_nan_and_a_drill_are_read_without_torch() -> None:
     code = "import sys; import stoker.cli.nan, stoker.training.forensics.inject as i; i.parse('a@1'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

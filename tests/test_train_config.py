@@ -337,6 +337,11 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
         (["--compile", "fused", "--fp8", "tensorwise"], "compute.compile fused and compute.fp8 tensorwise exclude each other"),
         (["--log-to", "tensorboard,wandbb"], "'wandbb' is not one of"),
         (["--inject", "layers.1"], "WHERE@STEP"),
+        (["--inject", "NaN:layers.1@1"], "WHERE@STEP"),
+        (["--inject", "layers.1.attention@500"], "nan.inject layers.1.attention@500: there is no step 500: the run's are 0 to 499"),
+        (["--inject", "layers.4.mlp@1"], "there is no layer 4: the model's are 0 to 3"),
+        (["--inject", "layers.1.mpl@1"], "the model has no module layers.1.mpl; did you mean layers.1.mlp?"),
+        (["--inject", "grad:layers.1.attention@1"], "the model has no parameter layers.1.attention"),
         (["--validation", "1.5"], "data.validation 1.5"),
         (["--tokenizer.vocab_size", "100"], "tokenizer.vocab_size 100 is out of range: from 260 to 1e+09"),
         (["--train.seed", "1e20"], "--train.seed: train.seed 100000000000000000000 is out of range: from 0 to 9.22337e+18"),
@@ -421,6 +426,29 @@ def test_what_only_the_data_can_tell() -> None:
 
 
 @pytest.mark.parametrize(
+    ("argv", "packed", "says"),
+    [
+        (["--micro-batch", "1000000"], None, "--micro-batch: a step of 1,000,000 samples or more is 3,584 epochs of the data's 279"),
+        (["--micro-batch", "27900"], None, ""),
+        (["--accumulation", "14000"], None, "--accumulation: a step of 28,000 samples"),
+        (["--batch.tokens", "7168000"], None, "--batch.tokens: a step of 28,000 samples"),
+        (["--micro-batch", "500"], 4, "is 125 epochs of the data's 4"),
+        (["--micro-batch", "101", "--max-samples", "1"], None, "is 101 epochs of the data's 1"),
+        (["--micro-batch", "64", "--max-samples", "1"], None, ""),
+        (["--max-samples", "1", "--preset", "production"], None, ""),
+    ],
+)
+def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(argv: list[str], packed: int | None, says: str) -> None:
+    found = resolve(["--preset", "debug", *argv] if "--preset" not in argv else argv, {}, True)
+    if not says:
+        return check_data(found.config, 279 * 256 + 1, 300, found.given, packed)
+    with pytest.raises(Refusal) as refusal:
+        check_data(found.config, 279 * 256 + 1, 300, found.given, packed)
+    assert says in refusal.value.line and refusal.value.code == 64
+    return None
+
+
+@pytest.mark.parametrize(
     ("gpus", "vram", "cards", "says"),
     [
         (4, 0, [80] * 3, "needs 4 GPUs, this machine has 3"),
@@ -496,6 +524,8 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
         (["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"], 64, "parallel.device is cpu and --gpu asks for GPUs"),
         (["pretrain", "--data", "text.txt", "--batch.tokens", "512", "--nproc-per-node", "3"], 64, "too few for 3 ranks; 768 is enough"),
         (["pretrain", "--data", "text.txt", "-m"], 64, "-m"),
+        (["pretrain", "--data", "text.txt", "--nan.inject", "layers.1.attention@1@7"], 64, "there is no rank 7: the run has one, 0"),
+        (["pretrain", "--data", "text.txt", "--nan.inject", "embed@1@2", "--nproc-per-node", "2"], 64, "there is no rank 2: the run's are 0 to 1"),
     ],
 )
 def test_what_cannot_be_trained_is_one_line_before_anything_starts(trainer: Stoker, words: list[str], code: int, says: str) -> None:

@@ -14,7 +14,7 @@ from stoker.contract.shape import replace
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
-from stoker.training.config.check import check, check_data, check_needs, check_ranks
+from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.lasting import lasting, with_tokenizer
@@ -132,9 +132,20 @@ def _look() -> Machine:
 
 def _gpus_wanted(options: RunOptions, machine: Machine) -> bool:
     """A driver that does not answer counts: `stoker run` says what is wrong with it."""
-    asked = options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or ""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    return bool(machine.gpus or machine.gpu_error) and not hidden and asked.strip().lower() != "cpu"
+    return bool(machine.gpus or machine.gpu_error) and not hidden and _ranks_asked(options) != "cpu"
+
+
+def _ranks_asked(options: RunOptions) -> str:
+    return (options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or "").strip().lower()
+
+
+def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
+    """None: other hosts have a say, or only `stoker run` knows."""
+    asked = _ranks_asked(options)
+    if options.hosts is not None or options.nnodes != "1" or "SLURM_JOB_ID" in os.environ or (asked and not asked.isdigit()):
+        return None
+    return int(asked) if asked else 1 if on_cpu(config, gpus) else len(machine.gpus) or None
 
 
 def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:
@@ -154,6 +165,9 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
             check_ranks(config, int(options.nproc_per_node), given)
     elif config.needs.gpus or config.needs.vram:
         _say("needs: not checked, the GPUs are those of other hosts")
+    most = _most_ranks(config, options, machine, gpus)
+    if most is not None:
+        check_drill(config, most, given)
     check_loggers(config.train.log_to)
     _check_inputs(stage, config)
 
@@ -183,7 +197,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
     if options.hosts is not None:
         _say("data is prepared on this host only: other hosts need the same cache folder: shared, or copied with --stage PATH")
     ready = prepare(config.data, config.tokenizer, _say)
-    check_data(config, ready.train_tokens, ready.vocab_size, resolved.given)
+    check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
         _check_weights(config.model.load, config.model.vocab_size, ready)
     from stoker.training.loop.resume import check_before_launch

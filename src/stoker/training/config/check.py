@@ -13,8 +13,10 @@ from stoker.contract.shape import shape
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config, NeedsConfig
+from stoker.training.forensics.injection import GRAMMAR, misplaced, parse
 
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
+MOST_EPOCHS_A_STEP = 100
 LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
@@ -79,6 +81,7 @@ def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: boo
         _shape(checking)
     _run_length_and_batch(checking)
     _words(checking)
+    _drill(checking)
     _combinations(checking, on_cpu)
 
 
@@ -114,10 +117,23 @@ def _words(checking: _Checking) -> None:
     unknown = [word for word in config.train.log_to.replace(" ", "").split(",") if word and word not in LOGS_TO]
     if unknown:
         checking.refuse(["train.log_to"], f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}")
-    if config.nan.inject and not re.fullmatch(r"[^@\s]+@\d+(@\d+)?", config.nan.inject):
-        checking.refuse(["nan.inject"], f"nan.inject {config.nan.inject!r} is not WHERE@STEP or WHERE@STEP@RANK")
     if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in _LESS_THAN_ALL:
         checking.refuse(["data.validation"], f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path")
+
+
+def _drill(checking: _Checking) -> None:
+    """A drill that would never come is no drill."""
+    text, train, model = checking.config.nan.inject, checking.config.train, checking.config.model
+    if text and not GRAMMAR.fullmatch(text.strip()):
+        checking.refuse(["nan.inject"], f"nan.inject {text!r} is not WHERE@STEP or WHERE@STEP@RANK")
+    told = parse(text)
+    if told is None:
+        return
+    if train.max_steps and told.step >= train.max_steps:
+        checking.refuse(("nan.inject", "train.max_steps"), f"nan.inject {text}: there is no step {told.step}: the run's are 0 to {train.max_steps - 1}")
+    problem = "" if model.load else misplaced(told, model.layers)
+    if problem:
+        checking.refuse(["nan.inject"], f"nan.inject {text}: {problem}")
 
 
 def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
@@ -168,8 +184,16 @@ def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None =
         )
 
 
-def check_data(config: Config, train_tokens: int, vocab_size: int, given: Mapping[str, Origin] | None = None) -> None:
-    """What only the prepared data can tell."""
+def check_drill(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:
+    """`ranks`: the most that may start."""
+    told = parse(config.nan.inject)
+    if told is not None and told.rank is not None and told.rank >= ranks:
+        there = f"the run's are 0 to {ranks - 1}" if ranks > 1 else "the run has one, 0"
+        _Checking(config, given or {}).refuse(["nan.inject"], f"nan.inject {config.nan.inject}: there is no rank {told.rank}: {there}")
+
+
+def check_data(config: Config, train_tokens: int, vocab_size: int, given: Mapping[str, Origin] | None = None, packed: int | None = None) -> None:
+    """What only the prepared data can tell. `packed`: samples of chats; of a stream, the context decides."""
     context, rows = config.data.context_length, config.model.vocab_size
     if train_tokens < context + 1:
         line = f"data.context_length {context} is longer than the data: {train_tokens} tokens to train on; give more data or a shorter context"
@@ -177,6 +201,18 @@ def check_data(config: Config, train_tokens: int, vocab_size: int, given: Mappin
     if rows and rows < vocab_size:
         line = f"model.vocab_size {rows} is too small for the tokenizer's {vocab_size} tokens: leave it out, or give that many"
         _Checking(config, given or {}).refuse(["model.vocab_size"], line)
+    _check_step(_Checking(config, given or {}), (train_tokens - 1) // context if packed is None else packed)
+
+
+def _check_step(checking: _Checking, samples: int) -> None:
+    """A batch that somebody asked for, and that passes over tiny data again and again within one step. A preset's may."""
+    batch, data = checking.config.batch, checking.config.data
+    samples = max(min(samples, data.max_samples or samples), 1)
+    a_step = batch.tokens // data.context_length or max(batch.micro, 1) * batch.accumulation
+    names = ("batch.tokens",) if batch.tokens else ("batch.micro", "batch.accumulation")
+    if a_step > MOST_EPOCHS_A_STEP * samples and any(name in checking.given for name in names):
+        line = f"a step of {a_step:,} samples or more is {a_step // samples:,} epochs of the data's {samples:,}: at most {MOST_EPOCHS_A_STEP} make sense"
+        checking.refuse(names, f"{line}; give a smaller batch")
 
 
 def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[str, Origin] | None = None) -> None:

@@ -1,39 +1,17 @@
-"""A drill: one NaN or Inf, put where and when it is asked for, so that anybody can see the report before it is needed. Reading it needs no torch."""
+"""A drill: one NaN or Inf, put where and when it is asked for, so that anybody can see the report before it is needed."""
 
 from __future__ import annotations
 
-import math
-import re
 from typing import TYPE_CHECKING, Any
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.training.forensics.injection import Injection, parse
 
 if TYPE_CHECKING:
     from torch import nn
 
-_GRAMMAR = re.compile(r"(?:(?P<kind>nan|inf|grad):)?(?P<where>[^@:\s]+)@(?P<step>\d+)(?:@(?P<rank>\d+))?")
-
-
-@shape
-class Injection:
-    where: str  # a module; of a gradient: a parameter
-    step: int
-    rank: int | None = None  # None: all of them
-    value: float = math.nan
-    gradient: bool = False
-
-
-def parse(text: str) -> Injection | None:
-    """nan.inject: `layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None where it is empty."""
-    if not text:
-        return None
-    found = _GRAMMAR.fullmatch(text.strip())
-    if found is None:
-        raise Refusal(f"nan.inject {text!r} is not WHERE@STEP[@RANK]; write layers.1.attention@5@0, inf:layers.1.mlp@5 or grad:head.weight@5", EX_CONFIG)
-    value = math.nan if found["kind"] in (None, "nan") else math.inf
-    return Injection(found["where"], int(found["step"]), int(found["rank"]) if found["rank"] else None, value, found["kind"] == "grad")
+__all__ = ["Drill", "parse"]
 
 
 class Drill:
