@@ -494,6 +494,21 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
     assert plan["argv"][1:5] == ["-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--tokenizer.path", "/nope"], 66, "tokenizer /nope is not there"),
+        (["--checkpoint.resume", "/nope"], 66, "checkpoint.resume /nope: there is no checkpoint"),
+        (["--data.validation", "nope.txt"], 66, "nope.txt is not there"),
+        (["--nproc-per-node", "0"], 64, "--nproc-per-node 0: give a whole number"),
+        (["--device_id", "3"], 69, "GPUs are asked for and this machine has none"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would_and_prints_no_config_before(trainer: Stoker, words: list[str], code: int, says: str) -> None:
+    done = trainer(*DRY, *words)
+    assert done.code == code and says in done.err and done.out == "", done.out + done.err
+
+
 def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., dict[str, str]]) -> None:
     assert "would start 4 ranks" in trainer(*DRY, env=box(4)).out and "preset production" in trainer(*DRY, env=box(4)).err
     trainer.script("one.json", '{"system": {"device": "cuda", "device_id": 2}, "run": {"name": "from-file", "max-restarts": 3}}')

@@ -89,13 +89,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         _say(line)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
-    if not options.dry_run:
-        if STAGES[stage].prepares:
-            _prepare(resolved, options)
-    elif not options.json:
-        from stoker.training.config.yamlform import as_yaml
-
-        print(as_yaml(resolved.config), end="", flush=True)
+    if STAGES[stage].prepares and not options.dry_run:
+        _prepare(resolved, options)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
@@ -105,7 +100,12 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     from stoker.cli.run import start
 
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    return start(Request(options, module(stage), tuple(flags(resolved.config, STAGES[stage].defaults)), given, tuple(flags(lasting(resolved.config)))))
+    code = start(Request(options, module(stage), tuple(flags(resolved.config, STAGES[stage].defaults)), given, tuple(flags(lasting(resolved.config)))))
+    if options.dry_run and not options.json and not code:
+        from stoker.training.config.yamlform import as_yaml
+
+        print(as_yaml(resolved.config), end="", flush=True)
+    return code
 
 
 def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str, Any]]:
@@ -177,11 +177,20 @@ def _check_inputs(stage: str, config: Config) -> None:
     if "data.path" in kind.inputs:
         if not config.data.path:
             raise Refusal("no data: name files, a folder or a hub id with --data", EX_USAGE)
-        from stoker.training.data.sources import check_there
+        from stoker.training.data.sources import check_there, share_of
+        from stoker.training.tokenizer.place import folder_here
 
         check_there(config.data.path)
+        if share_of(config.data.validation) is None:
+            check_there([config.data.validation])
+        if config.tokenizer.path:
+            folder_here(config.tokenizer.path)
     if "model.load" in kind.inputs and not config.model.load:
         raise Refusal(f"no model: stage {stage} begins with one; name its folder or hub id with --model.load", EX_USAGE)
+    if kind.prepares and config.checkpoint.resume not in ("auto", "never"):
+        from stoker.training.loop.resume import located
+
+        located(config.checkpoint.resume)
     for key, path in kind.files(values):
         if not path:
             raise Refusal(f"stage {stage} needs --{key}: {KEYS[key].spec.help}", EX_USAGE)
@@ -209,13 +218,13 @@ def _check_weights(load: str, rows: int, ready: Prepared) -> None:
     """Headers only; a hub's model is fetched here, so that ranks find it in the cache."""
     from stoker.training.model import hf_config, hf_files, hf_hub
     from stoker.training.model.rows import with_rows
-    from stoker.training.tokenizer import tokenizer
+    from stoker.training.tokenizer import place, tokenizer
 
     folder = hf_hub.folder_of(load, _say)
     shape = hf_config.shape_of(folder)
     wanted = with_rows(replace(shape, vocab_size=rows or shape.vocab_size), ready.vocab_size)
     hf_files.check(folder, wanted)
-    if os.path.exists(os.path.join(folder, tokenizer.FILES[0])):
+    if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
         if other:
             raise Refusal(f"the data's tokenizer is not that of {load}: {other}; --tokenizer.path {load} takes the model's own", EX_CONFIG)

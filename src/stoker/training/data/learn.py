@@ -17,7 +17,8 @@ from stoker.training.data.config import DataConfig
 from stoker.training.data.read import conversations, texts
 from stoker.training.data.units import Span
 from stoker.training.tokenizer.config import TokenizerConfig
-from stoker.training.tokenizer.tokenizer import FILES, Tokenizer, load, segments
+from stoker.training.tokenizer.place import FILES
+from stoker.training.tokenizer.tokenizer import Tokenizer, load, segments
 from stoker.training.tokenizer.train import VERSION, check_size, train
 
 

@@ -19,7 +19,7 @@ from stoker.training.data.digests import digest_files
 from stoker.training.data.learn import trained
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.read import conversations, texts
-from stoker.training.data.sources import Source, find_sources
+from stoker.training.data.sources import Source, find_sources, share_of
 from stoker.training.data.units import PACKING, Span, check_unchanged, jobs_of, split
 from stoker.training.data.work import Work
 from stoker.training.tokenizer import chat
@@ -68,7 +68,7 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
     if data.context_length < 1:
         raise Refusal(f"data.context_length is {data.context_length}: a sample has at least one token", EX_CONFIG)
     workers = data.num_workers or cores()
-    share = _share(data.validation)
+    share = share_of(data.validation)
     train = find_sources(data.path, data.cache, say)
     held = find_sources((data.validation,), data.cache, say, "data.validation") if share is None else ()
     found = digest_files([source.path for source in (*train, *held)], data.cache, workers, say)
@@ -90,17 +90,6 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
                 told = _make(folder, about, data, words, given, workers, say)
     _check(told, data, say)
     return from_manifest(folder, told, fresh)
-
-
-def _share(text: str) -> float | None:
-    """None: it is a path."""
-    try:
-        share = float(text or "0")
-    except ValueError:
-        return None
-    if not 0 <= share < 1:
-        raise Refusal(f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not a number", EX_CONFIG)
-    return share
 
 
 def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.training.data.hub import fetch
@@ -58,6 +58,17 @@ def check_there(paths: Sequence[str]) -> None:
     """The same refusals, without asking the hub: for a look before anything is done."""
     for path in paths:
         _files(path, "", lambda line: None, hub=lambda *_: "")
+
+
+def share_of(text: str) -> float | None:
+    """What `data.validation` holds out of the data; None: it is a path."""
+    try:
+        share = float(text or "0")
+    except ValueError:
+        return None
+    if not 0 <= share < 1:
+        raise Refusal(f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not a number", EX_CONFIG)
+    return share
 
 
 def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[..., str] = fetch) -> Iterable[str]:

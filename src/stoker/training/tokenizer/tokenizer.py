@@ -13,13 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, fast_encoder, plan_fast, slow_encoder, table_encoder
+from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 
-FILES = ("tokenizer.json", "tokenizer_config.json")
-BYTES = "bytes"
 SEGMENT = 1 << 16  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
@@ -129,12 +128,7 @@ def load(path: str) -> Tokenizer:
     """A folder with tokenizer.json, a hub id, or `bytes`."""
     if path == BYTES:
         return bytes_tokenizer()
-    if os.path.isdir(path) or os.path.isfile(path):
-        folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
-        return _read(folder, path)
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
-        raise Refusal(f"tokenizer {path} is not there: a folder with tokenizer.json, a hub id (owner/name), or `bytes`", EX_NOINPUT)
-    return _read(_fetch(path), path)
+    return _read(folder_here(path) or _fetch(path), path)
 
 
 def differs(known: Tokenizer, used: Tokenizer) -> str:
@@ -149,10 +143,7 @@ def differs(known: Tokenizer, used: Tokenizer) -> str:
 
 
 def _read(folder: str, where: str) -> Tokenizer:
-    path = os.path.join(folder, FILES[0])
-    if not os.path.exists(path):
-        raise Refusal(f"tokenizer {where}: there is no tokenizer.json in it; found {', '.join(sorted(os.listdir(folder))[:5]) or 'nothing'}", EX_NOINPUT)
-    with open(path, "rb") as file:
+    with open(os.path.join(folder, FILES[0]), "rb") as file:
         data = file.read()
     config: dict[str, Any] = {}
     beside = os.path.join(folder, FILES[1])
