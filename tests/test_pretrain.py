@@ -509,6 +509,8 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         (["--batch.tokens", "64", "--nproc-per-node", "3"], 64, "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough"),
         ([*kept, "--model.depth", "3"], 78, "is of another model: model.layers is 2 there and 3 here"),
         ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "300"], 78, "was trained with another tokenizer"),
+        ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "700"], 78, "was trained with another tokenizer"),  # and model.vocab_size is another, too
+        (["--checkpoint.folder", "short.txt"], 73, "checkpoint.folder short.txt is a file"),
         ([*kept, "--optimizer", "muon"], 78, "has the state of optim.kind adamw, not muon"),
         (["--checkpoint.resume", "nowhere"], 66, "checkpoint.resume nowhere: there is no checkpoint"),
         (["--nan.inject", "layers.1"], 64, "is not WHERE@STEP"),
@@ -519,3 +521,11 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         lines = [line for line in done.err.splitlines() if line.startswith("stoker: ")]
         assert done.code == code and len(lines) == 1 and says in lines[0] and lines[0] == done.err.splitlines()[-1], (words, done.code, done.err)
         assert not (stoker.cwd / "runs").exists(), words
+
+
+def test_max_steps_that_the_checkpoint_has_passed_is_said_before_a_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:
+    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [0]
+    for steps, says in ((1, "--max-steps 3 would make 1 more"), (2, "--max-steps 4 would make 2 more"), (3, "")):
+        done = stoker(*command("--max-steps", str(steps), "--checkpoint.resume", "kept", "--nproc-per-node", "0", data=text))
+        said = [line for line in done.err.splitlines() if line.startswith("train.max_steps")]
+        assert len(said) == bool(says) and says in "".join(said), done.err

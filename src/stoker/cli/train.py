@@ -209,9 +209,13 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
         _check_weights(config.model.load, config.model.vocab_size, ready)
-    from stoker.training.loop.resume import check_before_launch
+    from stoker.training.loop.resume import check_before_launch, nothing_left
 
-    check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
+    begins = check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)
+    if begins is not None and config.checkpoint.resume != "auto":  # auto: the same command again, whose run may be done
+        line = nothing_left(begins, config.train.max_steps)
+        if line:
+            _say(line)
 
 
 def _check_weights(load: str, rows: int, ready: Prepared) -> None:

@@ -59,13 +59,13 @@ def run_of(folder: str) -> str:
 
 def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded, optimizer: str) -> None:
     """One line per mismatch would be a list; the first is enough to know."""
+    if found.get("tokenizer_digest") not in (None, made.tokenizer_digest):  # before the shape: it decides on vocab_size
+        hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
+        raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     theirs, mine = found.get("model", {}), as_json(model)
     for key in _SHAPE:
         if key in theirs and theirs[key] != mine[key]:
             raise Refusal(f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here", EX_CONFIG)
-    if found.get("tokenizer_digest") not in (None, made.tokenizer_digest):
-        hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
-        raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     if found.get("optimizer") not in (None, optimizer):
         raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
 
@@ -82,30 +82,44 @@ def located(told: str) -> str:
     raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a step-N folder, a run directory, auto or never'}", EX_NOINPUT)
 
 
-def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> None:
-    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks."""
+def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> int | None:
+    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks.
+
+    Gives the step it goes on at, None where that is not known here.
+    """
     if told.folder:
         try:
             os.makedirs(told.folder, exist_ok=True)
+        except FileExistsError as problem:
+            raise Refusal(f"checkpoint.folder {told.folder} is a file: name a folder, or a place for a new one", EX_CANTCREAT) from problem
         except OSError as problem:
             raise Refusal(f"checkpoint.folder {told.folder} can't be made: {problem.strerror}", EX_CANTCREAT) from problem
     if told.resume == "never" or (told.resume == "auto" and (model.load or not told.folder)):
-        return
+        return None
     where = told.resume if told.resume == "auto" else located(told.resume)
     if where == "auto":
         steps = folders.steps_in(told.folder) if os.path.isdir(told.folder) else {}
         if not steps:
-            return
+            return None
         where = steps[max(steps)]
     try:
         with open(os.path.join(where, "manifest.json"), "rb") as file:
             found = manifest.decode(file.read())
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
-            return  # damaged: the ranks say so and take the one before
+            return None  # damaged: the ranks say so and take the one before
         raise Refusal(f"checkpoint.resume {where} is no checkpoint: {problem}", EX_NOINPUT) from problem
     if not model.load:  # else its shape is in a file that the ranks read
         check(found.meta, where, with_rows(model, made.vocab_size), made, optimizer)
+    step = found.meta.get("step")
+    return step if isinstance(step, int) else None
+
+
+def nothing_left(step: int, max_steps: int) -> str:
+    """A line for somebody who may have meant `max_steps` more steps; empty where steps are left."""
+    if not max_steps or step < max_steps:
+        return ""
+    return f"train.max_steps {max_steps} counts from the beginning, and the checkpoint is at step {step}: --max-steps {step + max_steps} would make {max_steps} more"
 
 
 def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
