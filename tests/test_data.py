@@ -30,6 +30,7 @@ from stoker.training.data.pack import best_fit
 from stoker.training.data.prepare import prepare
 from stoker.training.data.prepared import Prepared, open_prepared
 from stoker.training.data.reader import Samples
+from stoker.training.data.sources import FORMS
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load
 
@@ -212,6 +213,12 @@ def test_a_killed_worker_is_named_and_nothing_is_left(place: Place) -> None:
     assert list(cache.glob("datasets/*.tmp")) == [] and not list(cache.glob("datasets/*/manifest.json"))
 
 
+def dangling(place: Place) -> str:
+    folder = Path(place.file("dangling/fine.txt", "fine text " * 9)).parent
+    (folder / "gone.txt").symlink_to("nowhere.txt")
+    return str(folder)
+
+
 def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> None:
     good = {"text": "fine " * 20}
     cases: list[tuple[str, list[str]]] = [
@@ -227,6 +234,10 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (place.rows("chats.jsonl", [{"messages": []}]), ["data.kind=chat"]),
         (place.rows("null.jsonl", [good, {"text": None}]), ["null.jsonl, line 2", "null"]),
         (place.file("broken.jsonl", json.dumps(good) + "\n\n{'text': 1}\n"), ["broken.jsonl, line 3", "not JSON"]),
+        (place.file("cut.jsonl", (json.dumps(good) + "\n") * 5 + '{"text": "cut o'), ["cut.jsonl, line 6 is not JSON: Unterminated string", "column 10; it begins"]),
+        ("/dev/zero", ["/dev/zero is not a regular file"]),
+        (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
+        (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
         (place.file("array.json", '[{"text": "a"}]'), ["array.json", "JSON array", "jq"]),
         (place.file("number.jsonl", "12\n"), ["number.jsonl, line 1", "int"]),
         (place.file("bad.jsonl", b'{"text": "caf\xe9"}\n'), ["bad.jsonl is not UTF-8", "offset 13"]),
@@ -244,6 +255,21 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
     assert "260 at least" in refusal(lambda: place.prepare(place.rows("ok.jsonl", [good] * 9), tokenizer=TokenizerConfig(vocab_size=100)))
     assert "between 0 and 1" in refusal(lambda: place.prepare(str(place.folder / "ok.jsonl"), validation="3"))
     assert list((place.folder / "cache" / "datasets").glob("*.tmp")) == []
+
+
+def test_an_empty_file_among_others_is_left_out_and_named(place: Place) -> None:
+    place.file("many/full.txt", "some text " * 20)
+    place.file("many/none.txt", "")
+    for path in (place.folder / "many", place.folder / "many" / "*.txt"):
+        place.said.clear()
+        assert place.prepare(str(path)).train_documents == 1
+        assert place.said[0] == f"left out, being empty: {place.folder / 'many' / 'none.txt'}"
+
+
+def test_the_help_names_every_ending_that_a_folder_is_read_for(stoker: Stoker) -> None:
+    told = stoker("prepare", "--help", env={"COLUMNS": "300"}).out
+    for text in (told.partition("options:")[0], told.partition("--data.path")[2]):
+        assert " ".join(FORMS) in text
 
 
 def test_a_parquet_file_without_the_column_names_those_it_has(place: Place) -> None:

@@ -14,8 +14,10 @@ from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
+from stoker.training.data.sources import FORMS
 
-_HELP = """Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
+_HELP = f"""Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
+Of a folder, and of the folders in it, what ends in {" ".join(FORMS)} is read.
 The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called."""
 _EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1

@@ -8,8 +8,9 @@ from stoker.contract.shape import option, shape
 @shape
 class DataConfig:
     path: tuple[str, ...] = option(
-        "text, jsonl or parquet files, folders and globs of these, or a hub id; several: one after the other", default=(), metavar="PATH", many=True
-    )
+        "text, jsonl or parquet files, folders and globs of these, or a hub id; several: one after the other. Of a folder, what ends in "
+        ".txt .text .md .rst .tex .jsonl .ndjson .json .parquet is read", default=(), metavar="PATH", many=True,
+    )  # fmt: skip
     validation: str = option("what is held out: a share of the end of the data (0.01), a path like `data.path`, or 0 for nothing", default="0.01")
     context_length: int = option("tokens a sample has", default=1024)
     text_key: str = option("the field of a jsonl or parquet row that holds its text; rows with `messages` are chats", default="text")

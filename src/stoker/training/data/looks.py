@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 
@@ -43,6 +44,8 @@ def _is_text(head: bytes) -> bool:
 def check_head(path: str, text: bool) -> None:
     """Cheap, before any work: the file is there, is readable, holds something, and is no picture."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: a pipe without a writer would wait for one
+            raise Refusal(f"{path} is not a regular file", EX_DATAERR)
         with open(path, "rb") as file:
             head = file.read(HEAD)
             size = os.fstat(file.fileno()).st_size

@@ -93,7 +93,8 @@ def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
         as_text(path, line, place)
         raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
     except (ValueError, RecursionError) as problem:
-        raise Refusal(f"{at(where)} is not JSON: {problem}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR) from problem
+        why = f"{problem.msg}, column {problem.colno}" if isinstance(problem, json.JSONDecodeError) else problem
+        raise Refusal(f"{at(where)} is not JSON: {why}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR) from problem
     if not isinstance(found, dict):
         raise Refusal(f"{at(where)} is a JSON {type(found).__name__}, not an object with keys", EX_DATAERR)
     return found

@@ -74,19 +74,30 @@ def share_of(text: str) -> float | None:
 def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[..., str] = fetch) -> Iterable[str]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        return _inside(path)
+        return _filled(_inside(path), path, say)
     if os.path.exists(path):
         return [path]
     if any(sign in path for sign in "*?["):
         found = sorted(one for one in glob.glob(path, recursive=True) if os.path.isfile(one))
         if not found:
             raise Refusal(f"no file matches {path}", EX_NOINPUT)
-        return found
+        return _filled(found, path, say)
     above = os.path.dirname(path)
     if _HUB.fullmatch(path) and not os.path.isdir(above) and os.path.splitext(path)[1].lower() not in (*FORMS, *PACKED):
         return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
     raise Refusal(f"{path} is not there{suggest(os.path.basename(path), near)}", EX_NOINPUT)
+
+
+def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[str]:
+    """Among many an empty one is left out: a writer that had nothing to write left it."""
+    empty = {path: None for path in files if os.path.isfile(path) and not os.path.getsize(path)}
+    named = ", ".join(list(empty)[:3]) + (f" and {len(empty) - 3} more" if len(empty) > 3 else "")
+    if len(empty) == len(files):
+        raise Refusal(f"{where} holds nothing but empty files: {named}", EX_DATAERR)
+    if empty:
+        say(f"left out, being empty: {named}")
+    return [path for path in files if path not in empty]
 
 
 def _inside(folder: str) -> list[str]:
