@@ -190,6 +190,8 @@ def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
     assert config("--epochs", "2").train.max_steps == 0 and config("--epochs", "2", "--max-steps", "7").train.max_steps == 7
     assert config("--warmup-ratio", "0.5", environment={"STOKER_TRAIN_OPTIM_WARMUP_STEPS": "9"}).optim.warmup_steps == 0
     assert config("--grad-accum-nums", "4").batch.tokens == 0
+    assert resolve(["--epochs", "2", "--max-steps", "5"], {}, False).lines[1:] == ("train.epochs 2.0 has no effect: train.max_steps 5 counts",)
+    assert len(resolve(["--epochs", "2"], {"STOKER_TRAIN_TRAIN_MAX_STEPS": "5"}, False).lines) == 1
     kept = resolve(["--context-length", "300"], {}, False)  # small's 4096 tokens are no multiple
     assert kept.config.batch.tokens == 3900 and "batch.tokens 3900" in kept.lines[1]
 
@@ -343,6 +345,7 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
         (["--inject", "layers.1.mpl@1"], "the model has no module layers.1.mpl; did you mean layers.1.mlp?"),
         (["--inject", "grad:layers.1.attention@1"], "the model has no parameter layers.1.attention"),
         (["--validation", "1.5"], "data.validation 1.5"),
+        (["--validation", "50%"], "--validation: data.validation 50% is a percentage: write the share, 0.5"),
         (["--tokenizer.vocab_size", "100"], "tokenizer.vocab_size 100 is out of range: from 260 to 1e+09"),
         (["--train.seed", "1e20"], "--train.seed: train.seed 100000000000000000000 is out of range: from 0 to 9.22337e+18"),
         (["--max-steps", "1e23"], "is out of range: from 0 to 1e+09"),

@@ -16,6 +16,7 @@ from stoker.training.config.schema import Config, NeedsConfig
 from stoker.training.forensics.injection import GRAMMAR, misplaced, parse
 
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
+_PERCENT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*")
 MOST_EPOCHS_A_STEP = 100
 LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
 
@@ -117,6 +118,9 @@ def _words(checking: _Checking) -> None:
     unknown = [word for word in config.train.log_to.replace(" ", "").split(",") if word and word not in LOGS_TO]
     if unknown:
         checking.refuse(["train.log_to"], f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}")
+    percent = _PERCENT.fullmatch(config.data.validation)
+    if percent:
+        checking.refuse(["data.validation"], f"data.validation {config.data.validation} is a percentage: write the share, {float(percent[1]) / 100:g}")
     if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in _LESS_THAN_ALL:
         checking.refuse(["data.validation"], f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path")
 

@@ -49,6 +49,9 @@ def settle(layers: Layers, gpus_present: bool, defaults: Mapping[str, Any] | Non
     lines = [line]
     if "batch.tokens" not in given and values["batch.tokens"] not in (0, PRESETS[preset].get("batch.tokens")):
         lines.append(f"batch.tokens {values['batch.tokens']}: the preset's, as a multiple of data.context_length {values['data.context_length']}")
+    for left, right in DISPLACES.items():
+        if left in given and right in given and values[right]:
+            lines.append(f"{left} {KEYS[left].text(values[left])} has no effect: {right} {KEYS[right].text(values[right])} counts")
     run = dict(layers.run)
     gpu = layers.told(aliases.GPU)
     if gpu is not None and values["parallel.device"] != "cpu":
