@@ -24,6 +24,11 @@ def test_duration(text: str, seconds: float) -> None:
     assert quantities.duration(text.replace(" ", "")) == seconds
 
 
+@pytest.mark.parametrize(("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0.0 MB")])
+def test_amount(count: float, text: str) -> None:
+    assert quantities.amount(count) == text
+
+
 @pytest.mark.parametrize("text", ["", "GB", "20XB", "1iB", "ten"])
 def test_a_size_that_is_none(text: str) -> None:
     with pytest.raises(ValueError, match="size"):

@@ -31,6 +31,11 @@ def gb(count: float) -> str:
     return f"{count / 1e9:.1f} GB"
 
 
+def amount(count: float) -> str:
+    """Bytes for people, where they may be few: 3.2 GB, 15 MB, 0.4 MB."""
+    return gb(count) if count >= 1e9 else f"{count / 1e6:.{0 if count >= 1e7 else 1}f} MB"
+
+
 def span(seconds: float) -> str:
     """A duration for people: 0.3 s, 42 s, 5 min 3 s, 2 h 10 min."""
     if seconds < 10:

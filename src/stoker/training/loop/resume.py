@@ -119,7 +119,8 @@ def nothing_left(step: int, max_steps: int) -> str:
     """A line for somebody who may have meant `max_steps` more steps; empty where steps are left."""
     if not max_steps or step < max_steps:
         return ""
-    return f"train.max_steps {max_steps} counts from the beginning, and the checkpoint is at step {step}: --max-steps {step + max_steps} would make {max_steps} more"
+    more = f"--max-steps {step + max_steps} would make {max_steps} more"
+    return f"train.max_steps {max_steps} counts from the beginning, and the checkpoint is at step {step}: {more}"
 
 
 def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:

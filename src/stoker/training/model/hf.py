@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
@@ -54,7 +54,7 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
         parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
     rows = stored["model.embed_tokens.weight"].shape[0]
     padded = f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others" if rows < c.vocab_size else ""
-    say(f"weights from {folder}: {len(stored)} tensors, {gb(sum(one.size for one in stored.values()))}{padded}")
+    say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
 
 
 def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Tensor:
@@ -109,7 +109,7 @@ def save_from(
                 for name, whole in gathered:
                     export.put(name, whole)
                 export.finish(config, tokenizer_folder, more)
-            say(f"wrote {folder}: {gb(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
+            say(f"wrote {folder}: {amount(export.bytes)} of {DTYPES[dtype][1]} as {config['architectures'][0]}")
     except OSError as problem:
         raise Refusal(f"{folder}: the model can't be written: {problem.strerror or problem}", EX_CANTCREAT) from problem
     finally:
