@@ -150,3 +150,8 @@ def test_cause_before_consequence(ends: list[RankEnd], rank: int, cause: str) ->
 def test_no_evidence_is_said_to_be_unknown() -> None:
     verdict = judge(Evidence(2, (end(0, -15, 1.0, ours=True),)))
     assert verdict.cause == "unknown" and verdict.exit_code == 70 and not verdict.retryable
+
+
+def test_ranks_that_were_ended_after_their_steps_made_at_least_so_many() -> None:
+    verdict = judge(Evidence(1, (end(0, -15, 7.0, ours=True),), stopped_at=6.5, steps_reached=2))
+    assert verdict.exit_code == 0 and verdict.summary == "all 1 ranks made at least 2 steps; ended as asked for"

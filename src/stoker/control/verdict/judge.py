@@ -39,7 +39,7 @@ def judge(evidence: Evidence) -> Verdict:
         found = explain(guilty, evidence)
         return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     if evidence.steps_reached and guilty is None:
-        return Verdict("completed", "completed", f"all {evidence.world_size} ranks made {evidence.steps_reached} steps; ended as asked for", 0)
+        return Verdict("completed", "completed", f"all {evidence.world_size} ranks made at least {evidence.steps_reached} steps; ended as asked for", 0)
     told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)  # then 0 means "saved and left", not "done"
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
         return Verdict("completed", "completed", f"all {evidence.world_size} ranks ended with 0", 0)
