@@ -27,6 +27,7 @@ from stoker.cli import chat, export
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json
 from stoker.training.checkpoint.saver import Saver
+from stoker.training.generate.finding import find
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -156,6 +157,13 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(model: Path, tmp_pa
         rows = [{"name": name, "stage": stage, "run": f"stages/{run.name}"} for name, stage, run in
                 (("base", "pretrain", base), ("sft", "sft", sft), ("reward", "reward", reward))]  # fmt: skip
         (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
+    rows[1]["run"] = ""  # the chain was last run with other settings, and did not get there
+    (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
+    assert which(str(speedrun)) == which(str(speedrun), "--stage", "sft") == str(sft / "hf")
+    assert "stage sft has made no model with the settings" in said(capsys, str(speedrun), "--prompt", "x", "--max-tokens", "1", "--device", "cpu")[1]
+    with pytest.raises(Refusal, match="gives scores"):
+        chat.main([str(speedrun), "--stage", "reward"])
+    assert find(str(speedrun), "reward", str(root), print, checkpoints=True).folder == str(reward / "hf")
     assert which("--stage", "pretrain") == str(base / "hf")
     assert which("mine") == which(str(single)) == str(single / "hf")
     with pytest.raises(Refusal, match="reward model"):

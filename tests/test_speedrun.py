@@ -470,6 +470,24 @@ def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
     assert (speedrun.folder / "report.md").stat().st_mtime_ns > before, "made again whenever it is asked for"
 
 
+def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--set", "sft:train.max_steps=7") == 0
+    before = (speedrun.folder / "chain.json").read_bytes()
+    (speedrun.folder / "report.md").unlink()
+    capsys.readouterr()
+    assert speedrun("--only", "report") == 0
+    assert (speedrun.folder / "report.md").exists() and (speedrun.folder / "chain.json").read_bytes() == before
+    assert "was run with other settings" in capsys.readouterr().out
+    assert speedrun("--only", "report", "--price-per-hour", "2") == 0
+    assert {**json.loads(before), "price_per_hour": 2.0} == json.loads((speedrun.folder / "chain.json").read_bytes())
+
+
+def test_the_hint_after_a_failure_has_the_options_that_were_given(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    speedrun.order(sft={"fail": 3})
+    assert speedrun("--seed", "3", "--set", "sft:train.max_steps=7", "--until", "sft") == 3
+    assert "`stoker speedrun --seed 3 --set sft:train.max_steps=7 --only report`" in capsys.readouterr().out
+
+
 def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     data = speedrun.home / "data"
     data.mkdir()

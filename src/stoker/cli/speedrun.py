@@ -75,7 +75,7 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         _say(f"{name} is not passed on to the stages: give it with --set")
     lock = state.hold(course.folder)
     try:
-        return Drive(course, tools or Real(), os.environ, _say).run()
+        return Drive(course, tools or Real(), os.environ, _say, argv).run()
     finally:
         os.close(lock)
 

@@ -18,7 +18,7 @@ from stoker.speedrun.keys import keys_of
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, refuse_what_cannot_be
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, Stage, chain, selected
-from stoker.speedrun.state import Entry, entries
+from stoker.speedrun.state import Entry, entries, recorded_otherwise
 
 CACHE = "cache"
 CPU_RANKS = 4  # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not been timed
@@ -39,6 +39,7 @@ class Course:
     lines: tuple[str, ...]  # to be said
     prepare: Callable[[], None]  # writes what stages read and is not there yet
     nproc_per_node: str | None = None  # of each stage; None: `stoker run` decides
+    as_recorded: bool = False  # a report of the chain that chain.json tells of, whatever its settings were
 
     @property
     def finished(self) -> bool:
@@ -71,6 +72,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
         folder, preset, options, machine, stages, keys, selected(stages, options.begin, options.until, options.only),
         entries(folder, stages, keys), estimates(stages, pace, ranks), f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", (line, *data.lines), prepare,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
+        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
     )  # fmt: skip
 
 
@@ -103,8 +105,13 @@ def refuse_missing_inputs(course: Course, argv: Sequence[str]) -> None:
             continue
         for needed in stage.inputs:
             if needed not in chosen and not course.entries[needed].done:
-                command = shlex.join(["stoker", "speedrun", *_without_choice(argv), "--until", needed])
-                raise Refusal(f"stage {stage.name} needs what {needed} makes, and with these settings that is not there: `{command}` makes it", EX_NOINPUT)
+                line = f"stage {stage.name} needs what {needed} makes, and with these settings that is not there"
+                raise Refusal(f"{line}: `{command(argv, '--until', needed)}` makes it", EX_NOINPUT)
+
+
+def command(argv: Sequence[str], *choice: str) -> str:
+    """As it was typed, for other stages."""
+    return shlex.join(["stoker", "speedrun", *_without_choice(argv), *choice])
 
 
 def _without_choice(argv: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from stoker.control.record import reader
 from stoker.control.record.writer import write_json
 from stoker.speedrun import energy, saying, state
 from stoker.speedrun.child import Children
-from stoker.speedrun.course import Course
+from stoker.speedrun.course import Course, command
 from stoker.speedrun.estimate import left
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage, dependents
@@ -42,8 +42,9 @@ class Tools:
 
 
 class Drive:
-    def __init__(self, course: Course, tools: Tools, environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-        self.course, self.tools, self.say = course, tools, say
+    def __init__(self, course: Course, tools: Tools, environment: Mapping[str, str], say: Callable[[str], None], argv: Sequence[str] = ()) -> None:
+        """`argv`: as it was typed, for the commands that are said."""
+        self.course, self.tools, self.say, self._argv = course, tools, say, argv
         self.entries = dict(course.entries)
         self._environment = {name: text for name, text in environment.items() if not name.startswith(VARIABLES)}
         self._took: dict[str, float] = {}
@@ -51,6 +52,8 @@ class Drive:
 
     def run(self) -> int:
         course = self.course
+        if course.as_recorded:
+            return self._report_as_recorded()
         again = course.options.only == REPORT
         waiting = [stage for stage in course.stages if stage.name in course.selected and (again or not self.entries[stage.name].done)]
         self._took = {name: entry.seconds for name, entry in self.entries.items() if entry.done and entry.seconds}
@@ -129,7 +132,7 @@ class Drive:
             self.say(f"not run, because they need {stage.name}: {', '.join(one.name for one in unreached if one.name in hindered)}")
         if others:
             self.say(f"not reached, though they do not need it: {', '.join(others)} (--only STAGE runs one)")
-        self.say("the same command goes on from there; `stoker speedrun --only report` reports on what there is")
+        self.say(f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is")
         return code
 
     def _command(self, stage: Stage) -> list[str]:
@@ -162,6 +165,19 @@ class Drive:
 
     def _report_command(self) -> list[str]:
         return [*self.tools.report, self.course.folder]
+
+    def _report_as_recorded(self) -> int:
+        folder, options = self.course.folder, self.course.options
+        self.say(f"{_shown(folder)} was run with other settings or other code: this is a report on it as it is")
+        if options.price_per_hour is not None:
+            state.note_price(folder, options.price_per_hour)
+        log = os.path.join(folder, state.LOGS, f"{REPORT}.log")
+        log_from = os.path.getsize(log) if os.path.exists(log) else 0
+        with Children() as children:
+            code = children.run(self._report_command(), self._environment, None if options.verbose else log, lambda: None)
+        told = f"✗ {saying.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}" if code else f"✓ {os.path.join(_shown(folder), 'report.md')}"
+        self.say(f"{REPORT} {told}")
+        return code
 
     def _world(self, stage: Stage) -> int:
         folder = state.run_of(self.course.folder, stage, self.course.keys)

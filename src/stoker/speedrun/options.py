@@ -32,3 +32,8 @@ class SpeedrunOptions:
     runs_dir: str | None = option("folder of the run directories (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_HOW)
     price_per_hour: float | None = option("what this machine costs an hour: the report says what each stage did", default=None, metavar="PRICE", group=_HOW)
     verbose: bool = option("all that the stages say, on this console", default=False, group=_HOW)
+
+    @property
+    def says_what(self) -> bool:
+        """Something of what is trained was given, beside the preset."""
+        return bool(self.set or self.seed) or self.data is not None

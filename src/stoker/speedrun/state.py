@@ -98,6 +98,21 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
     return found
 
 
+def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:
+    """chain.json is of stages with other keys than these: of other settings, or of other code."""
+    told = reader.read_json(os.path.join(folder, CHAIN))
+    rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+    return any(isinstance(row, dict) and row.get("key") != keys.get(str(row.get("name"))) for row in (rows if isinstance(rows, list) else ()))
+
+
+def note_price(folder: str, price: float) -> None:
+    """All else in chain.json stays as it is."""
+    path = os.path.join(folder, CHAIN)
+    told = reader.read_json(path)
+    assert isinstance(told, dict)
+    write_json(path, {**told, "price_per_hour": price}, durable=False)
+
+
 def _read(stage: Stage, row: Mapping[str, Any]) -> Entry:
     known = {name: row[name] for name in ("key", "run", "status", "seconds", "attempts", "energy_wh", "cost", "began", "trouble") if name in row}
     return Entry(stage.name, stage.stage, **known, restarts=tuple(row.get("restarts") or ()))

@@ -39,7 +39,7 @@ def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints:
     if checkpoints and os.path.exists(os.path.join(where, MANIFEST)):
         return Found(where, checkpoint=True)
     if os.path.isdir(os.path.join(where, STAGES)):
-        return Found(_of_speedrun(where, stage))
+        return _of_speedrun(where, stage, say, checkpoints)
     if not os.path.isdir(where) and "/" in where.strip("/") and not os.path.exists(os.path.join(root, where)):
         return Found(folder_of(where, say))
     run = where if os.path.isdir(where) else reader.find(where, root).dir
@@ -66,21 +66,26 @@ def _of_run(run: str, checkpoints: bool) -> Found:
     raise Refusal(f"{run} has no model: a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}", EX_NOINPUT)
 
 
-def _of_speedrun(folder: str, stage: str | None) -> str:
-    """chain.json says which run is a stage's; the newest of its name where there is none yet."""
+def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
+    """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is said."""
     told = _json(os.path.join(folder, CHAIN)).get("stages")
-    rows = [row for row in told if isinstance(row, dict) and row.get("run")] if isinstance(told, list) else []
-    models = {str(row["name"]): os.path.join(folder, str(row["run"]), HF) for row in rows if row.get("stage") not in NO_ANSWERS}
-    models = {name: path for name, path in models.items() if _has_weights(path)}
-    if not rows:
-        models = {_name_of(os.path.dirname(path)): path for path in _models(folder)}
-    if not models:
+    rows = {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")} if isinstance(told, list) else {}
+    made = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
+    own = {name: path for name, run in rows.items() if run and _has_weights(path := os.path.join(folder, run, HF))}
+    models = {name: own.get(name) or made[name] for name in rows if name in own or name in made} or made
+    answering = [name for name, path in models.items() if _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
+    if stage is not None and stage not in models and checkpoints and rows.get(stage):
+        return _of_run(os.path.join(folder, rows[stage]), checkpoints)
+    if not answering and stage not in models:
         raise Refusal(f"{folder}: no stage of this speedrun has made a model yet", EX_NOINPUT)
-    if stage is None:
-        return list(models.values())[-1]
-    if stage not in models:
-        raise Refusal(f"{folder}: no model of a stage {stage!r}{suggest(stage, models)}; there are {', '.join(models)}", EX_NOINPUT)
-    return models[stage]
+    chosen = answering[-1] if stage is None else stage
+    if chosen not in models:
+        there = models if checkpoints else answering
+        raise Refusal(f"{folder}: no model of a stage {chosen!r}{suggest(chosen, there)}; there are {', '.join(there)}", EX_NOINPUT)
+    run = os.path.dirname(models[chosen])
+    if rows and chosen not in own:
+        say(f"stage {chosen} has made no model with the settings that {folder} was last run with: {run} is of other settings")
+    return _of_run(run, checkpoints)
 
 
 def _newest(root: str, stage: str | None) -> str:
@@ -98,13 +103,13 @@ def _speedruns(root: str) -> Iterator[str]:
         yield from (entry.path for entry in os.scandir(root) if not entry.is_symlink() and os.path.isdir(os.path.join(entry.path, STAGES)))
 
 
-def _models(folder: str, inside: str = STAGES) -> list[str]:
-    """hf folders of the runs there that answer, oldest first."""
+def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str]:
+    """hf folders of the runs there that answer, oldest first; `scores`: of reward models, too."""
     place = os.path.join(folder, inside) if inside else folder
     if not os.path.isdir(place):
         return []
     paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if not entry.is_symlink() and entry.is_dir()]
-    return sorted((path for path in paths if _has_weights(path) and _stage_of(os.path.dirname(path)) not in NO_ANSWERS), key=_made)
+    return sorted((path for path in paths if _has_weights(path) and (scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS)), key=_made)
 
 
 def _made(folder: str) -> float:
