@@ -18,13 +18,18 @@ import pytest
 from conftest import machine_json, wait_for
 from stoker.cli.speedrun import main
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.shape import replace
 from stoker.speedrun import estimate, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
+from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.data import form_of_row, role_of
 from stoker.speedrun.drive import Tools
 from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
+from stoker.speedrun.lengths import TooLong, too_long
 from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, dependents, selected
+from stoker.training.config.schema import Config
+from stoker.training.evaluate.asking import refuse_long
 
 # What `stoker train` does to the disk, without torch. "orders.json" beside it says how stages shall go wrong; "calls.jsonl" what was asked for.
 TRAIN = """
@@ -83,13 +88,19 @@ REPORT = "import sys; [open(sys.argv[1] + '/report.' + end, 'w').close() for end
 class Speedrun:
     def __init__(self, home: Path) -> None:
         self.home = home
+        self.long: tuple[str, ...] = ()  # recipes that are asked too much
         (home / "train.py").write_text(TRAIN)
-        self.tools = Tools(train=(sys.executable, "-S", str(home / "train.py")), report=(sys.executable, "-S", "-c", REPORT), world=self.world)
+        self.tools = Tools(train=(sys.executable, "-S", str(home / "train.py")), report=(sys.executable, "-S", "-c", REPORT), world=self.world,
+                           too_long=self.too_long)  # fmt: skip
 
     @staticmethod
     def world(folder: str, keys: Any) -> None:
         for role in OUR_WORLD.places:
             Path(folder, f"{role}.jsonl").write_text("{}\n")
+
+    def too_long(self, recipe: str, config: Config, tokenizer: str) -> TooLong | None:
+        assert tokenizer.endswith("/tokenizer")
+        return TooLong("questions", 6, 24, 311, config) if recipe in self.long else None
 
     def __call__(self, *args: str) -> int:
         (self.home / "calls.jsonl").unlink(missing_ok=True)
@@ -348,6 +359,42 @@ def test_a_stage_that_fails_stops_the_chain_and_says_why(speedrun: Speedrun, cap
     speedrun.order()
     assert speedrun() == 0
     assert speedrun.ran[0] == "reward" and speedrun.entries["reward"]["attempts"] == 2  # the same run went on
+
+
+def test_a_failed_evaluation_does_not_end_the_chain(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    speedrun.order(eval_base={"fail": 65}, diversity={"fail": 3})
+    assert speedrun() == 65
+    assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
+    said = capsys.readouterr().out
+    assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; nothing is built on them" in said
+    assert {name: entry["status"] for name, entry in speedrun.entries.items() if entry["status"] != "done"} == {
+        "eval-base": "failed", "diversity": "failed", "report": "partial",
+    }  # fmt: skip
+    speedrun.order()
+    assert speedrun() == 0 and speedrun.ran == ["eval-base", "diversity"] and speedrun.entries["report"]["status"] == "done"
+
+
+def test_what_is_too_long_to_be_asked_is_said_as_soon_as_there_is_a_tokenizer(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    speedrun.long = ("evaluate",)
+    assert speedrun("--until", "eval-midtrain") == 0
+    said = capsys.readouterr().out
+    line = "eval-base, eval-midtrain will fail: 6 of 24 questions with room for the answer are longer than 192 tokens, the longest has 311: "
+    assert f"{line}--set evaluate:data.context_length=512\n" in said and said.index(line) < said.index("base …")
+    speedrun.long = ("grpo",)
+    for _ in range(2):
+        assert speedrun() == EX_DATAERR and not speedrun.ran
+        assert "grpo-uniform, grpo-density will fail: 6 of 24" in (said := capsys.readouterr().out) and "--set grpo:data.context_length=512" in said
+
+
+def test_lengths_are_those_that_the_recipes_will_find(tmp_path: Path) -> None:
+    stage = next(stage for stage in with_set("generate.new_tokens=24") if stage.name == "eval-sft")
+    path = lines(tmp_path / "questions.jsonl", *[{"prompt": "a" * long, "answer": "b"} for long in (10, 150)])
+    config = config_of_stage(replace(stage, keys={**stage.keys, "evaluate.tasks": (File(path, ""),)}))
+    found = too_long("evaluate", config, "bytes")
+    assert found is not None and (found.long, found.total) == (1, 2) and found.longest > 192
+    with pytest.raises(Refusal, match="1 of 2 are longer than 192"):
+        refuse_long([found.longest, 1], config.data.context_length, "")
+    assert "batch.tokens=256" in replace(found, config=replace(config, batch=replace(config.batch, tokens=192))).line("evaluate")
 
 
 @pytest.mark.parametrize(

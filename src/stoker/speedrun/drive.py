@@ -6,30 +6,42 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from stoker.contract.names import EX_SOFTWARE, EX_TEMPFAIL, Refusal
+from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.control.record import reader
 from stoker.control.record.writer import write_json
 from stoker.speedrun import energy, saying, state
 from stoker.speedrun.child import Children
+from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.course import Course, command
 from stoker.speedrun.estimate import left
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage, dependents
 from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED, Entry
 from stoker.training.config.keys import KEYS
+from stoker.training.config.schema import Config
+
+if TYPE_CHECKING:
+    from stoker.speedrun.lengths import TooLong
 
 STILL_ENDING_S = 60.0  # a launcher whose speedrun was killed: 30 s for its ranks to save, and a little
 VARIABLES = "STOKER_TRAIN_"
+TOKENIZER, ASKING = "tokenizer", ("evaluate", "grpo", "diversity")
 
 
 def make_world(folder: str, keys: Mapping[str, Any]) -> None:
     from stoker.training.world.make import make
 
     make(folder, seed=keys["seed"], level=keys["level"], size=keys["size"])
+
+
+def too_long(recipe: str, config: Config, tokenizer: str) -> TooLong | None:
+    from stoker.speedrun.lengths import too_long as found
+
+    return found(recipe, config, tokenizer)
 
 
 @shape
@@ -39,6 +51,7 @@ class Tools:
     train: tuple[str, ...] = (sys.executable, "-m", "stoker", "train")
     report: tuple[str, ...] = (sys.executable, "-m", "stoker.speedrun.report")
     world: Callable[[str, Mapping[str, Any]], None] = make_world
+    too_long: Callable[[str, Config, str], TooLong | None] = too_long
 
 
 class Drive:
@@ -55,6 +68,8 @@ class Drive:
         if course.as_recorded:
             return self._report_as_recorded()
         again = course.options.only == REPORT
+        failed: dict[str, int] = {}
+        looked = False
         waiting = [stage for stage in course.stages if stage.name in course.selected and (again or not self.entries[stage.name].done)]
         self._took = {name: entry.seconds for name, entry in self.entries.items() if entry.done and entry.seconds}
         before = [name for name in course.selected if self.entries[name].done and not again]
@@ -64,10 +79,39 @@ class Drive:
         self._write()
         with Children() as children:
             for place, stage in enumerate(waiting):
+                if not looked and self.entries[TOKENIZER].done:
+                    self._look_at_lengths(waiting[place:])
+                    looked = True
                 code = self._stage(stage, children, [one.name for one in waiting[place + 1 :]])
-                if code or children.stopped:
+                if children.stopped or (code and self._needed(stage)):
                     return self._ended_early(stage, waiting[place + 1 :], code, children.stopped)
-        return 0
+                if code:
+                    failed[stage.name] = code
+        if failed:
+            self.say(f"failed: {', '.join(failed)}; nothing is built on {'it' if len(failed) == 1 else 'them'}: the same command tries again")
+        return next(iter(failed.values()), 0)
+
+    def _needed(self, stage: Stage) -> bool:
+        """Others are built on it, or it is all that was wanted; an evaluation is only measured by."""
+        return stage.stage == REPORT or bool(dependents(self.course.stages, stage.name))
+
+    def _look_at_lengths(self, waiting: Sequence[Stage]) -> None:
+        """Of what stages will ask, in the chain's own tokens. What would end the chain there ends it now, the rest is said."""
+        in_its_tokens = dependents(self.course.stages, TOKENIZER)
+        found: dict[str, list[Stage]] = {}
+        for stage in (one for one in waiting if one.stage in ASKING and one.name in in_its_tokens):
+            told = self.tools.too_long(stage.stage, config_of_stage(stage, self._asked_path), self._path(From(TOKENIZER, "tokenizer")))
+            if told is not None:
+                found.setdefault(told.line(stage.stage), []).append(stage)
+        for line, stages in found.items():
+            text = f"{', '.join(stage.name for stage in stages)} will fail: {line}"
+            if any(self._needed(stage) for stage in stages):
+                raise Refusal(text, EX_DATAERR)
+            self.say(text)
+
+    def _asked_path(self, place: From | File) -> str:
+        """Of files that are there from the beginning; what stages make is not opened here."""
+        return self._path(place) if isinstance(place, File) or place.stage == WORLD else place.path
 
     def _stage(self, stage: Stage, children: Children, after: Sequence[str]) -> int:
         name, options = stage.name, self.course.options
@@ -139,7 +183,7 @@ class Drive:
         options = self.course.options
         words = [*self.tools.train, stage.stage, "--preset", stage.below, "--runs-dir", state.runs_root(self.course.folder), "--name",
                  run_name(stage.name, self.course.keys), "--max-restarts", str(options.max_restarts)]  # fmt: skip
-        ranks = "1" if stage.stage == "tokenizer" else self.course.nproc_per_node  # a tokenizer is one process's work
+        ranks = "1" if stage.stage == TOKENIZER else self.course.nproc_per_node  # a tokenizer is one process's work
         words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
         former = state.run_of(self.course.folder, stage, self.course.keys)

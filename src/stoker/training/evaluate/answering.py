@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from stoker.contract.shape import shape
-from stoker.training.evaluate.asking import Manner, answer_text, choice_ids, examples_for, lettered, prompt_ids, refuse_long, stop_ids
+from stoker.training.evaluate.asking import Manner, answer_text, as_asked, choice_ids, lettered, refuse_long, stop_ids
 from stoker.training.evaluate.likelihood import log_likelihoods
 from stoker.training.evaluate.marking import right
 from stoker.training.evaluate.questions import Question
@@ -57,15 +57,8 @@ class Outcome:
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
-    questions = task.questions
-    prompts = []
-    lengths = []
-    for place, question in enumerate(questions):
-        ids = prompt_ids(tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots))
-        more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
-        prompts.append(tuple(ids))
-        lengths.append(len(ids) + more)
-    return Asked(task, tuple(prompts), tuple(refuse_long(lengths, context, f"task {task.name}, with room for the answer")))
+    asked, what = as_asked(task.questions, tokenizer, manner, new_tokens), f"task {task.name}, with room for the answer"
+    return Asked(task, tuple(tuple(ids) for ids, _ in asked), tuple(refuse_long([length for _, length in asked], context, what)))
 
 
 def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Tokenizer, manner: Manner) -> list[Outcome]:

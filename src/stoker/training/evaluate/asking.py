@@ -70,6 +70,16 @@ def examples_for(place: int, questions: Sequence[Question], shots: int) -> list[
     return [questions[other] for other in first if other != place][:shots]
 
 
+def as_asked(questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int) -> list[tuple[list[int], int]]:
+    """Each question's ids, and how many there are with room for its answer."""
+    found = []
+    for place, question in enumerate(questions):
+        ids = prompt_ids(tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots))
+        more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
+        found.append((ids, len(ids) + more))
+    return found
+
+
 def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
     """Places of the prompts that fit; those that don't are left out below 1 %."""
     long = [place for place, length in enumerate(lengths) if length > room]
