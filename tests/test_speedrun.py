@@ -22,7 +22,7 @@ from stoker.contract.shape import replace
 from stoker.speedrun import estimate, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
 from stoker.speedrun.configs import config_of_stage
-from stoker.speedrun.data import form_of_row, role_of
+from stoker.speedrun.data import find, form_of_row, role_of
 from stoker.speedrun.drive import Tools
 from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
@@ -576,6 +576,15 @@ def lines(path: Path, *found: Any) -> str:
     return str(path)
 
 
+def parquet(path: Path, *found: Any) -> str:
+    import pyarrow as arrow
+    import pyarrow.parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(arrow.Table.from_pylist(list(found)), path)
+    return str(path)
+
+
 @pytest.mark.parametrize(
     ("path", "row", "role"),
     [
@@ -585,6 +594,10 @@ def lines(path: Path, *found: Any) -> str:
         ("prompts-held-out.jsonl", {"prompt": "a", "answer": "b"}, "prompts-held-out"), ("prompts_val.jsonl", {"prompt": "a", "answer": 3}, "prompts-held-out"),
         ("gsm8k/train.jsonl", {"question": "a", "answer": "#### 3"}, "prompts"), ("gsm8k/test.jsonl", {"question": "a", "answer": "#### 3"}, "questions"),
         ("ARC-Easy-Test.jsonl", {"question": {"stem": "a", "choices": []}, "answerKey": "A"}, "questions"), ("questions.jsonl", {"prompt": "a", "answer": "b"}, "questions"),
+        ("ARC-Easy/ARC-Easy-Train.jsonl", {"question": {"stem": "a", "choices": []}, "answerKey": "A"}, None),
+        ("all/auxiliary_train-00000-of-00001.parquet", {"question": "a", "choices": [], "answer": 1}, None),
+        ("arc/train-00000-of-00001.parquet", {"question": "a", "choices": {}, "answerKey": "A"}, None), ("main/train-0.parquet", {"question": "a", "answer": "3"}, "prompts"),
+        ("questions/train.jsonl", {"question": "a", "choices": [], "answer": 1}, "questions"),
         ("other.jsonl", {"strange": 1}, None), ("list.jsonl", [1], None),
     ],
 )  # fmt: skip
@@ -592,9 +605,29 @@ def test_files_are_known_by_their_name_and_their_rows(path: str, row: Any, role:
     assert role_of(path, form_of_row(row)) == role
 
 
-def test_a_name_that_does_not_fit_what_is_inside_is_refused() -> None:
+def test_a_name_that_does_not_fit_what_is_inside_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Refusal, match="called sft and its first row has no messages"):
         role_of("sft.jsonl", "text")
+    (tmp_path / "sft.json").write_text(json.dumps([CHAT], indent=1))
+    with pytest.raises(Refusal, match="is one JSON array, and one object per line is needed"):
+        find(str(tmp_path))
+
+
+def test_of_published_questions_the_test_half_is_asked(tmp_path: Path) -> None:
+    arc = {"question": {"stem": "a", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]}, "answerKey": "A"}
+    for half in ("Train", "Dev", "Test"):
+        lines(tmp_path / "ARC-Easy" / f"ARC-Easy-{half}.jsonl", arc)
+    for half in ("auxiliary_train", "dev", "validation", "test"):
+        parquet(tmp_path / "all" / f"{half}-00000-of-00001.parquet", {"question": "a", "choices": ["x", "y"], "answer": 0})
+    lines(tmp_path / "other" / "dev.jsonl", arc)  # all there is of it
+    lines(tmp_path / "questions-dev.jsonl", arc), lines(tmp_path / "questions-test.jsonl", arc)
+    found = find(str(tmp_path))
+    assert {os.path.relpath(path, tmp_path) for path in found.roles["questions"]} == {
+        "ARC-Easy/ARC-Easy-Test.jsonl", "all/test-00000-of-00001.parquet", "other/dev.jsonl", "questions-dev.jsonl", "questions-test.jsonl",
+    }  # fmt: skip
+    assert sorted(os.path.basename(path) for path in found.unused) == [
+        "ARC-Easy-Dev.jsonl", "ARC-Easy-Train.jsonl", "auxiliary_train-00000-of-00001.parquet", "dev-00000-of-00001.parquet", "validation-00000-of-00001.parquet",
+    ]  # fmt: skip
 
 
 def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:

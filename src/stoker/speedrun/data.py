@@ -28,7 +28,10 @@ _LOOKED_FOR = "base* or *.txt or rows with text; sft* or chat* with messages; pa
               "questions* or test* (GSM8K, ARC, MMLU)"  # fmt: skip
 LONGEST = 1 << 26
 HELD_OUT = "-held-out"
-QUESTIONS_HALVES = ("dev", "val", "train", "auxiliary_train")  # MMLU's folders beside test/
+TRAIN, HALVES = ("train", "auxiliary_train"), ("dev", "val", "valid", "validation")  # beside test, of published questions
+_PART = re.compile(rf"(^|[-_.])(test|{'|'.join((*TRAIN, *HALVES))})([-_.]|$)")
+_SHARD = re.compile(r"-\d+-of-\d+$")  # of the hub
+ARRAY = "array"
 
 
 @shape
@@ -53,8 +56,12 @@ def find(folder: str) -> Found:
             unused.append(shown)
         else:
             roles.setdefault(role, []).append(path)
+    if "questions" in roles:
+        asked = tested([os.path.relpath(path, folder) for path in roles["questions"]])
+        unused += [shown for path in roles["questions"] if (shown := os.path.relpath(path, folder)) not in asked]
+        roles["questions"] = [path for path in roles["questions"] if os.path.relpath(path, folder) in asked]
     for place, paths in tables.items():
-        if os.path.basename(place).lower() in QUESTIONS_HALVES or not all(_is_mmlu(path) for path in paths):
+        if os.path.basename(place).lower() in (*TRAIN, *HALVES) or not all(_is_mmlu(path) for path in paths):
             unused += [os.path.relpath(path, folder) for path in paths]
         else:  # one folder of many subjects is one task
             roles.setdefault("questions", []).append(place if len(paths) > 1 else paths[0])
@@ -76,14 +83,35 @@ def role_of(shown: str, form: str | None) -> str | None:
     """`shown`: the path inside the folder; `form`: what the first row holds. None: no role. Pure."""
     parts = [os.path.splitext(part)[0].lower() for part in reversed(shown.split(os.sep))]
     named = next((role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None)
+    if named is not None and form == ARRAY:
+        mended = f"`jq -c '.[]' {shown} > {os.path.splitext(shown)[0]}.jsonl` makes it so"
+        raise Refusal(f"--data: {shown} is one JSON array, and one object per line is needed: {mended}", EX_DATAERR)
     if named is not None and shown.lower().endswith((*TEXT, *ROWS, PARQUET)) and form not in _FORMS[named]:
         wanted = " or ".join(_WORDS[one] for one in _FORMS[named])
         raise Refusal(f"--data: {shown} is called {named} and its first row has no {wanted}; mend it, or give it another name", EX_DATAERR)
-    if form is None or (named is None and shown.lower().endswith(".md")):
+    if form in (None, ARRAY) or (named is None and shown.lower().endswith(".md")):
+        return None
+    if named is None and form == "choice" and any((half := _PART.search(part)) and half[2] in TRAIN for part in parts):
         return None
     held = any(_HELD.search(part) for part in parts)
     role = named or ("questions" if held and form in _FORMS["questions"] else _OF_FORM[form])
     return role + HELD_OUT if held and role != "questions" else role
+
+
+def tested(shown: Sequence[str]) -> set[str]:
+    """Those files of questions that are asked: where there is a test half, its dev and validation are not. A name that says `questions` is believed. Pure."""
+    halves = {one: half[2] for one in shown if not _named_questions(one) and (half := _PART.search(_whole(one)))}
+    tests = {_PART.sub(r"\1*\3", _whole(one)) for one, half in halves.items() if half == "test"}
+    return {one for one in shown if halves.get(one) not in HALVES or _PART.sub(r"\1*\3", _whole(one)) not in tests}
+
+
+def _whole(shown: str) -> str:
+    """The path with `.` between its parts, without an ending and the number of a shard."""
+    return _SHARD.sub("", os.path.splitext(shown)[0].lower()).replace(os.sep, ".")
+
+
+def _named_questions(shown: str) -> bool:
+    return any(re.match(r"questions?([-_.\d]|$)", part) for part in shown.lower().split(os.sep))
 
 
 def form_of(path: str) -> str | None:
@@ -94,7 +122,9 @@ def form_of(path: str) -> str | None:
         from stoker.training.data.units import open_parquet
 
         return form_of_row(dict.fromkeys(open_parquet(path).schema_arrow.names, ""))
-    return form_of_row(_first_row(path)) if ending in ROWS else None
+    if ending in ROWS:
+        return ARRAY if _begins_a_list(path) else form_of_row(_first_row(path))
+    return None
 
 
 def form_of_row(row: Any) -> str | None:
@@ -106,6 +136,14 @@ def form_of_row(row: Any) -> str | None:
             return form
     inside = row.get("question")
     return "choice" if isinstance(inside, dict) and "choices" in inside else None  # ARC as AI2 publishes it
+
+
+def _begins_a_list(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    except OSError as problem:
+        raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
 
 
 def _first_row(path: str) -> Any:
