@@ -678,6 +678,41 @@ def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_fr
     assert "left out" in rows.judge(more, rows.check_rows(role, more))
 
 
+def test_prompts_and_pairs_in_parquet_become_the_lines_their_stages_read(speedrun: Speedrun) -> None:
+    data = speedrun.home / "data"
+    parquet(data / "main" / "train-00000-of-00001.parquet", {"question": "1 + 1?", "answer": "#### 2"})  # the hub's GSM8K
+    parquet(data / "main" / "test-00000-of-00001.parquet", {"question": "1 + 2?", "answer": "#### 3"})
+    parquet(data / "pairs.parquet", PAIR)
+    assert speedrun("--data", "data", "--until", "grpo-uniform") == 0
+    calls = {call["name"]: call["keys"] for call in speedrun.calls}
+    assert json.loads(Path(calls["grpo-uniform"]["grpo.prompts"]).read_text()) == {"question": "1 + 1?", "answer": "#### 2"}
+    assert json.loads(Path(calls["reward"]["reward.pairs"]).read_text()) == PAIR
+
+
+def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    data = speedrun.home / "data"
+    wizard = {"messages": [{"role": "wizard", "content": "x"}]}
+    parquet(data / "sft.parquet", *[CHAT] * 9, wizard)
+    assert speedrun("--data", "data", "--plan") == EX_DATAERR
+    assert "1 of 10 rows can't be used: 1 with the unknown role 'wizard'; row 10" in capsys.readouterr().out
+    parquet(data / "sft.parquet", *[CHAT] * 200, wizard)
+    assert speedrun("--data", "data", "--plan") == 0
+    (data / "sft.parquet").unlink()
+    for name, text, said in (
+        ("base.jsonl", '{"text": "a"}\n{"text": null}\n', "line 2: 'text' is null"), ("base.jsonl", '{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
+        ("base.txt", "", "base.txt is empty"), ("base-held-out.txt", " \n", "nothing but blanks"), ("base.jsonl", '{"text": ""}\n', "holds no text"),
+    ):  # fmt: skip
+        (data / name).write_text(text)
+        assert speedrun("--data", "data", "--plan") == EX_DATAERR and said in capsys.readouterr().out, name
+        (data / name).unlink()
+
+
+def test_a_held_out_part_without_its_training_part_is_said_to_be_unused(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    lines(speedrun.home / "data" / "sft-held-out.jsonl", CHAT)
+    assert speedrun("--data", "data", "--plan") == 0
+    assert "not used: sft-held-out.jsonl, because the folder has no sft" in capsys.readouterr().out
+
+
 def test_a_folder_with_nothing_usable_is_refused_with_what_was_looked_for(tmp_path: Path, speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert speedrun("--data", "empty") == EX_DATAERR and "looked for base*" in (said := capsys.readouterr().out) and "it is empty" in said

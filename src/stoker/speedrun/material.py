@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.speedrun.data import HELD_OUT, ROWS, Found, find
-from stoker.speedrun.rows import FAULTS, check_once, check_questions, copy_usable, judge
+from stoker.speedrun.data import HELD_OUT, PARQUET, ROWS, Found, find
+from stoker.speedrun.rows import FAULTS, check_once, check_questions, check_text, copy_usable, judge
 from stoker.speedrun.stages import FILES, OUR_WORLD, Data, File, Place
 from stoker.training.data.digests import digest_files
 
@@ -71,6 +71,9 @@ def material(folder: str | None, speedrun: str, digests: Digests, cache: str) ->
     wanted = [role for role in FILES if not role.endswith(HELD_OUT)]
     missing = [role for role in wanted if role not in places]
     for role in missing:
+        if role + HELD_OUT in places:
+            unfit = ", ".join(os.path.relpath(path, folder) for path in found.roles[role + HELD_OUT])
+            lines.append(f"not used: {unfit}, because the folder has no {role}: what is held out of the built-in world's goes with that")
         places |= {one: OUR_WORLD.places[one] for one in (role, role + HELD_OUT) if one in FILES}
     if missing:
         lines.append(f"from the built-in world, because the folder has none: {', '.join(missing)}")
@@ -83,14 +86,16 @@ def _role(role: str, paths: list[str], folder: str, digests: Digests, cache: str
     if kind == "questions":
         for path in paths:
             check_questions(path, known[path], cache)
-    rows = [path for path in paths if path.lower().endswith(ROWS)] if kind in FAULTS else []
+    if kind == "base":
+        for path in paths:
+            check_text(path, known[path], cache)
+    rows = [path for path in paths if path.lower().endswith((*ROWS, PARQUET))] if kind in FAULTS else []
     said = [line for path in rows if (line := judge(path, check_once(kind, path, known[path], cache)))]
     others = [path for path in paths if path not in rows]
-    if kind in ("pairs", "prompts") and others:
-        raise Refusal(f"--data: {others[0]}: {kind} are read from jsonl files: write it as one", EX_DATAERR)
     if role in _ONE_FILE and len(paths) > 1 and (others or not rows):
         raise Refusal(f"--data: {len(paths)} files for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one", EX_DATAERR)
-    if not said and not (role in _ONE_FILE and len(rows) > 1):
+    as_lines = kind in ("pairs", "prompts") and any(path.lower().endswith(PARQUET) for path in rows)  # their stages read jsonl
+    if not said and not as_lines and not (role in _ONE_FILE and len(rows) > 1):
         return tuple(File(path, known[path]) for path in paths), [], []
     digest = together([known[path] for path in rows])
     copy = Copy(kind, tuple(rows), os.path.join(folder, f"{role}-{digest[:12]}.jsonl"))

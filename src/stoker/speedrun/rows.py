@@ -10,12 +10,16 @@ from typing import Any
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.files import sync_folder, write_json
-from stoker.training.data.read import MESSAGES
+from stoker.training.data.read import MESSAGES, texts
+from stoker.training.data.sources import find_sources
+from stoker.training.data.units import open_parquet, split
 from stoker.training.tokenizer.chat import LEARNED, ROLES
 
 TOLERATED = 0.01
 SCHEMA = 1
 NAMED = 5  # lines that a message names
+PARQUET, TEXT_KEY = ".parquet", "text"
+MOST_SPANS = 256  # of 1 MB
 
 
 @shape
@@ -62,7 +66,11 @@ FAULTS: dict[str, Callable[[dict[str, Any]], str]] = {"midtrain": chat_fault, "s
 
 
 def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple[int, bytes, str]]:
-    """(line number, the line, what is wrong with it)."""
+    """(line number, the line, what is wrong with it); a row of a parquet file is the line it would be."""
+    if path.lower().endswith(PARQUET):
+        for number, row in enumerate(_parquet(path), 1):
+            yield number, json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"), fault(row)
+        return
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
@@ -80,6 +88,12 @@ def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
 
 
+def _parquet(path: str) -> Iterator[dict[str, Any]]:
+    table = open_parquet(path)
+    for batch in table.iter_batches(batch_size=1024, use_threads=False):
+        yield from batch.to_pylist()
+
+
 def check_rows(role: str, path: str) -> Checked:
     """Refuses nothing: what is found is judged by `judge`, over all files of a role."""
     total, kinds, lines = 0, dict[str, int](), list[int]()
@@ -90,7 +104,7 @@ def check_rows(role: str, path: str) -> Checked:
             lines += [number] if len(lines) < NAMED else []
     bad = sum(kinds.values())
     counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
-    places = f"line{'s' if bad > 1 else ''} {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
+    places = f"{'row' if path.lower().endswith(PARQUET) else 'line'}{'s' if bad > 1 else ''} {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
     return Checked(total, bad, f"{counted}; {places}" if bad else "")
 
 
@@ -117,6 +131,20 @@ def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
     os.makedirs(cache, exist_ok=True)
     write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [found.total, found.bad, found.why]}})
     return found
+
+
+def check_text(path: str, digest: str, cache: str) -> None:
+    """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is larger than 256 MB."""
+    index, name = os.path.join(cache, "checked-rows.json"), f"{digest}:text"
+    if name in _read(index):
+        return
+    spans, _ = split(find_sources((path,), cache, lambda line: None), 0.0)
+    looked_at = spans if len(spans) <= MOST_SPANS else [*spans[: MOST_SPANS // 2], *spans[-MOST_SPANS // 2 :]]
+    count = sum(1 for span in looked_at for text, _ in texts(span, TEXT_KEY) if text.strip())
+    if not count:
+        raise Refusal(f"{path} holds no text", EX_DATAERR)
+    os.makedirs(cache, exist_ok=True)
+    write_json(index, {"schema": SCHEMA, "files": {**_read(index), name: [count, 0, ""]}})
 
 
 def check_questions(path: str, digest: str, cache: str) -> None:
