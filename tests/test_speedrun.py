@@ -17,7 +17,7 @@ import pytest
 
 from conftest import machine_json, wait_for
 from stoker.cli.speedrun import main
-from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import estimate, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
@@ -564,6 +564,37 @@ def test_presets_are_refused_where_they_can_not_be(speedrun: Speedrun, box: Call
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert speedrun("--preset", "d20") == EX_USAGE and "real data" in capsys.readouterr().out
     assert speedrun("--plan") == 0 and "preset gpu" in (said := capsys.readouterr().out) and "A40" in said
+
+
+def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lacking(
+    speedrun: Speedrun, box: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert speedrun("--preset", "d20", "--plan") == 0
+    assert "here it would be refused: preset d20 needs a GPU" in capsys.readouterr().out
+    monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    lines(speedrun.home / "data" / "sft.jsonl", CHAT)
+    assert speedrun("--preset", "d20", "--data", "data") == EX_USAGE and "at least base*" in capsys.readouterr().out
+    assert speedrun("--preset", "d20", "--data", "data", "--plan", "--json") == 0
+    assert "needs real data" in json.loads(capsys.readouterr().out)["refused"]
+    (speedrun.home / "data" / "base.txt").write_text("Once.")
+    assert speedrun("--preset", "d20", "--data", "data", "--plan") == 0 and "refused" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("--set", "sft:data.path=/x"), EX_NOINPUT, "stage sft: /x is not there"), (("--set", "reward:reward.pairs=gone.jsonl"), EX_NOINPUT, "reward.pairs gone.jsonl"),
+        (("--set", "sft:model.load=./gone"), EX_NOINPUT, "model.load ./gone"), (("--set", "generate.temperature=0"), EX_USAGE, "stage grpo-uniform: generate.temperature 0"),
+        (("--set", "diversity:diversity.rounds=3"), EX_CONFIG, "stage diversity: diversity.rounds 3"), (("--nproc-per-node", "0"), EX_USAGE, "--nproc-per-node 0"),
+        (("--set", "sft:optim.learning_rate=-1"), EX_USAGE, "stage sft: optim.learning_rate -1"), (("--nproc-per-node", "32"), EX_USAGE, "too few for 32 ranks"),
+        (("--price-per-hour", "-1"), EX_USAGE, "--price-per-hour -1"), (("--set", "sft:model.load=owner/name"), 0, ""), (("--nproc-per-node", "auto"), 0, ""),
+        (("--set", "generate.temperature=0", "--until", "sft"), 0, ""), (("--set", "sft:data.validation=0.1"), 0, ""),
+    ],
+)  # fmt: skip
+def test_what_a_stage_would_refuse_is_refused_by_the_plan(speedrun: Speedrun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, said: str) -> None:
+    assert speedrun("--plan", *words) == code
+    assert said in capsys.readouterr().out
 
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}

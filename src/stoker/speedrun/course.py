@@ -12,12 +12,13 @@ from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.control.machine.model import Machine
 from stoker.speedrun import overrides
+from stoker.speedrun.checks import check_options, check_stages
 from stoker.speedrun.code import Code
 from stoker.speedrun.estimate import Estimate, estimates, pace_of
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.options import SpeedrunOptions
-from stoker.speedrun.presets import Preset, choose, refuse_what_cannot_be
-from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, Stage, chain, selected
+from stoker.speedrun.presets import Preset, choose, what_it_lacks
+from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
 from stoker.speedrun.state import Entry, entries, recorded_otherwise
 
 CACHE = "cache"
@@ -40,6 +41,7 @@ class Course:
     prepare: Callable[[], None]  # writes what stages read and is not there yet
     nproc_per_node: str | None = None  # of each stage; None: `stoker run` decides
     as_recorded: bool = False  # a report of the chain that chain.json tells of, whatever its settings were
+    refused: str = ""  # why a plan could not be run here
 
     @property
     def finished(self) -> bool:
@@ -56,23 +58,33 @@ class Course:
 
 def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: Mapping[str, str]) -> Course:
     preset, line = choose(options.preset, gpus)
-    if not options.plan:  # a plan for another machine may be made anywhere
-        refuse_what_cannot_be(preset, gpus, options.data is not None)
+    lacking = what_it_lacks(preset, gpus, options.data is not None)
+    if lacking is not None and not options.plan:  # a plan for another machine may be made anywhere
+        raise lacking
+    check_options(options)
     if "/" in options.name or options.name in (".", ".."):
         raise Refusal(f"--name {options.name!r} can't be part of a folder's name", EX_USAGE)
     root = layout.runs_root(options.runs_dir, dict(environment))
     folder = os.path.abspath(os.path.join(root, f"speedrun-{preset.name}{f'-{options.name}' if options.name else ''}"))
     data, prepare = _data(options, folder)
+    lacking = what_it_lacks(preset, gpus, any(isinstance(place, File) for place in data.places["base"]))
+    if lacking is not None and not options.plan:
+        raise lacking
     stages = _with_settings(chain(preset, data, options.seed), options)
     keys = keys_of(stages, Code().digest)
     on_cpu = not (gpus or preset.gpus)
     ranks = _ranks(options.nproc_per_node, min(machine.cores, CPU_RANKS) if on_cpu else len(machine.gpus))
+    wanted = selected(stages, options.begin, options.until, options.only)
+    found = entries(folder, stages, keys)
+    counted = on_cpu or (options.nproc_per_node or "").isdigit()
+    check_stages([stage for stage in stages if stage.name in wanted and not found[stage.name].done], ranks if counted else None, on_cpu)
+    lines = (line, *([f"here it would be refused: {lacking.line}"] if lacking else ()), *data.lines)
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
-        folder, preset, options, machine, stages, keys, selected(stages, options.begin, options.until, options.only),
-        entries(folder, stages, keys), estimates(stages, pace, ranks), f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", (line, *data.lines), prepare,
+        folder, preset, options, machine, stages, keys, wanted, found, estimates(stages, pace, ranks),
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", lines, prepare,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
-        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
+        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys), lacking.line if lacking else "",
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from stoker.training.config.keys import BARE, KEYS
 
 # These differ from stage to stage: one value for all would cut the chain.
 _OF_ONE_STAGE = ("model.load", "data.path", "data.validation", "data.kind", "tokenizer.path")
-_PATHS = tuple(name for name, key in KEYS.items() if key.spec.metavar in ("PATH", "DIR", "WHERE") and name != "data.cache")
+PATHS = (*(name for name, key in KEYS.items() if key.spec.metavar in ("PATH", "DIR", "WHERE") and name != "data.cache"), "data.validation")
 _WORLD: dict[str, Callable[[str], Any]] = {"level": int, "size": float, "seed": int}
 
 
@@ -86,6 +86,6 @@ def _known(override: Override, digest: Callable[[str], str]) -> Any:
         matching = sorted(glob.glob(item, recursive=True))
         return File(os.path.abspath(item), hashlib.sha256(repr([(one, digest(one)) for one in matching]).encode()).hexdigest()) if matching else item
 
-    if override.key not in (*_PATHS, "data.validation"):
+    if override.key not in PATHS:
         return override.value
     return tuple(one(item) for item in override.value) if isinstance(override.value, tuple) else one(override.value)

@@ -21,7 +21,8 @@ def as_data(course: Course) -> dict[str, Any]:
             "selected": stage.name in course.selected, "inputs": list(stage.inputs), "files": _files(stage), "outputs": list(stage.outputs),
             "about": as_json(about), "keys": as_json(dict(stage.keys)),
         })  # fmt: skip
-    return {"schema": SCHEMA, "folder": course.folder, **course.about(), "about": {**_total(course), "hardware": course.estimated_for}, "stages": rows}
+    all_of_it = {**_total(course), "hardware": course.estimated_for}
+    return {"schema": SCHEMA, "folder": course.folder, **course.about(), "refused": course.refused or None, "about": all_of_it, "stages": rows}
 
 
 def _files(stage: Stage) -> list[str]:

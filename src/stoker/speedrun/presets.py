@@ -103,8 +103,10 @@ def choose(named: str | None, gpus: bool) -> tuple[Preset, str]:
     return PRESETS[named], f"preset {named}: {PRESETS[named].about}"
 
 
-def refuse_what_cannot_be(preset: Preset, gpus: bool, data: bool) -> None:
+def what_it_lacks(preset: Preset, gpus: bool, base: bool) -> Refusal | None:
+    """`base`: there is text to pretrain on beside the built-in world's."""
     if preset.gpus and not gpus:
-        raise Refusal(f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here", EX_UNAVAILABLE, cause="gpu.too-few")
-    if preset.data and not data:
-        raise Refusal(f"preset {preset.name} needs real data: --data FOLDER with at least base*.jsonl, .parquet or .txt files to pretrain on", EX_USAGE)
+        return Refusal(f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here", EX_UNAVAILABLE, cause="gpu.too-few")
+    if preset.data and not base:
+        return Refusal(f"preset {preset.name} needs real data: --data FOLDER with at least base*.jsonl, .parquet or .txt files to pretrain on", EX_USAGE)
+    return None

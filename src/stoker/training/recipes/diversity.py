@@ -23,6 +23,7 @@ from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred
 from stoker.training.diversity.compare import compare, told
+from stoker.training.diversity.limits import check
 from stoker.training.diversity.metrics import Counted
 from stoker.training.diversity.report import report
 from stoker.training.evaluate.answering import draw
@@ -39,17 +40,13 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"
 LEAST = 2  # prompts: fewer have no spread to measure by
-LEAST_ROUNDS = 50  # a standard error from fewer is off by more than a tenth
 
 Answers = list[list[str]]
 
 
 def main(argv: list[str]) -> int:
     c = settings(argv)
-    if not c.generate.temperature:
-        raise Refusal("generate.temperature 0 writes the same answer every time: there is no variety to measure; give 1.0", EX_CONFIG)
-    if c.diversity.rounds < LEAST_ROUNDS:
-        raise Refusal(f"diversity.rounds {c.diversity.rounds} are too few to tell a difference from chance: at least {LEAST_ROUNDS}", EX_CONFIG)
+    check(c)
     folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
     embedder = weights_of(c.model.load)
     questions = _questions(c, folders)
