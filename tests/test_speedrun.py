@@ -27,9 +27,10 @@ from stoker.speedrun.drive import Tools
 from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.lengths import TooLong, too_long
-from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, dependents, selected
+from stoker.speedrun.stages import OUR_WORLD, PROMPTS, Data, File, Stage, chain, dependents, selected
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.asking import refuse_long
+from stoker.training.evaluate.tasks import read_tasks
 
 # What `stoker train` does to the disk, without torch. "orders.json" beside it says how stages shall go wrong; "calls.jsonl" what was asked for.
 TRAIN = """
@@ -549,6 +550,17 @@ def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anyth
     capsys.readouterr()
     lines(data / "questions.jsonl", {"prompt": "1 + 1?", "answer": None})
     assert speedrun("--data", "data") == EX_DATAERR and not speedrun.ran and "no row can be asked" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["prompts-test.jsonl", "prompts-val.jsonl", "gsm8k/prompts-held-out-2.parquet"])
+def test_held_out_prompts_are_known_to_the_report_whatever_their_file_is_called(speedrun: Speedrun, name: str) -> None:
+    lines(speedrun.home / "data" / "prompts.jsonl", {"prompt": "a", "answer": "b"})
+    write = parquet if name.endswith("parquet") else lines
+    write(speedrun.home / "data" / name, {"prompt": "c", "answer": "d"})
+    assert speedrun("--data", "data", "--until", "eval-base") == 0
+    tasks = [word.partition("=")[2] for word in speedrun.calls[-1]["words"] if word.startswith("--evaluate.tasks=")]
+    assert [task.name for task in read_tasks(tasks[1:], 0)] == [PROMPTS]
+    assert read_tasks(tasks[1:], 0)[0].questions[0].answer == "d"
 
 
 def test_training_variables_stay_outside(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ from stoker.training.config.schema import Config
 from stoker.training.config.stages import STAGES
 
 
-def config_of_stage(stage: Stage, path: Callable[[Place], str] = lambda place: place.path) -> Config:
+def config_of_stage(stage: Stage, path: Callable[[Place], str] = lambda place: place.word if isinstance(place, File) else place.path) -> Config:
     """`path`: where a place is."""
 
     def plain(value: Any) -> Any:

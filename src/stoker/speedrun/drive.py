@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 STILL_ENDING_S = 60.0  # a launcher whose speedrun was killed: 30 s for its ranks to save, and a little
 VARIABLES = "STOKER_TRAIN_"
-TOKENIZER, ASKING = "tokenizer", ("evaluate", "grpo", "diversity")
+TOKENIZER, ASKING = "tokenizer", ("evaluate", "reward", "grpo", "diversity")
 
 
 def make_world(folder: str, keys: Mapping[str, Any]) -> None:
@@ -103,11 +103,11 @@ class Drive:
             told = self.tools.too_long(stage.stage, config_of_stage(stage, self._asked_path), self._path(From(TOKENIZER, "tokenizer")))
             if told is not None:
                 found.setdefault(told.line(stage.stage), []).append(stage)
-        for line, stages in found.items():
-            text = f"{', '.join(stage.name for stage in stages)} will fail: {line}"
-            if any(self._needed(stage) for stage in stages):
-                raise Refusal(text, EX_DATAERR)
-            self.say(text)
+        lines = {f"{', '.join(stage.name for stage in stages)} will fail: {line}": any(map(self._needed, stages)) for line, stages in found.items()}
+        for line in (line for line, needed in lines.items() if not needed):
+            self.say(line)
+        if any(lines.values()):
+            raise Refusal("; ".join(line for line, needed in lines.items() if needed), EX_DATAERR)
 
     def _asked_path(self, place: From | File) -> str:
         """Of files that are there from the beginning; what stages make is not opened here."""
@@ -198,7 +198,7 @@ class Drive:
 
     def _path(self, place: From | File) -> str:
         if isinstance(place, File):
-            return place.path
+            return place.word
         stage = next(one for one in self.course.stages if one.name == place.stage)
         run = state.run_of(self.course.folder, stage, self.course.keys)
         found = os.path.join(run, place.path) if run is not None else ""

@@ -13,11 +13,11 @@ from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
 from stoker.control.record import reader
 from stoker.speedrun.significance import Measured, share
-from stoker.speedrun.stages import REPORT
+from stoker.speedrun.stages import PROMPTS, REPORT
 from stoker.speedrun.state import CHAIN, RESULT
 
 COMPLETIONS = "completions.jsonl"
-QUESTIONS, PROMPTS = "questions", "prompts-held-out"  # files, as evaluation names them
+QUESTIONS = "questions"  # a file, as evaluation names it
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 _TOLD = ("restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed")  # events worth a line in a report
 

@@ -33,5 +33,5 @@ def _meant(value: Any, keys: Mapping[str, str]) -> Any:
     if isinstance(value, From):
         return {"from": keys[value.stage], "path": value.path}
     if isinstance(value, File):
-        return {"bytes": value.digest}
+        return {"bytes": value.digest, **({"name": value.name} if value.name else {})}
     return [_meant(item, keys) for item in value] if isinstance(value, tuple) else value

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 
 from stoker.contract.shape import shape
+from stoker.speedrun.rows import pair_fault, rows_of
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.asking import Manner, as_asked
 from stoker.training.evaluate.tasks import TOLERATED, prompts_of, read_tasks
+from stoker.training.reward.pairs import answered
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
 
@@ -26,7 +29,8 @@ class TooLong:
         flags = f"--set {recipe}:data.context_length={enough}"
         if self.config.batch.tokens % enough:
             flags += f" --set {recipe}:batch.tokens={enough}"
-        told = f"{self.long} of {self.total} {self.what} with room for the answer are longer than {context} tokens, the longest has {self.longest}"
+        told = f"{self.long} of {self.total} {self.what} with {'both answers' if recipe == 'reward' else 'room for the answer'} are longer"
+        told += f" than {context} tokens, the longest has {self.longest}"
         return f"{told}: {flags}"
 
 
@@ -45,6 +49,15 @@ def _lengths(recipe: str, c: Config, words: Tokenizer) -> Sequence[tuple[str, li
         manner = Manner(c.evaluate.chat, c.evaluate.shots)
         tasks = read_tasks(c.evaluate.tasks, c.evaluate.most)
         return [(f"questions of {one.name}", [length for _, length in as_asked(one.questions, words, manner, c.generate.new_tokens)]) for one in tasks]
+    if recipe == "reward":
+        files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
+        return [(f"pairs of {path}", [len(one) + len(other) for one, other in _pairs(path, words)]) for path in files]
     path = c.grpo.prompts if recipe == "grpo" else c.diversity.prompts
     asked = as_asked(prompts_of(path, f"{recipe}.prompts").questions, words, Manner(recipe == "grpo" or c.evaluate.chat), c.generate.new_tokens)
     return [(f"prompts of {path}", [length for _, length in asked])]
+
+
+def _pairs(path: str, words: Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
+    """Of the rows that are pairs: the others are counted by the stage."""
+    for row in (json.loads(line) for _, line, wrong in rows_of(path, pair_fault) if not wrong):
+        yield answered(words, row["prompt"], row["chosen"]), answered(words, row["prompt"], row["rejected"])

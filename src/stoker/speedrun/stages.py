@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.speedrun.presets import Preset
 from stoker.training.config.keys import KEYS
 
@@ -26,6 +27,11 @@ class File:
 
     path: str
     digest: str
+    name: str = ""  # of the task it is, where the path does not say it
+
+    @property
+    def word(self) -> str:
+        return f"{self.name}={self.path}" if self.name else self.path
 
 
 Place = From | File
@@ -73,6 +79,7 @@ FILES = {
 }  # fmt: skip
 OUR_WORLD = Data({role: (From(WORLD, file),) for role, file in FILES.items()})
 SHARE_HELD_OUT = "0.01"
+PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
 
 _RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
 _LEARNS = _RUNS | {"optim", "checkpoint", "nan"}
@@ -96,7 +103,7 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
         return Stage(name, recipe, {key: canonical(key, value) for key, value in keys.items()}, outputs, preset.below)
 
     def evaluation(of: str) -> Stage:
-        tasks = (*data.places.get("questions", ()), *data.places.get("prompts-held-out", ()))
+        tasks = (*data.places.get("questions", ()), *(_called(PROMPTS, place) for place in data.places.get(PROMPTS, ())))
         asked = {"model.load": From(of, "hf"), "evaluate.tasks": tasks, "evaluate.texts": data.one("base-held-out")}
         return stage(f"eval-{of}", "evaluate", asked, "completions.jsonl")
 
@@ -128,6 +135,12 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
         }, "diversity_report.md"),
     ]  # fmt: skip
     return (*found, Stage(REPORT, REPORT, {"stages": tuple(From(one.name, "result.json") for one in found)}, ("report.md", "report.html")))
+
+
+def _called(name: str, place: Place) -> Place:
+    """A task's name is its file's, which may be any that plays the role."""
+    own = os.path.splitext(os.path.basename(place.path))[0]
+    return place if isinstance(place, From) or own == name else replace(place, name=name)
 
 
 def canonical(key: str, value: Any) -> Any:

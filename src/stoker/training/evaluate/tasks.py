@@ -36,15 +36,23 @@ class Prompts:
 
 
 def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
-    tasks = [_task(path, most) for path in paths]
+    """A path, or NAME=PATH."""
+    told = [_told(word) for word in paths]
+    tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
     names = [task.name for task in tasks]
     twice = {name for name in names if names.count(name) > 1}
-    tasks = [replace(task, name=_with_folder(path)) if task.name in twice else task for task, path in zip(tasks, paths, strict=True)]
+    tasks = [replace(task, name=_with_folder(path)) if task.name in twice and not name else task for task, (name, path) in zip(tasks, told, strict=True)]
     names = [task.name for task in tasks]
     same = next((name for name in names if names.count(name) > 1), None)
     if same:
         raise Refusal(f"evaluate.tasks names {same} twice", EX_USAGE)
     return tuple(tasks)
+
+
+def _told(word: str) -> tuple[str, str]:
+    """(name, path) of a task; a path may have a = in it."""
+    name, sign, path = word.partition("=")
+    return (name, path) if sign and not os.path.exists(word) and os.sep not in name else ("", word)
 
 
 def spread(count: int, most: int) -> list[int]:
