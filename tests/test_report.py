@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from stoker.contract.names import Refusal
-from stoker.speedrun import gather, report
+from stoker.contract.shape import replace
+from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
 from stoker.speedrun.significance import Measured, change, judged, number, number_and_interval, points, share, share_with_interval, wilson
 
@@ -257,6 +258,21 @@ def test_a_chain_that_is_not_finished_has_a_report_that_says_so(tmp_path: Path, 
     assert "goes on where this stopped" in (tmp_path / "report.html").read_text()
 
 
+def test_steps_are_whole_and_the_legend_covers_no_point(tmp_path: Path) -> None:
+    chain = gather.gather(str(speedrun(tmp_path)))
+    short = replace(chain, stages={name: replace(one, steps=tuple({**row, "step": at} for at, row in enumerate(one.steps[:4]))) for name, one in chain.stages.items()})
+    for made in (plots.rewards(short), plots.losses(short)):
+        assert made is not None
+        made.draw_without_rendering()
+        assert all(tick == int(tick) for axes in made.axes for tick in axes.get_xticks())
+    figure = plots.calibration(chain)
+    assert figure is not None
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    legend = axes.get_legend()
+    assert legend is not None and legend.get_window_extent().y0 >= axes.get_window_extent().y1
+
+
 def test_an_empty_chain_has_a_report(tmp_path: Path) -> None:
     put(tmp_path / "chain.json", {})
     report.write(str(tmp_path))
@@ -272,6 +288,7 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
     told = json.loads(tripped.read_text())
     told["metrics"]["stopped"] = "reward was 0 for 10 steps"
     put(tripped, told)
+    put(tripped.parent / "verdict.json", {"schema": 1, "status": "failed", "cause": "grpo.broken", "summary": "reward was 0 for 10 steps", "exit_code": 70})
     chain = json.loads((folder / "chain.json").read_text())
     failed = next(row for row in chain["stages"] if row["name"] == "grpo-uniform")
     failed |= {"status": "failed", "trouble": "the disk is full"}
@@ -279,7 +296,7 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
     text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})
     for said in ("grpo-uniform (failed)", "failed: the disk is full", "what to do: free 2 GB", "reward was 0 for 10 steps"):
         assert said in text, said
-    assert text.count("the disk is full") == 1 and "Not finished: grpo-uniform" in text and "grpo-density (" in text
+    assert text.count("the disk is full") == 1 == text.count("reward was 0 for 10 steps") and "Not finished: grpo-uniform" in text and "grpo-density (" in text
     (run / "verdict.json").unlink()
     put_lines(run / "events.jsonl", [{"event": "run"}, {"event": "run"}])
     text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})

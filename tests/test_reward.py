@@ -115,6 +115,7 @@ def test_calibration_counts_how_often_it_was_right_when_it_was_sure() -> None:
     assert found[0]["observed"] == 0.5 and found[1]["observed"] == 0.75
     assert found[1]["low"] <= found[1]["predicted"] <= found[1]["high"]
     assert calibration([1000.0])[0]["predicted"] == 1.0
+    assert calibration([0.0, 0.0])[0] | {"low": 0, "high": 0} == {"low": 0, "high": 0, "predicted": 0.5, "observed": 0.5, "count": 2}
 
 
 @pytest.mark.parametrize(

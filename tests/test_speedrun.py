@@ -496,10 +496,13 @@ def test_a_finished_chain_ends_at_once_and_imports_no_torch(speedrun: Speedrun) 
 
 def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     assert speedrun("--seed", "3", "--only", "grpo-density") == EX_NOINPUT
-    assert "stage grpo-density needs what sft makes" in (said := capsys.readouterr().out) and "`stoker speedrun --seed 3 --until sft`" in said
+    said = capsys.readouterr().out
+    assert "stage grpo-density needs what world, sft, reward, density make" in said and "`stoker speedrun --seed 3 --until density`" in said
     assert speedrun("--seed", "3", "--from=sft") == EX_NOINPUT
     assert "--until midtrain`" in capsys.readouterr().out
     assert speedrun("--seed", "3", "--until", "sft") == 0
+    assert speedrun("--seed", "3", "--from", "grpo-uniform") == EX_NOINPUT
+    assert "need what reward, density make" in (said := capsys.readouterr().out) and "--until density`" in said
     assert speedrun("--seed", "3", "--only", "reward") == 0
     assert speedrun.ran == ["reward"]
     shutil.rmtree(speedrun.folder / speedrun.entries["sft"]["run"] / "hf")
@@ -533,7 +536,8 @@ def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(s
 def test_the_hint_after_a_failure_has_the_options_that_were_given(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     speedrun.order(sft={"fail": 3})
     assert speedrun("--seed", "3", "--set", "sft:train.max_steps=7", "--until", "sft") == 3
-    assert "`stoker speedrun --seed 3 --set sft:train.max_steps=7 --only report`" in capsys.readouterr().out
+    assert "`stoker speedrun --seed 3 --set sft:train.max_steps=7 --only report`" in (said := capsys.readouterr().out)
+    assert "because they need" not in said
 
 
 def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -111,14 +111,15 @@ def _ranks(asked: str | None, usual: int) -> int:
 
 def refuse_missing_inputs(course: Course, argv: Sequence[str]) -> None:
     """A stage that is asked for, whose inputs neither are there nor will be made first."""
-    chosen = set(course.selected)
-    for stage in course.stages:
-        if stage.name not in chosen or stage.stage == REPORT or course.entries[stage.name].done:
-            continue
-        for needed in stage.inputs:
-            if needed not in chosen and not course.entries[needed].done:
-                line = f"stage {stage.name} needs what {needed} makes, and with these settings that is not there"
-                raise Refusal(f"{line}: `{command(argv, '--until', needed)}` makes it", EX_NOINPUT)
+    there = {name for name, entry in course.entries.items() if entry.done} | set(course.selected)
+    asked = [stage for stage in course.stages if stage.name in course.selected and stage.stage != REPORT and not course.entries[stage.name].done]
+    needing = [stage.name for stage in asked if not there.issuperset(stage.inputs)]
+    if needing:
+        needed = {name for stage in asked for name in stage.inputs} - there
+        missing = [stage.name for stage in course.stages if stage.name in needed]
+        who = f"stage {needing[0]} needs" if len(needing) == 1 else f"stages {', '.join(needing)} need"
+        line = f"{who} what {', '.join(missing)} make{'s' if len(missing) == 1 else ''}, and with these settings that is not there"
+        raise Refusal(f"{line}: `{command(argv, '--until', missing[-1])}` makes it", EX_NOINPUT)
 
 
 def command(argv: Sequence[str], *choice: str) -> str:

@@ -172,8 +172,9 @@ class Drive:
             return code or 128 + stopped
         hindered = dependents(self.course.stages, stage.name)
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
-        if hindered:
-            self.say(f"not run, because they need {stage.name}: {', '.join(one.name for one in unreached if one.name in hindered)}")
+        in_vain = [one.name for one in unreached if one.name in hindered]
+        if in_vain:
+            self.say(f"not run, because they need {stage.name}: {', '.join(in_vain)}")
         if others:
             self.say(f"not reached, though they do not need it: {', '.join(others)} (--only STAGE runs one)")
         self.say(f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is")

@@ -235,8 +235,9 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
     fix = verdict.get("fix")
     if said[-1] and isinstance(fix, list) and fix:
         said.append(f"what to do: {_text(fix[0])}")
-    if metrics.get("stopped"):
-        said.append(f"stopped by the circuit breaker: {_text(metrics['stopped'])}")
+    stopped = _text(metrics.get("stopped"))
+    if stopped and not any(stopped in line for line in said):  # the verdict of a run that ended so has its line, too
+        said.append(f"stopped by the circuit breaker: {stopped}")
     yield from dict.fromkeys(line for line in said if line)
 
 

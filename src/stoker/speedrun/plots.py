@@ -119,6 +119,12 @@ def kinds(chain: Chain) -> Figure | None:
     return figure
 
 
+def _whole_steps(axes: Axes) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
+
+
 def losses(chain: Chain) -> Figure | None:
     trained = {MODELS[name]: chain.stages[name] for name in ("base", "midtrain", "sft") if name in chain.stages and chain.stages[name].curve("loss")[0]}
     if not trained:
@@ -131,6 +137,7 @@ def losses(chain: Chain) -> Figure | None:
             panel.plot(steps, values, "o", color=ORANGE, markersize=5, label="held-out")
         panel.set_title(title)
         panel.set_ylabel("loss (nats/token)")
+        _whole_steps(panel)
     panels[0].legend(loc="upper right")
     panels[-1].set_xlabel("step")
     return figure
@@ -157,6 +164,7 @@ def rewards(chain: Chain) -> Figure | None:
             panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.45)
             panel.plot(steps, _running_mean(values), line, color=colour, linewidth=1.9, label=MODELS[name].removeprefix("GRPO "))
         panel.set_ylabel(label)
+        _whole_steps(panel)
     panels[0].legend(loc="best")
     panels[-1].set_xlabel("GRPO step")
     figure.align_ylabels()
@@ -191,7 +199,7 @@ def calibration(chain: Chain) -> Figure | None:
     axes.set_ylim(-3, 109)
     axes.set_xlabel("how sure it is (%)")
     axes.set_ylabel("how often it is right (%)")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # above: points may lie anywhere inside
     return figure
 
 

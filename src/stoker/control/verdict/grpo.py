@@ -16,7 +16,7 @@ _SAID = r"GRPO stopped itself: (.+)"
     contradicts="an exception, or another exit code than 70: the run did not end itself",
     fix=(
         "the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length",
-        "a lower optim.learning_rate and a higher grpo.kl; the last good checkpoint is still there (checkpoint.resume)",
+        "a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on from it",
         "look at what is asked and what is answered: `stoker chat` with the model it began with",
     ),
 )
