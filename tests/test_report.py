@@ -297,6 +297,8 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
     for said in ("grpo-uniform (failed)", "failed: the disk is full", "what to do: free 2 GB", "reward was 0 for 10 steps"):
         assert said in text, said
     assert text.count("the disk is full") == 1 == text.count("reward was 0 for 10 steps") and "Not finished: grpo-uniform" in text and "grpo-density (" in text
+    put(run / "verdict.json", {"schema": 1, "status": "failed", "cause": "rank.exit", "summary": "rank 0 ended with exit code 65", "exit_code": 65})
+    assert "failed: the disk is full" in report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})
     (run / "verdict.json").unlink()
     put_lines(run / "events.jsonl", [{"event": "run"}, {"event": "run"}])
     text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})

@@ -229,8 +229,9 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
     noted = row.get("restarts")
     said += [_note(one) for one in (noted if isinstance(noted, list) else ())]
     verdict = _object(os.path.join(where, layout.VERDICT)) if where else {}
-    if not verdict and row.get("trouble"):
-        said.append(f"failed: {_text(row['trouble'])}")
+    trouble = _text(row.get("trouble"))
+    if trouble and trouble not in _text(verdict.get("summary")):  # a refusal says more than its exit code
+        said.append(f"failed: {trouble}")
     said.append(_event({**verdict, "event": "verdict"}))
     fix = verdict.get("fix")
     if said[-1] and isinstance(fix, list) and fix:
