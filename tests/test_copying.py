@@ -245,6 +245,26 @@ def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_
         assert says in refused.value.line
 
 
+def test_a_host_that_comes_late_is_offered_what_the_others_got(netcluster: NetCluster, source: Path, tmp_path: Path) -> None:
+    """A log that grows in the working directory does no harm; staged data that is another by now does not travel."""
+    read = _read(netcluster)
+    first, late = netcluster.hosts[:2]
+    data = tmp_path / "tokens"
+    data.mkdir()
+    (data / "a.bin").write_text("old")
+    loads = [copying.sync_load(read, str(source), Said()), copying.stage_load(read, f"{data}=data", Said())]
+    (source / "train.py").write_text("edited")
+    (data / "a.bin").write_text("new")
+    copy = copying.Late(read.hosts[1], read, loads)
+    assert wait_for(lambda: copy.over or None, 30)
+    assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
+    assert (late.workdir / "train.py").read_text() == "edited" and _tree(late.workdir).keys() == WANTED and not _tree(first.workdir)
+    (data / "a.bin").write_text("old")
+    copy = copying.Late(read.hosts[1], read, loads)
+    assert wait_for(lambda: copy.over or None, 30) and not copy.failure
+    assert (late.workdir / "data" / "a.bin").read_text() == "old" and f"copied {data} to {late.name} (1 files, 0.0 MB)" in copy.brought
+
+
 def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
     big = tmp_path / "big"
     big.write_bytes(bytes(5 << 20))

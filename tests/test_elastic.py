@@ -177,3 +177,33 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 
+NEEDY = """
+import os, time
+import stoker, near
+
+open("data/tokens").read()
+for n in range(2000):
+    print("step", n, flush=True)
+    if n % 10 == 9 and os.environ["RANK"] == "0":
+        stoker.mark("CHECKPOINT")
+    time.sleep(0.05)
+"""
+
+
+def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(stoker: Stoker, netcluster: NetCluster) -> None:
+    late = netcluster.hosts[2]
+    tokens = stoker.cwd / "tokens" / "tokens"
+    tokens.parent.mkdir()
+    tokens.write_text("1 2 3")
+    (stoker.cwd / "near.py").touch()
+    script = stoker.script("job.py", NEEDY)
+    netcluster.stop_sshd(2)
+    with open(stoker.cwd / "console", "wb") as out:
+        run = stoker.start("run", "--hosts", str(netcluster.file()), "--min-hosts", "2", "--sync", "--stage", "tokens=data", script, stdout=out)
+    assert wait_for(lambda: True if steps_in(stoker, 0) > 2 else None, 60), console(stoker)
+    netcluster.start_sshd(2)
+    assert wait_for(lambda: True if steps_in(stoker, 1) > 2 else None, 60), console(stoker)
+    assert [one["world_size"] for one in events(stoker, "attempt")] == [3, 4] and (late.workdir / "data" / "tokens").read_text() == "1 2 3"
+    assert f"tokens to {late.name} (1 files, 0.0 MB)" in console(stoker)
+    run.terminate()
+    assert run.wait(30) == 143, console(stoker)

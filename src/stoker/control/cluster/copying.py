@@ -34,40 +34,45 @@ Say = Callable[[str], None]
 
 @shape
 class Load:
-    """What goes to one place on each host."""
+    """What goes to one place on each host. Read once: who comes later gets what the others got."""
 
     what: str  # for people: "the working directory", or the path
     listing: listing.Listing
     entries: bytes  # the offer, hashes included
     manifest: str
+    places: dict[str, str]  # host -> the folder there; a host whose own folder it is has none
 
 
 def sync(hosts: Hosts, source: str, say: Say) -> None:
-    """`source`, as git knows it, to each host's workdir; the same path where it has none. Refuses with a line per host that could not take it."""
-    source = os.path.abspath(source)
-    load = _load("the working directory", listing.working_directory(source), "inside", say)
-    for path in load.listing.skipped[:3]:
-        say(f"{path} is not copied: it is neither a file nor a link")
-    places = {host.name: host.workdir or source for host in hosts.hosts}
-    _copy(hosts, load, {name: where for name, where in places.items() if not _own(hosts, name, where, source)}, say)
+    copy(hosts, sync_load(hosts, source, say), say)
 
 
 def stage(hosts: Hosts, what: Sequence[str], say: Say) -> None:
-    """Each PATH to the same path on every host, or PATH=REMOTE; links are followed."""
     for told in what:
-        path, remote = split(told)
-        found = listing.tree(path)
-        one_file = os.path.isfile(path)
-        load = _load(path, found, "", say)
-        places = {}
-        for host in hosts.hosts:
-            where = remote if remote.startswith(("/", "~")) else os.path.join(host.workdir or os.getcwd(), remote)
-            if one_file and os.path.basename(where) != os.path.basename(path):
-                raise Refusal(f"--stage {told}: a file keeps its name; end REMOTE with /{os.path.basename(path)}", EX_USAGE)
-            where = os.path.dirname(where) if one_file else where
-            if not _own(hosts, host.name, where, found.root):
-                places[host.name] = where
-        _copy(hosts, load, places, say)
+        copy(hosts, stage_load(hosts, told, say), say)
+
+
+def sync_load(hosts: Hosts, source: str, say: Say) -> Load:
+    """`source`, as git knows it, to each host's workdir; the same path where it has none."""
+    source = os.path.abspath(source)
+    places = {host.name: host.workdir or source for host in hosts.hosts}
+    load = _load("the working directory", listing.working_directory(source), "inside", hosts, places, say)
+    for path in load.listing.skipped[:3]:
+        say(f"{path} is not copied: it is neither a file nor a link")
+    return load
+
+
+def stage_load(hosts: Hosts, told: str, say: Say) -> Load:
+    """PATH to the same path on every host, or PATH=REMOTE; links are followed."""
+    path, remote = split(told)
+    one_file = os.path.isfile(path)
+    places = {}
+    for host in hosts.hosts:
+        where = remote if remote.startswith(("/", "~")) else os.path.join(host.workdir or os.getcwd(), remote)
+        if one_file and os.path.basename(where) != os.path.basename(path):
+            raise Refusal(f"--stage {told}: a file keeps its name; end REMOTE with /{os.path.basename(path)}", EX_USAGE)
+        places[host.name] = os.path.dirname(where) if one_file else where
+    return _load(path, listing.tree(path), "", hosts, places, say)
 
 
 def split(told: str) -> tuple[str, str]:
@@ -81,12 +86,11 @@ def split(told: str) -> tuple[str, str]:
     return path, remote.rstrip("/") or path
 
 
-def _own(hosts: Hosts, name: str, where: str, source: str) -> bool:
-    host = next(host for host in hosts.hosts if host.name == name)
+def _own(host: Host, where: str, source: str) -> bool:
     return host.here and os.path.realpath(os.path.expanduser(where)) == os.path.realpath(source)
 
 
-def _load(what: str, found: listing.Listing, manifest: str, say: Say) -> Load:
+def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places: dict[str, str], say: Say) -> Load:
     total = sum(entry.size for entry in found.entries)
     if total > _LONG:
         say(f"reading {what}, {total / 1e9:.1f} GB, for its hashes; those of big files are remembered")
@@ -99,11 +103,13 @@ def _load(what: str, found: listing.Listing, manifest: str, say: Say) -> Load:
             raise Refusal(f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
-    return Load(what, found, json.dumps(rows).encode(), manifest)
+    others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
+    return Load(what, found, json.dumps(rows).encode(), manifest, others)
 
 
-def _copy(hosts: Hosts, load: Load, places: dict[str, str], say: Say) -> None:
-    copies = [_Copy(host, hosts, load, places[host.name]) for host in hosts.hosts if host.name in places]
+def copy(hosts: Hosts, load: Load, say: Say) -> None:
+    """To these hosts, side by side. Refuses with a line per host that could not take it."""
+    copies = [_Copy(host, hosts, load, load.places[host.name]) for host in hosts.hosts if host.name in load.places]
     threads = [threading.Thread(target=copy.run, name=f"copy to {copy.host.name}", daemon=True) for copy in copies]
     for thread in threads:
         thread.start()
@@ -149,11 +155,44 @@ class NotCopied(Refusal):
         super().__init__("\n".join(f"host {name}: {why}" for name, why in hosts.items()), EX_UNAVAILABLE, cause="host.copy")
 
 
+class Late:
+    """To one host that came when the run had begun, in a thread: the others' ranks go on. It is offered what they were.
+
+    Staged data that is another by now does not travel. Of a working directory it does (a log may grow there): the program is compared afterwards.
+    """
+
+    def __init__(self, host: Host, hosts: Hosts, loads: Sequence[Load]) -> None:
+        self._copies = [_Copy(host, hosts, load, load.places[host.name], as_offered=not load.manifest) for load in loads if host.name in load.places]
+        self._stopped = False
+        self.failure = ""
+        self._thread = threading.Thread(target=self._run, name=f"copy to {host.name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def over(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def brought(self) -> str:
+        return "; ".join(f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})" for copy in self._copies if copy.written or copy.removed)
+
+    def _run(self) -> None:
+        for copy in self._copies:
+            if not self._stopped and not self.failure:
+                copy.run()
+                self.failure = f"{copy.load.what} could not be copied: {copy.failure}" if copy.failure else ""
+
+    def stop(self) -> None:
+        self._stopped = True
+        for copy in self._copies:
+            copy.stop()
+
+
 class _Copy:
     """One host's, in a thread of its own."""
 
-    def __init__(self, host: Host, hosts: Hosts, load: Load, where: str) -> None:
-        self.host, self._hosts, self._load, self._where = host, hosts, load, where
+    def __init__(self, host: Host, hosts: Hosts, load: Load, where: str, as_offered: bool = False) -> None:
+        self.host, self._hosts, self.load, self._where, self._as_offered = host, hosts, load, where, as_offered
         self.needed = self.sent = self.written = self.removed = 0
         self.failure = ""
         self._greeted = False
@@ -204,22 +243,23 @@ class _Copy:
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True)
         answers = self._answers()
         self._send(packed)
-        order = {"do": "offer", "root": self._where, "manifest": self._load.manifest, "silence": SILENCE_S}
-        self._send(protocol.encode(order, self._load.entries))
+        order = {"do": "offer", "root": self._where, "manifest": self.load.manifest, "silence": SILENCE_S}
+        self._send(protocol.encode(order, self.load.entries))
         need = set(json.loads(next(answers)[1] or b"[]"))
-        wanted = [entry for entry in self._load.listing.entries if entry.path in need]
+        wanted = [entry for entry in self.load.listing.entries if entry.path in need]
+        offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
         self.needed = sum(entry.size for entry in wanted)
         for entry in wanted:
-            self._send_file(entry)
+            self._send_file(entry, offered.get(entry.path))
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
         self.written, self.removed = finished["written"], finished["removed"]
 
-    def _send_file(self, entry: listing.Entry) -> None:
-        """The hash is of the bytes as they were read now: a file may have changed since it was offered."""
+    def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
+        """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it must not have."""
         digest = hashlib.sha256()
         self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
-        place = os.path.join(self._load.listing.root, entry.path)
+        place = os.path.join(self.load.listing.root, entry.path)
         try:
             with open(place, "rb", buffering=0) as file:
                 while data := file.read(_CHUNK):
@@ -230,6 +270,8 @@ class _Copy:
             if problem.filename is None:  # the pipe's, not the file's
                 raise
             raise _Refused(f"{place} can't be read any more: {problem.strerror}") from problem
+        if offered not in (None, digest.hexdigest()):
+            raise _Refused(f"{place} has changed here since the run began")
         self._send(protocol.encode({"do": "end", "sha256": digest.hexdigest()}))
 
     def _send(self, data: bytes) -> None:

@@ -119,7 +119,9 @@ class BetweenHosts:
             return broken[0]
         wrong = list(answers["ready"]["problems"])
         if self._program and answers["files"]["package"] != self._program:
-            wrong.append(f"{self._muster.request.script} is not the same there any more")
+            named = self._muster.request.script
+            changed = ": has it changed here since the run began?" if self._muster.options.sync else ""
+            wrong.append(f"{named} is not the same there as on the others{changed}" if answers["files"]["names"] else f"{named} is not there")
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:

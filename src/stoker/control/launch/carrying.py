@@ -1,4 +1,4 @@
-"""Copies to the hosts before the start (--sync, --stage), with signals that end it at once: it may take minutes."""
+"""Copies to the hosts (--sync, --stage): to all before the start, with signals that end it at once, and to each that comes later."""
 
 from __future__ import annotations
 
@@ -12,28 +12,44 @@ from stoker.control.launch.muster import Interrupted, Muster
 from stoker.control.launch.unusable import Unusable
 
 
-def carry(muster: Muster, say: Callable[[str], None]) -> None:
-    """Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
-    assert muster.hosts is not None
-    there = {member.host for member in muster.members.all if not member.gone}
-    hosts = replace(muster.hosts, hosts=tuple(host for host in muster.hosts.hosts if host.name in there))
-    stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {signum: signal.getsignal(signum) for signum in stops}
-    for signum, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(signum, _interrupt)
-    try:
-        if muster.options.sync:
-            copying.sync(hosts, os.getcwd(), say)
-        if muster.options.stage:
-            copying.stage(hosts, muster.options.stage, say)
-    except copying.NotCopied as failed:
-        if not muster.options.min_hosts:
-            raise
-        raise Unusable(failed.hosts, len(muster.by_name)) from failed
-    finally:
+class Carrying:
+    def __init__(self, muster: Muster, say: Callable[[str], None]) -> None:
+        self._muster = muster
+        self._say = say
+        self._loads: list[copying.Load] = []
+
+    def to_all(self) -> None:
+        """Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
+        muster = self._muster
+        assert muster.hosts is not None
+        there = {member.host for member in muster.members.all if not member.gone}
+        hosts = replace(muster.hosts, hosts=tuple(host for host in muster.hosts.hosts if host.name in there))
+        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+        before = {signum: signal.getsignal(signum) for signum in stops}
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            if handler is not signal.SIG_IGN:
+                signal.signal(signum, _interrupt)
+        try:
+            self._loads = self._loads or self._read()
+            for load in self._loads:
+                copying.copy(hosts, load, self._say)
+        except copying.NotCopied as failed:
+            if not muster.options.min_hosts:
+                raise
+            raise Unusable(failed.hosts, len(muster.by_name)) from failed
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _read(self) -> list[copying.Load]:
+        """For all hosts of the file, those that are not there included."""
+        hosts, options = self._muster.hosts, self._muster.options
+        assert hosts is not None
+        working = [copying.sync_load(hosts, os.getcwd(), self._say)] if options.sync else []
+        return working + [copying.stage_load(hosts, told, self._say) for told in options.stage]
+
+    def to_late(self, host: str) -> copying.Late:
+        return copying.Late(self._muster.by_name[host], self._muster.afresh, self._loads)
 
 
 def _interrupt(signum: int, _frame: object) -> None:

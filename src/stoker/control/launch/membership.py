@@ -1,12 +1,12 @@
 """Who takes part in a run with several hosts: which are lost, which are back, and whether enough are left. Lost ones are tried again in the
-background, by a new connection each time; an agent that answers waits for the next attempt.
+background, by a new connection each time; an agent that answers gets what --sync and --stage brought the others, and waits for the next attempt.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from stoker.contract.names import Refusal
 from stoker.control.launch.members import Member
@@ -16,10 +16,28 @@ from stoker.control.launch.unusable import short
 AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
+SAY_S = 2.0  # a copy that takes longer is mentioned
 
 Tell = Callable[..., None]  # an event for the record: its kind, and what it is about
 Fitness = Callable[[str], dict[str, dict[str, Any]]]  # what to ask a host before it may join: probe -> its arguments
 Unfit = Callable[[str, dict[str, Any]], str]  # what its answers lack; empty: it is fit
+
+
+class Bringing(Protocol):
+    """A copy to one host, under way."""
+
+    failure: str
+
+    @property
+    def over(self) -> bool: ...
+
+    @property
+    def brought(self) -> str: ...
+
+    def stop(self) -> None: ...
+
+
+Bring = Callable[[str], Bringing]
 
 
 class Lost:
@@ -30,18 +48,26 @@ class Lost:
         self.former = former  # who may still be there of its former lives
         self.next_try = 0.0
         self.member: Member | None = None  # the new life, on its way or waiting
+        self.bringing: Bringing | None = None
+        self.mention_at = 0.0  # say then that a copy takes its time; 0: no more
         self.asked = False
         self.back = False  # it has answered, and is fit
         self.unfit = ""  # what was last wrong with it
 
+    def part(self, next_try: float) -> None:
+        """From its new life, which was none."""
+        if self.bringing is not None:
+            self.bringing.stop()
+        self.member, self.bringing, self.back, self.asked, self.next_try = None, None, False, False, next_try
+
 
 class Membership:
-    def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell, fitness: Fitness, unfit: Unfit) -> None:
+    def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell, fitness: Fitness, unfit: Unfit, bring: Bring | None = None) -> None:
         self._muster = muster
         self._members = muster.members
         self._say = say
         self._tell = tell
-        self._fitness, self._unfit = fitness, unfit
+        self._fitness, self._unfit, self._bring = fitness, unfit, bring
         self._order = list(muster.by_name)
         options = muster.options
         self.least = options.min_hosts or len(self._order)
@@ -110,7 +136,7 @@ class Membership:
                 self._members.drop(one.member)
                 if one.back:
                     self._say(f"stoker: host {name} is lost again: {short(one.member.gone)}")
-                one.member, one.back, one.asked, one.next_try = None, False, False, now + AGAIN_S
+                one.part(now + AGAIN_S)
             elif not one.back and "host" in one.member.answers:
                 self._examine(name, one, one.member)
 
@@ -124,15 +150,18 @@ class Membership:
         one.member.say(self._muster.open_order(name, one.former))
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
-        """It answers: is it what it was? A host that came back without its disk must not end a run that works without it."""
-        wanted = self._fitness(name)
+        """It answers: has it what the others have? A host that came back without its disk must not end a run that works without it."""
+        if self._bring is not None and not self._carried(name, one, self._bring):
+            return
+        wrong = one.bringing.failure if one.bringing is not None else ""
+        wanted = {} if wrong else self._fitness(name)
         if not one.asked:
             one.asked = True
             for what, args in wanted.items():
                 member.say({"do": "probe", "ask": f"join-{what}", "what": what, "args": args, "seconds": ASK_S})
         if not set(wanted) <= set(member.probed):
             return
-        wrong = self._unfit(name, member.probed)
+        wrong = wrong or self._unfit(name, member.probed)
         if not wrong:
             one.back, one.unfit = True, ""
             self._welcome(name, member.answers["host"])
@@ -143,7 +172,20 @@ class Membership:
             self._tell("host-unfit", on=name, why=wrong)
         one.former = [*one.former, *member.selves]
         self._members.drop(member)
-        one.member, one.asked, one.next_try = None, False, time.monotonic() + LONGEST_S / 4
+        one.part(time.monotonic() + LONGEST_S / 4)
+
+    def _carried(self, name: str, one: Lost, bring: Bring) -> bool:
+        """Is the copy to it over, well or not?"""
+        if one.bringing is None:
+            one.bringing, one.mention_at = bring(name), time.monotonic() + SAY_S
+        if not one.bringing.over:
+            if one.mention_at and time.monotonic() > one.mention_at:
+                one.mention_at = 0.0
+                self._say(f"stoker: host {name} answers; it gets what --sync and --stage brought the others")
+            return False
+        if one.bringing.brought and not one.asked:
+            self._say(f"stoker: {one.bringing.brought}")
+        return True
 
     def _welcome(self, name: str, answer: dict[str, Any]) -> None:
         found = answer.get("found") or []

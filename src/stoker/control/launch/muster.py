@@ -61,11 +61,16 @@ class Muster:
     def reach(self, host: Host, again: bool = False) -> transport.Link:
         """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was lost."""
         assert self.hosts is not None
-        fresh = ("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4") if again else ()
         try:
-            return transport.reach(host, replace(self.hosts, ssh_options=(*fresh, *self.hosts.ssh_options)))
+            return transport.reach(host, self.afresh if again else self.hosts)
         except FileNotFoundError as problem:
             raise Refusal(f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH", EX_UNAVAILABLE) from problem
+
+    @property
+    def afresh(self) -> Hosts:
+        """The hosts, by connections that nothing shares."""
+        assert self.hosts is not None
+        return replace(self.hosts, ssh_options=("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *self.hosts.ssh_options))
 
     @property
     def _run_id(self) -> str:

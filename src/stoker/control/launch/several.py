@@ -18,13 +18,23 @@ from stoker.control.launch.restarts import Again
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.unusable import Unusable, short
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.carrying import Carrying
+
 
 class Several:
     def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell) -> None:
         self._muster = muster
         self._say = say
         self._between = BetweenHosts(muster)
-        self.membership = Membership(muster, say, tell, self._between.fitness, self._between.unfit)
+        self._carrying: Carrying | None = None
+        if muster.options.sync or muster.options.stage:
+            from stoker.control.launch.carrying import Carrying
+
+            self._carrying = Carrying(muster, say)
+        bring = self._carrying.to_late if self._carrying is not None else None
+        self.membership = Membership(muster, say, tell, self._between.fitness, self._between.unfit, bring)
 
     def meet(self, place: RunPlace) -> None:
         """All must answer; with --min-hosts so many, and the others may come later."""
@@ -47,10 +57,8 @@ class Several:
     def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
         """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
         options = self._muster.options
-        if options.sync or options.stage:
-            from stoker.control.launch.carrying import carry
-
-            carry(self._muster, self._say)
+        if self._carrying is not None:
+            self._carrying.to_all()
         self._between.find_ways()
         lines = [*self._unshared(), *self._between.check_ready(plan, place)]
         if options.no_preflight:
