@@ -268,3 +268,11 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
     answers["alias"] = route(("10.0.0.9", None))
     with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
         addresses.interfaces(hosts, answers, whole)
+
+
+def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetCluster) -> None:
+    first = netcluster.hosts[0].address
+    with open(netcluster.folder / "ssh_config", "a") as file:
+        file.write(f"Host gpua\n  HostName {first}\n")
+    done = stoker("run", "--hosts", str(netcluster.file((1, 1), per_host=[{}, {"host": "gpua"}], workdir=str(stoker.cwd))), stoker.script("t.py", "print('ran')"))
+    assert (done.code, done.out) == (69, "") and f"{first} and gpua are one machine, {first}; name it once in the hosts file" in done.err, done.err

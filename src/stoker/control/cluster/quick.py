@@ -17,6 +17,7 @@ from stoker.control.machine.facts import Torch, read
 ONLY = (
     "between.port-blocked", "between.mtu", "between.hostname", "between.clock", "between.torch", "between.torch-missing", "between.python",
 )  # fmt: skip
+TWICE = "between.same-host"  # two ranks would share a card. Not of a Slurm job's nodes: Slurm tells those apart
 
 
 def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
@@ -40,4 +41,4 @@ def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: in
         found[name] = replace(found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python"))
     for name, (half, skew) in skews(asking, names, 2).items():
         found[name] = replace(found[name], skew=skew, skew_error=half)
-    return between.findings(Facts(tuple(found.values()), tuple(pairs), None, port), ONLY)
+    return between.findings(Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.srun else (*ONLY, TWICE))
