@@ -129,6 +129,28 @@ def test_what_is_gone_here_goes_there_only_if_sync_brought_it(netcluster: NetClu
     assert (there / "pkg" / "__init__.py").exists() and not (netcluster.hosts[1].workdir / "pkg").exists(), "was there before the first copy"
 
 
+def test_what_another_folder_brought_to_the_same_workdir_stays(netcluster: NetCluster, source: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("train.py", "b.py"):
+        (other / name).write_text(f"{name} of the other")
+    said = Said()
+    read = _read(netcluster)
+    copying.sync(read, str(source), said)
+    copying.sync(read, str(other), said)
+    there = netcluster.hosts[0].workdir
+    left = f"{there} also holds {len(WANTED) - 1} files that --sync brought from {os.uname().nodename}:{source}: they stay; give each its own workdir:"
+    assert f"host {netcluster.hosts[0].name}: {left}" in said and not any("removed" in line for line in said)
+    assert _tree(there).keys() == {*WANTED, "b.py"} and (there / "train.py").read_text() == "train.py of the other"
+    (source / "run.sh").unlink()
+    (source / "train.py").unlink()
+    copying.sync(read, str(source), said)
+    assert _tree(there).keys() == {*WANTED, "b.py"} - {"run.sh"}, "its own is removed, but for what the other has, too"
+    (other / "b.py").unlink()
+    copying.sync(read, str(other), said)
+    assert not (there / "b.py").exists() and (there / "pkg" / "__init__.py").exists()
+
+
 def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: Path) -> None:
     (netcluster.hosts[2].workdir / "train.py").mkdir()
     (netcluster.hosts[2].workdir / "train.py" / "x").write_text("")

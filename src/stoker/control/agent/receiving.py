@@ -1,9 +1,9 @@
-"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy brought and is no more.
+"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought and is no more.
 
 Orders come as the protocol's messages on stdin:
-  {"do": "offer", "root", "manifest", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target]   → {"is": "need"} + a JSON list of paths
+  {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
   {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
-  {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed"}
+  {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
 Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
 """
 
@@ -35,7 +35,9 @@ class Receiver:
         self._root = ""
         self._manifest = ""
         self._offered: dict[str, tuple[str, str]] = {}  # path -> (kind, sha256 or target)
-        self._ours: dict[str, str] = {}  # what earlier copies and this one wrote, with its hash
+        self._ours: dict[str, str] = {}  # what earlier copies from there and this one wrote, with its hash
+        self._others: dict[str, dict[str, str]] = {}  # origin -> what copies from elsewhere wrote
+        self._origin = ""
         self._written = 0
         self._path = self._fresh = ""
         self.silence_s = 60.0
@@ -46,15 +48,21 @@ class Receiver:
 
     # ---- what is there ----
 
-    def offer(self, root: str, manifest: str, entries: list[list[Any]]) -> list[str]:
-        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below our cache."""
+    def offer(self, root: str, manifest: str, entries: list[list[Any]], origin: str = "") -> list[str]:
+        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below our cache.
+
+        `origin`: the folder it comes from. What came from another one stays. "": it matters not, the newest copy is what is to be there.
+        """
         self._root = os.path.abspath(os.path.expanduser(root))
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
         self._manifest = os.path.join(self._root, layout.SYNCED) if manifest == "inside" else os.path.join(cache_folder(), "staged", f"{name}.json")
-        self._ours = _read_manifest(self._manifest)
+        self._origin = origin
+        self._others = _read_manifest(self._manifest)
+        self._ours = self._others.pop(origin, {})
+        self._others.pop("", None)  # of a copy that did not say where it came from
         need, room = [], 0
         for path, kind, mode, size, value in entries:
             self._offered[path] = (kind, value)
@@ -151,17 +159,21 @@ class Receiver:
 
     # ---- the end ----
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, Any]:
         removed = 0
         for path, (kind, target) in self._offered.items():
             if kind == "link":
                 self._link(path, target)
         for path in [path for path in self._ours if path not in self._offered]:
-            removed += self._remove(path, self._ours.pop(path))
+            was = self._ours.pop(path)
+            removed += 0 if any(path in files for files in self._others.values()) else self._remove(path, was)
         if self._ours or os.path.exists(self._manifest):
             self._save_manifest()
         self._hashes.save()
-        return {"written": self._written, "removed": removed}
+        return {"written": self._written, "removed": removed, "others": {origin: count for origin in self._others if (count := self._left_of(origin))}}
+
+    def _left_of(self, origin: str) -> int:
+        return sum(1 for path in self._others[origin] if path not in self._offered and os.path.lexists(self._place(path)))
 
     def _remove(self, path: str, was: str) -> int:
         """Only what is still as a copy of ours left it: somebody may have gone on with it here."""
@@ -186,14 +198,16 @@ class Receiver:
         os.makedirs(os.path.dirname(self._manifest), exist_ok=True)
         fresh = f"{self._manifest}.{os.getpid()}"
         with open(fresh, "w", encoding="utf-8") as file:
-            json.dump({"schema": 1, "root": self._root, "files": self._ours}, file)
+            json.dump({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}, file)
         os.replace(fresh, self._manifest)
 
 
-def _read_manifest(path: str) -> dict[str, str]:
+def _read_manifest(path: str) -> dict[str, dict[str, str]]:
+    """origin -> path -> hash. A manifest of schema 1 knew no origins."""
     try:
         with open(path, encoding="utf-8") as file:
-            found = json.load(file)["files"]
+            read = json.load(file)
+        found = read["origins"] if read["schema"] == 2 else {"": read["files"]}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
@@ -233,7 +247,7 @@ def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int
     do = order["do"]
     if do == "offer":
         receiver.silence_s = float(order["silence"])
-        need = receiver.offer(order["root"], order["manifest"], json.loads(payload or b"[]"))
+        need = receiver.offer(order["root"], order["manifest"], json.loads(payload or b"[]"), order["origin"])
         _say(sink, protocol.encode({"is": "need"}, json.dumps(need).encode()))
     elif do == "begin":
         receiver.begin(order["path"], order["mode"])

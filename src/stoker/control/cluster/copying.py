@@ -40,6 +40,7 @@ class Load:
     listing: listing.Listing
     entries: bytes  # the offer, hashes included
     manifest: str
+    origin: str  # the folder it comes from, where copies from others must stay
     places: dict[str, str]  # host -> the folder there; a host whose own folder it is has none
 
 
@@ -104,7 +105,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
         rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
     others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
-    return Load(what, found, json.dumps(rows).encode(), manifest, others)
+    origin = f"{os.uname().nodename}:{found.root}" if manifest else ""
+    return Load(what, found, json.dumps(rows).encode(), manifest, origin, others)
 
 
 def copy(hosts: Hosts, load: Load, say: Say) -> None:
@@ -126,6 +128,9 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
     failed = {copy.host.name: copy.failure.removeprefix(f"host {copy.host.name}: ") for copy in copies if copy.failure}
     if failed:
         raise NotCopied(failed)
+    for copy in copies:
+        for origin, count in copy.others.items():
+            say(f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they stay; give each its own workdir:")
     took = [copy for copy in copies if copy.written or copy.removed]
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
@@ -192,8 +197,9 @@ class _Copy:
     """One host's, in a thread of its own."""
 
     def __init__(self, host: Host, hosts: Hosts, load: Load, where: str, as_offered: bool = False) -> None:
-        self.host, self._hosts, self.load, self._where, self._as_offered = host, hosts, load, where, as_offered
+        self.host, self._hosts, self.load, self.where, self._as_offered = host, hosts, load, where, as_offered
         self.needed = self.sent = self.written = self.removed = 0
+        self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
         self.failure = ""
         self._greeted = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -243,7 +249,7 @@ class _Copy:
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True)
         answers = self._answers()
         self._send(packed)
-        order = {"do": "offer", "root": self._where, "manifest": self.load.manifest, "silence": SILENCE_S}
+        order = {"do": "offer", "root": self.where, "manifest": self.load.manifest, "origin": self.load.origin, "silence": SILENCE_S}
         self._send(protocol.encode(order, self.load.entries))
         need = set(json.loads(next(answers)[1] or b"[]"))
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
@@ -253,7 +259,7 @@ class _Copy:
             self._send_file(entry, offered.get(entry.path))
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
-        self.written, self.removed = finished["written"], finished["removed"]
+        self.written, self.removed, self.others = finished["written"], finished["removed"], finished["others"]
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
         """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it must not have."""
