@@ -19,7 +19,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import slurm as engine
 from stoker.control.cluster import slurmjob
-from stoker.control.cluster.submit import SubmitOptions, make_script, seeds, slurm_time
+from stoker.control.cluster.submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
 from stoker.control.verdict import slurm as words
 
 ALL_REDUCE = """
@@ -288,7 +288,10 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--time", "soon", "--", "ok.py"], 64, "--time soon: write it like 30m"),
         (["--mem", "lots", "--", "ok.py"], 64, "--mem lots"),
         (["--time", "1m", "--signal-before", "2m", "--", "ok.py"], 64, "--signal-before 120s is not before the end of --time 1m"),
+        (["--time", "1:00", "--requeue", "--", "ok.py"], 64, "--signal-before 60s is not before the end of --time 1:00"),
         (["--array-seeds", "a-b", "--", "ok.py"], 64, "--array-seeds a-b"),
+        (["--array-seeds", "1,3-1", "--", "ok.py"], 64, "--array-seeds 1,3-1: a range goes from the lower seed to the higher"),
+        (["--array-seeds", "1-3:0", "--", "ok.py"], 64, "--array-seeds 1-3:0: a range goes from the lower seed to the higher, 1-3, by a step from 1 up"),
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
@@ -296,6 +299,7 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--", "okay.py"], 66, "no script okay.py; did you mean ok.py?"),
         (["--", "--nproc-per-host", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--", "--name", "x", "ok.py"], 64, "--name belongs before the --"),
+        (["--", "train", "pretrain", "--runs_dir=x"], 64, "--runs-dir belongs before the --"),
         (["--", "ok.py"], 69, "needs Slurm's sbatch, and there is none on the PATH"),
     ],
 )
@@ -304,6 +308,15 @@ def test_what_can_not_be_submitted_is_refused_in_one_line(stoker: Stoker, args: 
     done = stoker("submit", *args, env={"PATH": str(stoker.cwd)})
     assert (done.code, done.err.count("\n")) == (code, 1) and says in done.err, done.err
     assert not (stoker.cwd / "runs").exists()
+
+
+def test_a_programs_own_arguments_are_its_own(stoker: Stoker) -> None:
+    """Though they are named as ours are, and though no script ends in .py."""
+    stoker.script("prog.py", "print('ran')\n")
+    own = stoker("submit", "--dry-run", "--", "-m", "prog", "--name", "foo", "--min-hosts", "2", "--detach")
+    assert own.code == 0 and "-m prog --name foo --min-hosts 2 --detach" in own.out and "--no-kill" not in own.out, own.err
+    ours = stoker("submit", "--dry-run", "--nodes", "2", "--", "--min-hosts", "1", "-m", "prog")
+    assert ours.code == 0 and "#SBATCH --no-kill" in ours.out, ours.err
 
 
 def test_a_job_without_slurms_programs_is_refused(stoker: Stoker) -> None:
@@ -347,6 +360,8 @@ def test_the_words_slurm_uses_are_read() -> None:
         ("node1", "gpu:2(IDX:0-1)"), ("node[2-3]", "")]  # fmt: skip
     assert [engine.gpu_count(held) for held in ("gpu:2(IDX:0-1)", "gpu:a100:4(IDX:0-3),gpu:h100:1(IDX:4)", "gpu:8", "shard:3(IDX:0)", "")] == [2, 5, 8, 0, 0]
     assert [slurm_time(text) for text in ("90m", "2d", "30s", "1-12:00:00", "15")] == ["90", "2880", "1", "1-12:00:00", "15"]
+    spelled = {"90": 5400, "1:00": 60, "1:30:00": 5400, "1-2": 93600, "1-2:30": 95400, "1-2:30:15": 95415, "0": 0, "UNLIMITED": None}
+    assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
     job = slurmjob.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == Job("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")

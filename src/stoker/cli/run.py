@@ -12,6 +12,8 @@ from stoker.control.launch.request import Request
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from stoker.control.cluster.hosts import Hosts
 
 _SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}  # options of runs on several machines: the others load nothing for them
@@ -42,14 +44,19 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(argv: list[str]) -> Request:
+def split(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
+    """(the options that flags gave, the script, its arguments)."""
     made = parser()
     found, extra = made.parse_known_args(argv)
     if extra:
         assert isinstance(made, Parser)
         made.unknown(extra)
     told = vars(found)
-    script, args = told.pop("script"), told.pop("args")
+    return told, told.pop("script"), told.pop("args")
+
+
+def parse(argv: list[str]) -> Request:
+    told, script, args = split(argv)
     layers = [from_environment(RunOptions, "PET_", os.environ), told]
     if told.get("config"):
         from stoker.cli import configfile

@@ -6,6 +6,7 @@ import argparse
 import os
 import shutil
 import sys
+from collections.abc import Collection
 
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
@@ -51,9 +52,11 @@ def main(argv: list[str]) -> int:
     if not words:
         raise Refusal("what shall run? stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
     submit.check(options)
-    training, base = _check_run(words)
+    training = words[0] == "train"
+    base, shrinks = _check_training(words) if training else _check_run(words)
     name = options.name or base
-    script = submit.make_script(options, _stoker("train" if training else "run"), words[1:] if training else words, name, root, os.getcwd())
+    command = _stoker("train" if training else "run")
+    script = submit.make_script(options, command, words[1:] if training else words, name, root, os.getcwd(), shrinks)
     if options.dry_run:
         print(script.text, end="")
         return 0
@@ -70,24 +73,31 @@ def main(argv: list[str]) -> int:
     return _follow(root, number)
 
 
-def _check_run(words: list[str]) -> tuple[bool, str]:
-    """Refuses now what would be refused when the job starts, perhaps hours later. (Is it a recipe's training, the job's name.)"""
-    for flag in ("--name", "--runs-dir", "--detach"):
-        if any(word.split("=")[0] in (flag, flag.replace("-", "_").replace("__", "--", 1)) for word in _before_script(words)):
-            raise Refusal(f"{flag} belongs before the --" if flag != "--detach" else "--detach: a job has no terminal to leave", EX_USAGE)
-    if words[0] == "train":
-        return True, (words[1] if len(words) > 1 and not words[1].startswith("-") else "train")
-    from stoker.cli.run import parse
+def _check_run(words: list[str]) -> tuple[str, bool]:
+    """Refuses now what would be refused when the job starts, perhaps hours later. (The job's name, does it go on without a lost node.)"""
+    from stoker.cli.run import parse, split
     from stoker.control.launch.plan import default_name
     from stoker.control.launch.request import program
 
+    _refuse_ours(split(words)[0])
     request = parse(words)
     program(request)
-    return False, default_name(request)
+    return default_name(request), bool(request.options.min_hosts)
 
 
-def _before_script(words: list[str]) -> list[str]:
-    return words[: next((n for n, word in enumerate(words) if word.endswith(".py")), len(words))]
+def _check_training(words: list[str]) -> tuple[str, bool]:
+    """A recipe has no arguments of its own: every flag is an option."""
+    told = {word.split("=")[0].removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    _refuse_ours(told)
+    return (words[1] if len(words) > 1 and not words[1].startswith("-") else "train"), "min_hosts" in told
+
+
+def _refuse_ours(told: Collection[str]) -> None:
+    for key in ("name", "runs_dir"):
+        if key in told:
+            raise Refusal(f"--{key.replace('_', '-')} belongs before the --", EX_USAGE)
+    if "detach" in told:
+        raise Refusal("--detach: a job has no terminal to leave", EX_USAGE)
 
 
 def _stoker(command: str) -> list[str]:

@@ -56,8 +56,13 @@ class JobScript:
     secrets: dict[str, str]  # variables the script refers to and does not hold
 
 
-def make_script(options: SubmitOptions, command: Sequence[str], words: Sequence[str], base: str, root: str, cwd: str) -> JobScript:
-    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its arguments. `base`: the job's name."""
+def make_script(
+    options: SubmitOptions, command: Sequence[str], words: Sequence[str], base: str, root: str, cwd: str, shrinks: bool = False
+) -> JobScript:
+    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its arguments. `base`: the job's name.
+
+    `shrinks`: the run goes on without a node that is lost.
+    """
     check(options)
     log = os.path.join(root, job.FOLDER, "%A_%a.out" if options.array_seeds else "%j.out")
     lines = [f"--job-name={base}", f"--nodes={options.nodes}", "--ntasks-per-node=1", f"--chdir={cwd}", f"--output={log}", "--open-mode=append", "--export=ALL"]
@@ -68,7 +73,7 @@ def make_script(options: SubmitOptions, command: Sequence[str], words: Sequence[
         if value is not None:
             lines.append(f"--{flag}={value}")
     lines += ["--requeue" if options.requeue else "--no-requeue", f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
-    if any(word.split("=")[0] in ("--min-hosts", "--min_hosts") for word in words):
+    if shrinks:
         lines.append("--no-kill")  # else Slurm ends the whole job when one of its nodes fails
     for line in lines:
         if re.search(r"[\n\r]", line):
@@ -168,6 +173,16 @@ def slurm_time(text: str | None) -> str | None:
         raise Refusal(f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE) from problem
 
 
+def limit_s(spelling: str) -> float | None:
+    """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
+    days, dash, rest = spelling.rpartition("-")
+    if not rest.replace(":", "").isdigit():
+        return None
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
 def check(options: SubmitOptions) -> None:
     if options.nodes < 1:
         raise Refusal(f"--nodes {options.nodes}: give a number from 1 up", EX_USAGE)
@@ -189,8 +204,10 @@ def check(options: SubmitOptions) -> None:
             raise Refusal(f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE)
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
         raise Refusal(f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =", EX_USAGE)
-    limit = slurm_time(options.time)
-    if limit is not None and limit.isdigit() and int(limit) * 60 <= options.signal_before:
+    if options.array_seeds is not None and not _all_count_up(options.array_seeds):
+        raise Refusal(f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from 1 up", EX_USAGE)
+    limit = limit_s(slurm_time(options.time) or "UNLIMITED")
+    if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
         raise Refusal(f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would give notice at once", EX_USAGE)
 
 
@@ -240,9 +257,17 @@ def note(root: str, number: str, script: JobScript, path: str, chosen: list[int]
 
 def seeds(text: str) -> list[int]:
     """0-4, 1,2,7, 0-8:2%3 written out."""
-    found: list[int] = []
+    return [seed for low, high, step in _ranges(text) for seed in range(low, high + 1, step)]
+
+
+def _ranges(text: str) -> list[tuple[int, int, int]]:
+    found = []
     for part in text.partition("%")[0].split(","):
         low, _, rest = part.partition("-")
         high, _, step = rest.partition(":")
-        found += range(int(low), int(high or low) + 1, int(step or 1))
+        found.append((int(low), int(high or low), int(step or 1)))
     return found
+
+
+def _all_count_up(text: str) -> bool:
+    return all(low <= high and step for low, high, step in _ranges(text))
