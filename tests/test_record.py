@@ -110,6 +110,24 @@ def test_attach_ends_with_the_runs_exit_code(stoker: Stoker) -> None:
     assert attached.code == 6 and "CPU0:bye\n" in attached.out and "ended with exit code 6" in attached.out
 
 
+def test_each_attempt_has_its_own_ranks_and_labels(stoker: Stoker) -> None:
+    """After a host was lost the newest plan has fewer ranks, on others."""
+    both = "import os, time\nprint('bye', os.environ['RANK'], flush=True)\nseen = os.environ['TORCHELASTIC_RESTART_COUNT'] + '-'\n"
+    both += "open(seen + os.environ['RANK'], 'w').close()\nwhile not (os.path.exists(seen + '0') and os.path.exists(seen + '1')): time.sleep(0.01)\n"
+    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "1", stoker.script("f.py", both + "raise SystemExit(6)"))
+    about = json.loads((done.run_dir / "run.json").read_text())
+    about["plan"] |= {"world_size": 1, "ranks": [{"rank": 0, "label": "b/GPU0"}]}
+    (done.run_dir / "run.json").write_text(json.dumps(about))
+    (done.run_dir / "attempt-1" / "rank-1.log").unlink()
+    events = (done.run_dir / "events.jsonl").read_text().splitlines()
+    moved = [line.replace("CPU0", "b/GPU0") if '"rank-up"' in line and '"attempt": 1' in line else line for line in events]
+    (done.run_dir / "events.jsonl").write_text("\n".join(moved) + "\n")
+    assert stoker("logs", "--rank", "1", "--attempt", "0").out == "bye 1\n"
+    assert "has no rank 1 in attempt 1; there are 0 to 0" in stoker("logs", "--rank", "1").err
+    attached = stoker("attach", timeout=20)
+    assert attached.out.count("b/GPU0:bye 0\n") == attached.out.count("\nCPU0:bye 0\n") == 1, attached.out
+
+
 def test_stop_now_takes_no_grace(stoker: Stoker) -> None:
     ignore = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(100)\n"
     done = stoker("run", "--detach", stoker.script("i.py", ignore))

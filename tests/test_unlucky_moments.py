@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import socket
 import struct
@@ -19,6 +20,7 @@ import pytest
 
 from conftest import Stoker, machine_json, wait_for
 from netcluster import NetCluster
+from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
@@ -65,6 +67,17 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
     agent = Alone(tmp_path)
     yield agent
     agent.members.close()
+
+
+def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
+    told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
+    members = Members([Member(transport._start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
+    member = members.all[0]
+    deadline = time.monotonic() + 10
+    while not member.gone and time.monotonic() < deadline:
+        members.pump(0.1)
+    members.close()
+    assert member.decoder.greeting and member.gone == "its agent, or the connection to it, ended without a word"
 
 
 def test_an_agent_told_to_finish_while_its_ranks_live_says_how_they_ended_and_lives_on(alone: Alone) -> None:

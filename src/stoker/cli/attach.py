@@ -25,7 +25,6 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    labels = follow.labels(run)
     open_: dict[str, tuple[follow.Tail, LineCutter]] = {
         "": (follow.Tail(os.path.join(run.dir, layout.CONSOLE)), LineCutter(b"")),
     }
@@ -33,10 +32,11 @@ def main(argv: list[str]) -> int:
     try:
         while True:
             over = reader.over(run)
-            for _, rank, path in follow.rank_logs(run):
-                if path not in open_:
-                    skip = _start_of_last(path, told.lines) if first else 0
-                    open_[path] = follow.Tail(path, skip), LineCutter(f"{labels.get(rank, f'rank {rank}')}:".encode())
+            new = [one for one in follow.rank_logs(run) if one[2] not in open_]
+            labels = {attempt: follow.labels(run, attempt) for attempt in {attempt for attempt, _, _ in new}}
+            for attempt, rank, path in new:
+                skip = _start_of_last(path, told.lines) if first else 0
+                open_[path] = follow.Tail(path, skip), LineCutter(f"{labels[attempt].get(rank, f'rank {rank}')}:".encode())
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():

@@ -31,13 +31,15 @@ def main(argv: list[str]) -> int:
     attempt = attempts[-1] if told.attempt is None else told.attempt
     if attempt not in attempts:
         raise Refusal(f"run {run.id} has no attempt {attempt}; there are {attempts[0]} to {attempts[-1]}", EX_NOINPUT)
-    world = (run.data.get("plan") or {}).get("world_size", 0)
-    path = layout.rank_log(run.dir, attempt, told.rank)
+    ranks = [rank for number, rank, _ in follow.rank_logs(run) if number == attempt]
+    planned = (run.data.get("plan") or {}).get("world_size", 0) if attempt == attempts[-1] else 0  # the newest plan is the newest attempt's
+    world = max([planned, *(rank + 1 for rank in ranks)])
     if not 0 <= told.rank < world:
-        raise Refusal(f"run {run.id} has no rank {told.rank}; there are 0 to {world - 1}", EX_NOINPUT)
-    if not os.path.exists(path) and not told.follow:
+        where = f" in attempt {attempt}" if len(attempts) > 1 else ""
+        raise Refusal(f"run {run.id} has no rank {told.rank}{where}; there are 0 to {world - 1}", EX_NOINPUT)
+    if told.rank not in ranks and not told.follow:
         raise Refusal(f"rank {told.rank} has no log in attempt {attempt}: it was not started", EX_NOINPUT)
-    tail = follow.Tail(path)
+    tail = follow.Tail(layout.rank_log(run.dir, attempt, told.rank))
     while True:
         over = reader.over(run)  # asked before the last look, so that nothing is missed
         while data := tail.new():

@@ -64,8 +64,9 @@ class Hearing:
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record = self._attempt, self._record
         attempt.up[message["rank"]] = message["pid"]
-        record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")  # a rank that prints nothing has an empty log
         record.event("rank-up", rank=message["rank"], label=self._label(message["rank"]), pid=message["pid"], attempt=attempt.number, on=host or None)
+        # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
+        record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
         if len(attempt.up) == attempt.expected:
             self._all_up()
 

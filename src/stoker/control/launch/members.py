@@ -177,7 +177,8 @@ class Members:
                     time.sleep(0.002)
                 self._lose(member, _why_unmet(member))
                 return
-            last = member.complaint or member.decoder.greeting.decode("utf-8", "replace").strip().rpartition("\n")[2]
+            before = b"" if member.decoder.greeted else member.decoder.greeting  # a login's chatter is no agent's last word
+            last = member.complaint or before.decode("utf-8", "replace").strip().rpartition("\n")[2]
             self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
         try:

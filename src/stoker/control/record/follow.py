@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 
 from stoker.contract import layout
-from stoker.control.record.reader import Run
+from stoker.control.record.reader import Run, events
 
 
 class Tail:
@@ -36,5 +36,6 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 
 
-def labels(run: Run) -> dict[int, str]:
-    return {int(row["rank"]): str(row["label"]) for row in (run.data.get("plan") or {}).get("ranks", ())}
+def labels(run: Run, attempt: int) -> dict[int, str]:
+    """Of the ranks that have started: a lost host or card gives them to others in the next attempt."""
+    return {int(one["rank"]): str(one["label"]) for one in events(run.dir) if one.get("event") == "rank-up" and one.get("attempt") == attempt}
