@@ -267,6 +267,25 @@ def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_
         assert says in refused.value.line
 
 
+def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    for name in ("a", "b"):
+        (data / name).mkdir(parents=True)
+        (data / name / "x.bin").write_text(name)
+    (data / "a" / "same").symlink_to("../b")
+    assert [entry.path for entry in listing.tree(str(data)).entries] == ["a/same/x.bin", "a/x.bin", "b/x.bin"], "twice the same is no cycle"
+    for link, target, says in (
+        ("self", ".", f"leads back to {data}, which it is in"),
+        ("b/other", "../a", f" leads back to {data}/"),
+        ("loop", "loop", "/loop leads to itself"),
+    ):
+        (data / link).symlink_to(target)
+        with pytest.raises(Refusal) as refused:
+            listing.tree(str(data))
+        assert refused.value.line.startswith(f"--stage {data}: the link {data}/") and says in refused.value.line
+        (data / link).unlink()
+
+
 def test_a_host_that_comes_late_is_offered_what_the_others_got(netcluster: NetCluster, source: Path, tmp_path: Path) -> None:
     """A log that grows in the working directory does no harm; staged data that is another by now does not travel."""
     read = _read(netcluster)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -48,8 +49,22 @@ def tree(path: str) -> Listing:
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)
     if not os.path.isdir(path):
         raise Refusal(f"nothing to stage at {path}", EX_NOINPUT)
-    found = (os.path.relpath(os.path.join(folder, name), path) for folder, _, names in os.walk(path, followlinks=True) for name in names)
-    return _looked_at(path, found, follow=True)
+    return _looked_at(path, _followed(path), follow=True)
+
+
+def _followed(root: str) -> Iterator[str]:
+    """A link back to a folder that it is in would have no end."""
+    above = {root: frozenset([os.path.realpath(root)])}  # folder -> where it and those it is in really are
+    for folder, folders, names in os.walk(root, followlinks=True):
+        mine = above.pop(folder)
+        for name in folders:
+            place = os.path.join(folder, name)
+            real = os.path.realpath(place)
+            if real in mine:
+                raise Refusal(f"--stage {root}: the link {place} leads back to {real}, which it is in; remove it, or stage what is beside it", EX_NOINPUT)
+            above[place] = mine | {real}
+        for name in names:
+            yield os.path.relpath(os.path.join(folder, name), root)
 
 
 def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = False) -> Listing:
@@ -63,6 +78,10 @@ def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = Fal
             seen = os.stat(place) if follow else os.lstat(place)
         except FileNotFoundError:  # git knows it still, or it went meanwhile, or it is a link to nowhere
             continue
+        except OSError as problem:
+            if problem.errno != errno.ELOOP:
+                raise
+            raise Refusal(f"--stage {root}: the link {place} leads to itself; remove it", EX_NOINPUT) from problem
         mode = stat.S_IMODE(seen.st_mode) & 0o777
         if stat.S_ISLNK(seen.st_mode):
             entries[path] = Entry(path, "link", mode, 0, os.readlink(place))
