@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -87,7 +88,13 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("", "nothing; a hosts file has a key hosts:"),
         ("[a, b]", "found ['a', 'b']"),
         ("hosts: [{slots: 1}]", "host: is missing"),
-        ("hosts: [{host: 10}]", "host: found 10, not text; put it in quotes"),
+        ("hosts: [{host: 10}]", "host 1: host: found 10, not text; put it in quotes"),
+        ("hosts: [a, no]", "host 2: found False; put the name in quotes"),
+        ("hosts: ['192.168.1.100:22']", "host '192.168.1.100:22': write 192.168.1.100, and port: 22"),
+        ("hosts: [{host: '[fe80::1]'}]", "host '[fe80::1]': write fe80::1 without brackets"),
+        ("hosts: [{host: '[fe80::1]:2222'}]", "write fe80::1 without brackets, and port: 2222"),
+        ("hosts: [{host: a, python: venv/bin/python}]", "host a: python: venv/bin/python is relative; begin it with / or ~/"),
+        ("hosts: [a]\ndefaults: {venv: venv}", "host a: venv: venv is relative; begin it with / or ~/"),
         ("hosts: [{host: a, user: no}]", "user: found False, not text; put it in quotes"),
         ("hosts: [{host: a, user: }]", "user: has no value; leave the key out"),
         ("hosts: [{host: a, slots: two}]", "slots: found 'two', not a whole number"),
@@ -124,7 +131,7 @@ def test_a_user_a_shell_would_act_on_is_refused_by_name(tmp_path: Path, user: st
 @pytest.mark.parametrize(
     ("told", "says", "code"),
     [("", "names no host", EX_USAGE), (" , ", "names no host", EX_USAGE), ("a,,b", "an empty name", EX_USAGE), ("a,b,a", "host a is there twice", EX_USAGE), ("-oX,b", "a leading '-'", EX_USAGE),
-     ("@a", "an empty user", EX_USAGE), ("a:22", "':'", EX_USAGE), ("hosts/cluster.txt", "ends in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "no hosts file nowhere/cluster.yaml", EX_NOINPUT)],
+     ("@a", "an empty user", EX_USAGE), ("a:22", "write a, and its port in a hosts file (port: 22)", EX_USAGE), ("hosts/cluster.txt", "ends in .yaml", EX_USAGE), ("nowhere/cluster.yaml", "no hosts file nowhere/cluster.yaml", EX_NOINPUT)],
 )  # fmt: skip
 def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
     with pytest.raises(Refusal) as refused:
@@ -336,6 +343,11 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
     assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
     again = stoker("cluster", "init", a.name, *_reaching(netcluster))
     assert again.code == 73 and "cluster.yaml is there already: --force" in again.err and (stoker.cwd / "cluster.yaml").read_text() == text
+    (stoker.cwd / "sub").mkdir()
+    for name in ("ssh_config", "id"):
+        shutil.copy(netcluster.folder / name, stoker.cwd / name)
+    beside = stoker("cluster", "init", a.name, "--ssh-config", "ssh_config", "--identity", "id", "--out", "sub/c.yaml")
+    assert beside.code == 0 and hosts.read(str(stoker.cwd / "sub" / "c.yaml")).ssh_config == str(stoker.cwd / "ssh_config"), beside.err
     forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
     assert forced.code == 0 and hosts.read(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, forced.err
 

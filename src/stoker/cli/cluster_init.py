@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from stoker.contract.settings import Parser
@@ -37,6 +38,7 @@ def main(argv: list[str]) -> int:
     from stoker.control.launch.members import Member, Members
 
     keys = ("user", "port", "identity", "python", "workdir")
+    told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
     main_part(
         told.hosts, told.out, {key: getattr(told, key) for key in keys if getattr(told, key) is not None},
         {"ssh_config": told.ssh_config} if told.ssh_config else {}, tuple(told.ssh_option), told.force,
@@ -44,3 +46,8 @@ def main(argv: list[str]) -> int:
         lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True),
     )  # fmt: skip
     return 0
+
+
+def _from_here(path: str | None) -> str | None:
+    """A path in the file counts from the file; a flag's counts from here. A home stays a ~."""
+    return os.path.abspath(path) if path and not path.startswith("~") else path

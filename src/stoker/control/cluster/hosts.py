@@ -96,7 +96,7 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     for number, entry in enumerate(entries, 1):
         entry = _entry(entry, f"{path}: host {number}")
         name = entry.get("host", number)
-        where = f"{path}: host {name if str(name).isprintable() else number}"
+        where = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
         _known_keys(entry, where)
         base = {key: value for key, value in defaults.items() if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))}
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
@@ -149,7 +149,7 @@ def _entry(entry: Any, where: str) -> dict[str, Any]:
         user, at, host = entry.rpartition("@")
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
-        _refuse(where, f"{_found(entry)}; write {{host: NAME}}")
+        _refuse(where, f"{_found(entry)}; {'put the name in quotes' if isinstance(entry, (bool, int, float)) else 'write {host: NAME}'}")
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}
@@ -182,6 +182,7 @@ def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[
     if not name:
         _refuse(where, "host: is missing; it is the name or address that ssh is given")
     user = entry.get("user")
+    _no_port(name, where)
     _plain("host", name, where, "@/" if is_address(name) else "@/%:")
     if user is not None:
         _plain("user", user, where, "/%:")
@@ -192,6 +193,9 @@ def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[
         if "\0" in (entry.get(key) or ""):
             _refuse(where, f"{key}: holds a NUL character")
     python = entry.get("python") or (os.path.join(entry["venv"], "bin", "python") if entry.get("venv") else None)
+    if python is not None and "/" in python and not python.startswith(("/", "~")):
+        key = "venv" if entry.get("venv") else "python"
+        _refuse(where, f"{key}: {entry[key]} is relative; begin it with / or ~/")
     workdir = entry.get("workdir")
     if workdir is not None and not workdir.startswith(("/", "~")):
         _refuse(where, f"workdir: {workdir} is relative; begin it with / or ~/")
@@ -202,6 +206,20 @@ def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[
     identity = _local_file(entry.get("identity"), f"{where}: identity", folder)
     return Host(name, name, entry.get("address"), user, port, identity, python, workdir, _gpus(entry.get("gpus"), where), entry.get("interface"),
                 entry.get("slots"), here)  # fmt: skip
+
+
+def _no_port(name: str, where: str) -> None:
+    """As a URL has them: host:22, [fe80::1], [fe80::1]:22."""
+    found = re.fullmatch(r"\[([^\[\]]*)\](?::(\d+))?|([^:\[\]]+):(\d+)", name)
+    if found is None:
+        return
+    bare, port = found[1] or found[3], found[2] or found[4]
+    means = f"write {bare} without brackets" if found[1] else f"write {bare}"
+    if port and where == "--hosts":
+        means += f", and its port in a hosts file (port: {port}) or in ~/.ssh/config"
+    elif port:
+        means += f", and port: {port}"
+    _refuse(where, f"host {name!r}: {means}")
 
 
 def _plain(key: str, value: str, where: str, more: str = "") -> None:
