@@ -341,6 +341,10 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
     assert agreement.disagreements(answers) == ["host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"]
     answers["h2"] = files(str(tmp_path / "2"), "absent.py")
     answers["h1"] = {"error": "no answer"}
+    lacking = agreement.remedy("../sy/q.py", "/home/me/train", True)
+    assert agreement.disagreements({"h2": answers["h2"]}, "../sy/q.py", lacking) == ["host h2: ../sy/q.py is not there; it is not below /home/me/train, which --sync copies"]
+    assert agreement.remedy("/home/me/train/q.py", "/home/me/train", True).startswith("name it by its path below /home/me/train")
+    assert agreement.remedy("big/q.py", "/home/me/train", True).startswith("--sync leaves it out: git ignores it")
     assert agreement.disagreements(answers, "train.py") == ["host h1: train.py could not be compared: no answer", "host h2: train.py is not there; copy it with --sync, or set workdir:"]
     module = files(str(tmp_path / "1"), "pkg.net", module=True)
     assert set(module["names"]) == {"pkg/__init__.py", "pkg/net.py"} and module["script"] is None

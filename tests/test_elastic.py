@@ -149,6 +149,7 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(stoker: Stoker, netcluster
     verdict = stoker.result().verdict
     assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
     assert "2 of 3 hosts left, and --min-hosts is 3" in verdict["summary"]
+    assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, "nobody saw when it happened"
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 

@@ -46,6 +46,7 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--master-port", "70000", "ok.py"], 64, "65535"),
         (["--master-port", "x", "ok.py"], 64, "not a whole number"),
         (["--rdzv-endpoint", "host:http", "ok.py"], 64, "HOST:PORT"),
+        (["--rdzv-endpoint", "host:99999", "ok.py"], 64, "--rdzv-endpoint host:99999: ports from 1024 to 65535"),
         (["--max-restarts", "-2", "ok.py"], 64, "from 0 up"),
         (["--nprc-per-node", "2", "ok.py"], 64, "did you mean --nproc-per-node?"),
         (["--nnodes", "2", "ok.py"], 64, "--hosts"),

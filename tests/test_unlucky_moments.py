@@ -31,6 +31,7 @@ from stoker.control.launch.following import Following
 from stoker.control.launch.members import Member, Members
 from stoker.control.launch.muster import Muster
 from stoker.control.launch.nodes import Meeting, Nodes
+from stoker.control.launch.several import Several
 
 # ---- the agent ----
 
@@ -207,6 +208,15 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
     plan, verdict = Verdict("failed", "launch.regroup", "", 70), SimpleNamespace(lines=())
     assert attempts._with_those_there(cast(Any, verdict), cast(Any, None), plan) == (verdict, None)
     assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
+
+
+@pytest.mark.parametrize(("least", "says"), [(None, "without --min-hosts all are needed"), (3, "--min-hosts is 3")])
+def test_too_few_hosts_are_said_by_what_was_asked_for(least: int | None, says: str) -> None:
+    several = Several.__new__(Several)
+    several._muster = cast(Any, SimpleNamespace(options=SimpleNamespace(min_hosts=least), by_name={"a": 1, "b": 1, "c": 1}))
+    several.membership = cast(Any, SimpleNamespace(here="2 of 3 hosts", lost={"b": SimpleNamespace(why="silent")}))
+    verdict = several.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
+    assert verdict.summary == f"host b is lost: silent; 2 of 3 hosts left, and {says}"
 
 
 def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -18,12 +19,26 @@ def digest(paths: Iterable[str]) -> str:
     return source.digest(digest_of_paths(paths))
 
 
-def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script") -> list[str]:
-    """One line for each host that has not what most have (the first of the file, where there is no majority); empty where all agree."""
+def remedy(script: str, folder: str, synced: bool) -> str:
+    """What to do where a host lacks the script. `folder`: the one that --sync copies, and did if `synced`."""
+    if not synced:
+        return "copy it with --sync, or set workdir:"
+    if os.path.relpath(os.path.join(folder, script), folder).startswith(os.pardir + os.sep):
+        return f"it is not below {folder}, which --sync copies"
+    if os.path.isabs(script):
+        return f"name it by its path below {folder}, which --sync copies to workdir:"
+    return "--sync leaves it out: git ignores it, or it is in a folder that is not copied"
+
+
+def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
+    """One line for each host that has not what most have (the first of the file, where there is no majority); empty where all agree.
+
+    `lacking`: what to do where it is not there at all.
+    """
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
     lines = [f"host {host}: {script} could not be compared: {answer['error']}" for host, answer in answers.items() if "error" in answer]
     missing = [host for host, answer in asked.items() if not answer["names"]]
-    lines += [f"host {host}: {script} is not there; copy it with --sync, or set workdir:" for host in missing]
+    lines += [f"host {host}: {script} is not there; {lacking or remedy(script, '', False)}" for host in missing]
     there = {host: answer for host, answer in asked.items() if host not in missing}
     if not there:
         return lines

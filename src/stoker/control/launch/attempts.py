@@ -196,6 +196,8 @@ class Attempts:
         from stoker.control.verdict.judge import judge
 
         verdict = judge(attempt.evidence())
+        if verdict.cause == "host.lost":  # when it happened nobody saw
+            return replace(verdict, run=place.id, attempt=number, evidence=(*verdict.evidence, *attempt.notes))
         detected = round(attempt.first_failure - min((end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure), 3)
         seen = attempt.suspected_s if attempt.suspected_s is not None and _is_stall(verdict) else max(detected, 0.0) if attempt.first_failure else None
         return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes))

@@ -93,11 +93,11 @@ class BetweenHosts:
         request, options = muster.request, muster.options
         if options.no_python or len(plan.hosts) < 2:
             return
-        from stoker.control.cluster.agreement import disagreements
+        from stoker.control.cluster.agreement import disagreements, remedy
 
         answers = muster.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
         _refuse_lost(muster)
-        wrong = disagreements(answers, request.script)
+        wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
         if wrong:
             raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
         self._program = answers[plan.hosts[0]]["package"]

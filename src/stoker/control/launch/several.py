@@ -106,7 +106,8 @@ class Several:
         return None
 
     def too_few(self, verdict: Verdict) -> Verdict:
-        said = f"{self.membership.here} left, and --min-hosts is {self.membership.least}"
+        least = self._muster.options.min_hosts
+        said = f"{self.membership.here} left, and {f'--min-hosts is {least}' if least else 'without --min-hosts all are needed'}"
         lost = "; ".join(f"{name}: {one.why}" for name, one in self.membership.lost.items())
         if verdict.cause == "host.lost" and len(self.membership.lost) == len(self._muster.by_name) > 1:
             summary = f"all {len(self._muster.by_name)} hosts are lost at once: is this machine's own network down?"
