@@ -75,6 +75,22 @@ def test_every_answer_the_same_is_less_varied_by_every_measure() -> None:
     assert found["baseline"]["gini"]["value"] == pytest.approx(7 / 8) and found["baseline"]["spread"]["value"] == pytest.approx(0, abs=1e-6)
 
 
+def test_vocabularies_of_one_source_differ_by_as_much_as_is_said() -> None:
+    """Rare words: half of what a set has stands in one prompt's answers alone. Rounds that leave a third of the prompts out vary too little."""
+    rare = [f"word{number}" for number in range(2000)]
+    chances = [1 / (number + 1) for number in range(2000)]
+    off = []
+    for seed in range(20):
+        sets = []
+        for which in range(2):
+            draw = random.Random(2 * seed + which)
+            sets.append([[" ".join(draw.choices(rare, chances, k=10)) for _ in range(4)] for _ in range(30)])
+        table = [np.zeros((4, 1), dtype=np.float32)] * 30, [np.zeros(4, dtype=np.int64)] * 30
+        one = next(found for found in compare(*(Counted(answers, *table, 1, 0) for answers in sets), 50, seed) if found.name == "vocabulary")
+        off.append(one.difference / one.error)
+    assert 0.6 < float(np.std(off)) < 1.3, off
+
+
 def test_a_smaller_vocabulary_is_found_and_intervals_hold_the_values() -> None:
     found = told(compare(*counted(varied(1), varied(2, vocabulary=WORDS[:30])), 200, 0))
     assert found["difference"]["vocabulary"]["verdict"] == "baseline higher" and found["compared"]["vocabulary"]["value"] == 30

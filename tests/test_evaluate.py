@@ -67,6 +67,8 @@ def test_what_an_answer_states(text: str, said: str) -> None:
         ("The answer is 72.", "… 48 + 24 = 72\n#### 72", True), ("72.0", "72", True), ("+5", "5", True), ("0.50", ".5", True), ("1,000", "1000", True),
         ("The answer is 7.", "17", False), ("17", "7", False), ("Anna", "anna", True), ("Anna and Ben", "Anna", False), ("", "", False), ("####", "#### 3", False),
         ("1e3", "1000", False), ("nan", "NaN", True), ("7 7", "77", False), ("The answer is 7. No, 8.", "7", False),
+        (r"so the final answer is $\boxed{72}$", "#### 72", True), (r"\boxed{72} clips. The answer is 71.", "72", False), ("**Answer:** 72", "72", True),
+        ("Answer: 72 clips", "#### 72", True), ("#### 72%", "72", True), ("The answer is 7 or 72", "7", False), ("72 and more", "72", False), ("blah 72", "72", False),
     ],
 )  # fmt: skip
 def test_an_answer_is_right_when_it_states_the_same(completion: str, answer: str, good: bool) -> None:

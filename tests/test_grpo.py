@@ -181,6 +181,24 @@ def test_prompts_come_as_text_messages_or_gsm8k_and_few_bad_ones_are_named_and_l
             asking.read([{"prompt": bad, "answer": "5"}], tokenizer, 100, "p.jsonl")
 
 
+def test_a_system_message_is_said_before_prompts_that_have_none() -> None:
+    tokenizer = bytes_tokenizer()
+    own = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 3?"}]
+    found, _ = asking.read([{"prompt": "2 + 3?", "answer": "5"}, {"prompt": own, "answer": "5"}], tokenizer, 200, "p.jsonl", "End with ####.")
+    shown = [tokenizer.decode(one.ids) for one in found]
+    assert shown[0].startswith("<|im_start|>system\nEnd with ####.<|im_end|>\n<|im_start|>user\n2 + 3?") and "####" not in shown[1] and "Be short." in shown[1]
+
+
+def test_a_reward_models_scores_count_within_a_prompt_whatever_their_level() -> None:
+    """Scores of long answers lie far below 0: as they are, all of them would be worth nothing."""
+    prompts = [asking.Prompt(row, "?", (1,), "5") for row in range(2)]
+    answers = [Answer(place, prompts[place // 3], (1,), "5" if place == 1 else "6", True) for place in range(6)]
+    scores = [-50.0, -52.0, -54.0, 7.0, 7.0, 7.0]
+    rewards, correct = reward(answers, lambda asked: scores, 0.1)
+    assert correct == [False, True, False, False, False, False]
+    assert rewards == pytest.approx([0.1 / (1 + math.exp(-2)), 1 + 0.05, 0.1 / (1 + math.exp(2)), 0.05, 0.05, 0.05])
+
+
 def test_weights_of_another_file_are_refused() -> None:
     right = [{"index": 1, "weight": 0.5}, {"index": 0, "weight": 1.5}]
     assert asking.weights(right, 2, "w.jsonl").tolist() == [1.5, 0.5]

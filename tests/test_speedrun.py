@@ -297,6 +297,11 @@ def test_estimates_grow_with_the_work_and_learn_from_what_was_measured() -> None
     more = estimate.estimates(with_set("sft:train.max_steps=3000", "model.layers=8"), slow, 1)
     assert more["sft"].seconds > 5 * here["sft"].seconds and more["base"].memory > here["base"].memory and more["base"].disk > here["base"].disk
     assert there["base"].seconds < here["base"].seconds and here["base"].parameters == pytest.approx(516_960, rel=0.01)
+    shared = estimate.estimates(with_set("model.heads=8", "model.kv_heads=2", "model.head_dim=16", "model.dim=128"), fast, 1)
+    alike = estimate.estimates(with_set("model.heads=8", "model.kv_heads=8", "model.head_dim=16", "model.dim=128"), fast, 1)
+    kept = alike["eval-sft"].memory - 4 * alike["eval-sft"].parameters - 2 * alike["eval-sft"].parameters
+    assert shared["eval-sft"].memory - 6 * shared["eval-sft"].parameters == pytest.approx(kept / 4), "keys and values of two heads, not of the whole width"
+    assert there["density"].memory == 4 * there["density"].parameters and there["grpo-uniform"].memory > there["sft"].memory
     assert estimate.left({"a": 10, "b": 20, "c": 40}, {"a": 5}, ["b", "c"]) == 30
 
 

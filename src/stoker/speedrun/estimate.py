@@ -19,9 +19,10 @@ class Pace:
     start: float  # seconds until a stage's first step
     step: float  # seconds that no step goes below
     words: str = ""  # what hardware that is
+    width: int = 2  # bytes of an activation
 
 
-CORE = Pace(2.2e10, 1e10, 6.0, 0.01)
+CORE = Pace(2.2e10, 1e10, 6.0, 0.01, width=4)
 CARDS = {"H200": Pace(3.6e14, 3.5e12, 20.0, 0.02), "H100": Pace(3.4e14, 2.5e12, 20.0, 0.02), "A100": Pace(1.4e14, 1.5e12, 20.0, 0.02),
          "B200": Pace(7e14, 6e12, 20.0, 0.02), "4090": Pace(8e13, 8e11, 20.0, 0.02), "A40": Pace(6e13, 6e11, 20.0, 0.02)}  # fmt: skip
 OTHER_CARD = Pace(4e13, 5e11, 20.0, 0.02)
@@ -94,7 +95,9 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
         tokens = int(answers * (prompt + answer))
         learning = (per_token + 2 * size) * tokens / pace.flops / ranks  # and the model it began with, forward
         seconds = max(learning, steps * pace.step) + _writing(answers, answer, size, values, pace, ranks)
-        return Estimate(pace.start + seconds, _memory(values, size, vocabulary) + 4 * size, _disk(values, size), size, tokens)
+        rows = min(int(values["generate.rows"]), -(-int(values["grpo.prompts_per_step"]) // ranks) * int(values["grpo.group"]))
+        memory = _memory(values, size, vocabulary) + (4 + pace.width) * size + _writes(values, size, rows, pace)  # and the reward model, and where it began
+        return Estimate(pace.start + seconds, memory, _disk(values, size), size, tokens)
     if stage.stage == "evaluate":
         asked = (values["evaluate.most"] or QUESTIONS) * (1 + values["evaluate.draws"])
     elif stage.stage == "diversity":
@@ -102,7 +105,7 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
     else:
         asked = 0
     reading = 2 * size * (asked or 4000) * prompt / pace.flops / ranks
-    memory = 4 * size + 2 * int(values["generate.rows"]) * context * int(values["model.layers"]) * int(values["model.dim"]) * 4
+    memory = 4 * size + (_writes(values, size, int(values["generate.rows"]), pace) if asked else 0)
     seconds = pace.start + reading + _writing(asked, answer, size, values, pace, ranks)
     return Estimate(seconds, memory, 1e6, size, int(asked * (prompt + answer)))
 
@@ -112,6 +115,12 @@ def _writing(answers: float, length: float, size: int, values: Mapping[str, Any]
     rows = min(max(answers / ranks, 1), float(values["generate.rows"]))
     a_step = max(4 * size / pace.bandwidth, 2 * size * rows / (pace.flops / 3), 0.0005 * values["model.layers"])
     return float(answers / ranks / rows * length * a_step)
+
+
+def _writes(values: Mapping[str, Any], size: int, rows: int, pace: Pace) -> float:
+    """Keys and values of so many answers at once, and the weights as they are read for each token."""
+    layers, shared, width, context = (int(values[name]) for name in ("model.layers", "model.kv_heads", "model.head_dim", "data.context_length"))
+    return float(pace.width * (2 * rows * context * layers * shared * width + size))
 
 
 def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:

@@ -46,14 +46,15 @@ def too_long(recipe: str, config: Config, tokenizer: str) -> TooLong | None:
 
 def _lengths(recipe: str, c: Config, words: Tokenizer) -> Sequence[tuple[str, list[int]]]:
     if recipe == "evaluate":
-        manner = Manner(c.evaluate.chat, c.evaluate.shots)
+        manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
         tasks = read_tasks(c.evaluate.tasks, c.evaluate.most)
         return [(f"questions of {one.name}", [length for _, length in as_asked(one.questions, words, manner, c.generate.new_tokens)]) for one in tasks]
     if recipe == "reward":
         files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
         return [(f"pairs of {path}", [len(one) + len(other) for one, other in _pairs(path, words)]) for path in files]
     path = c.grpo.prompts if recipe == "grpo" else c.diversity.prompts
-    asked = as_asked(prompts_of(path, f"{recipe}.prompts").questions, words, Manner(recipe == "grpo" or c.evaluate.chat), c.generate.new_tokens)
+    manner = Manner(recipe == "grpo" or c.evaluate.chat, system=c.generate.system)
+    asked = as_asked(prompts_of(path, f"{recipe}.prompts").questions, words, manner, c.generate.new_tokens)
     return [(f"prompts of {path}", [length for _, length in asked])]
 
 

@@ -24,6 +24,7 @@ class Metric:
     about: str
     varied: int  # +1: higher is more varied; -1: lower is; 0: says nothing about it
     of_prompts: Callable[[Counted, NDArray[np.int64]], float]  # the value for these prompts, one may stand there twice
+    twice: bool = True  # a prompt that stands there twice counts twice
 
 
 class Counted:
@@ -76,7 +77,7 @@ METRICS: dict[str, Metric] = {
     "vendi": Metric("Vendi score: how many different answers a prompt has", 1, _mean("vendi")),
     "gini": Metric("Gini over clusters of all answers (0: evenly)", -1, _gini),
     "entropy": Metric("entropy over clusters (1: evenly)", 1, _evenness),
-    "vocabulary": Metric("different words in all answers", 1, _vocabulary),
-    "vocabulary_per_1000": Metric("different words per 1,000 words", 1, _per_thousand),
+    "vocabulary": Metric("different words in all answers", 1, _vocabulary, twice=False),
+    "vocabulary_per_1000": Metric("different words per 1,000 words", 1, _per_thousand, twice=False),
     "length": Metric("words per answer", 0, _mean("length")),
 }  # fmt: skip

@@ -18,10 +18,11 @@ _CALCULATOR = re.compile(r"<<[^<>]*>>")  # GSM8K's notes in its answers, for a c
 
 @shape
 class Manner:
-    """`evaluate.chat` and `evaluate.shots`."""
+    """`evaluate.chat`, `evaluate.shots` and `generate.system`."""
 
     chat: bool
     shots: int = 0
+    system: str = ""
 
 
 def lettered(question: Question, manner: Manner) -> bool:
@@ -33,6 +34,8 @@ def prompt_ids(tokenizer: Tokenizer, question: Question, manner: Manner, example
     if manner.chat:
         *before, (role, text) = question.messages
         shown = text + _listed(question) + "\nAnswer with the letter only." if question.labels else text
+        if manner.system and not any(who == "system" for who, _ in before):
+            before = [("system", manner.system), *before]
         return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, shown))])
     shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
     return [tokenizer.end_id, *tokenizer.encode(shots + _plain(question, manner))]  # a text begins where another ended, as in training

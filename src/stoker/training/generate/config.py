@@ -12,3 +12,4 @@ class GenerateConfig:
     top_k: int = option("only the k likeliest tokens are drawn from (0: all)", default=0)
     top_p: float = option("only the likeliest tokens that together have this probability (1: all)", default=1.0)
     rows: int = option("answers that are written at once", default=64)
+    system: str = option("a system message before each chat that has none: what form of answer is wanted, say", default="", metavar="TEXT")

@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
         from_rank_0(prompts.skipped)
     folder = weights_of(c.model.load)
     tokenizer = tokenizer_of(c)
-    rows = [prompt_ids(tokenizer, question, Manner(c.evaluate.chat)) for question in prompts.questions]
+    rows = [prompt_ids(tokenizer, question, Manner(c.evaluate.chat, system=c.generate.system)) for question in prompts.questions]
 
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)):

@@ -76,7 +76,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     room, fit = c.data.context_length - c.generate.new_tokens, set(range(len(prompts.questions)))
     for folder in folders:
         words = load_tokenizer(folder)
-        lengths = [len(prompt_ids(words, question, Manner(c.evaluate.chat))) for question in prompts.questions]
+        lengths = [len(prompt_ids(words, question, Manner(c.evaluate.chat, system=c.generate.system))) for question in prompts.questions]
         fit &= set(refuse_long(lengths, room, f"diversity.prompts for {folder}"))
     if len(fit) < len(prompts.questions):
         from_rank_0(f"diversity.prompts: {len(prompts.questions) - len(fit)} of {len(prompts.questions)} are longer than {room} tokens and are left out")
@@ -89,7 +89,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
 
 def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
     """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they write the same."""
-    tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat)
+    tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = open_model(c, folder, group.device).eval()
     engine = Engine(model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size)

@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         raise Refusal("nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE)
     folder = weights_of(c.model.load)
     tokenizer = tokenizer_of(c)
-    manner = Manner(c.evaluate.chat, c.evaluate.shots)
+    manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
     tasks = [put(task, tokenizer, manner, c.data.context_length, c.generate.new_tokens) for task in read_tasks(c.evaluate.tasks, c.evaluate.most)]
     for asked in tasks:
         _announce(asked)

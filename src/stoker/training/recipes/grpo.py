@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
 
     # Prompts as token ids, and how often each is drawn.
     rows = stage.rows_of(c.grpo.prompts, "grpo.prompts")
-    prompts, left_out = asking.read(rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts)
+    prompts, left_out = asking.read(rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system)
     prompts = prompts[: c.data.max_samples or None]
     draw = asking.draw_of(stage.rows_of(c.grpo.weights, "grpo.weights") if c.grpo.weights else None, prompts, len(rows), c.grpo.weights)
     steps = steps_of(c, len(prompts))

@@ -27,13 +27,16 @@ class Prompt:
     answer: str
 
 
-def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str) -> tuple[list[Prompt], list[str]]:
-    """`room`: tokens a prompt may have. Gives the prompts and what to say about those that were left out."""
+def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = "") -> tuple[list[Prompt], list[str]]:
+    """`room`: tokens a prompt may have. `system`: said before each that has no such message.
+
+    Gives the prompts and what to say about those that were left out.
+    """
     chat.check(tokenizer)
     found: list[Prompt] = []
     wrong: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
-        made = _prompt(number, row, tokenizer)
+        made = _prompt(number, row, tokenizer, system)
         problem = made if isinstance(made, str) else "longer than data.context_length less generate.new_tokens leaves room for" if len(made.ids) > room else ""
         if problem:
             wrong.setdefault(problem, []).append(number + 1)
@@ -46,7 +49,7 @@ def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, pat
     return found, [f"{line}: left out" for line in lines]
 
 
-def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt | str:
+def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer, system: str) -> Prompt | str:
     """Or what is wrong with it."""
     asked, answer = row.get("prompt", row.get("question")), row.get("answer")
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
@@ -56,6 +59,8 @@ def _prompt(number: int, row: Mapping[str, Any], tokenizer: Tokenizer) -> Prompt
     messages = _messages(asked)
     if isinstance(messages, str):
         return messages
+    if system and not any(role == "system" for role, _ in messages):
+        messages = [("system", system.encode("utf-8", "surrogatepass")), *messages]
     return Prompt(number, asked, tuple(chat.prompt(tokenizer, messages)), answer)
 
 

@@ -32,12 +32,19 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
-    """(rewards, which are right). `scorer`: the reward model's score of each (prompt, answer)."""
+    """(rewards, which are right). `scorer`: the reward model's score of each (prompt, answer).
+
+    Only differences between answers to one prompt mean anything in it: a score counts by how far it is above the mean of its prompt's.
+    """
     correct = [right(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
     if scorer is not None and answers:
         scores = scorer([(answer.prompt.asked, answer.text) for answer in answers])
-        rewards = [one + weight * _sigmoid(score) for one, score in zip(rewards, scores, strict=True)]
+        of_prompt: dict[int, list[float]] = {}
+        for answer, score in zip(answers, scores, strict=True):
+            of_prompt.setdefault(answer.prompt.row, []).append(score)
+        means = {row: sum(some) / len(some) for row, some in of_prompt.items()}
+        rewards = [one + weight * _sigmoid(score - means[answer.prompt.row]) for one, score, answer in zip(rewards, scores, answers, strict=True)]
     return rewards, correct
 
 
