@@ -19,6 +19,8 @@ from conftest import Stoker
 from stoker.contract.names import Refusal
 from stoker.training.config.resolve import recipe_config
 from stoker.training.data.reader import IGNORED
+from stoker.training.generate.exporting import export
+from stoker.training.generate.finding import Found
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.reward.calibration import calibration
@@ -100,6 +102,10 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     again = open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
     row = [("hello?", "yes")]
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]
+    said: list[str] = []
+    export(Found(str(tmp_path / "hf")), str(tmp_path / "out"), None, None, said.append)
+    assert scores(open_reward(c, str(tmp_path / "out"), torch.device("cpu")), words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu"))
+    assert any("score.safetensors" in line for line in said), "and transformers does not read it"
     (tmp_path / "hf" / "score.safetensors").unlink()
     with pytest.raises(Refusal, match="no reward model"):
         open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))

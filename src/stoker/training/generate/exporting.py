@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 
 import torch
@@ -19,6 +20,7 @@ from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_names import places
+from stoker.training.model.hf_write import SCORE
 from stoker.training.tokenizer.chat import START, STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
@@ -48,7 +50,14 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
     kind = DTYPES[dtype or ("bf16" if stored in ("bfloat16", "float16") else "fp32")]
     words = load_tokenizer(tokenizer or folder)
-    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=lambda fresh: add_template(fresh, words, say))
+
+    def more(fresh: str) -> None:
+        add_template(fresh, words, say)
+        if os.path.exists(os.path.join(folder, SCORE)):
+            shutil.copyfile(os.path.join(folder, SCORE), os.path.join(fresh, SCORE))
+            say(f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder without it")
+
+    hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=more)
 
 
 def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
@@ -61,6 +70,8 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     words = load_tokenizer(where)
     if words.digest != opened.meta.get("tokenizer_digest"):
         raise Refusal(f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR)
+    if "model.score" in opened.tensors:
+        say("a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both")
     tensors = _tensors(opened, shape)
     more: Say = lambda fresh: add_template(fresh, words, say)  # noqa: E731
     hf.save_from(tensors, shape, out, context_length=context, say=say, dtype=DTYPES[dtype or "fp32"], tokenizer_folder=where, end_ids=ends(words), more=more)
