@@ -54,4 +54,4 @@ def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
 def test_stop_after_steps(stoker: Stoker) -> None:
     endless = TRAIN.replace("range(25)", "range(10**9)")
     done = stoker.torch("run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1")
-    assert done.code == 0 and done.verdict["status"] == "completed" and "made 50 steps" in done.verdict["summary"]
+    assert done.code == 0 and done.verdict["status"] == "completed" and "made at least 50 steps" in done.verdict["summary"]
