@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -469,6 +470,19 @@ def test_in_anybodys_loop_a_slow_rank_gets_fewer_samples_and_a_saved_state_goes_
     plans = Plans(48, 2)
     assert plans.go_on(state["balance"]), "the plan in force, and one that was decided in the last steps"
     assert [one[0] for one in sizes] == list(range(70, 75)) and all(share == plans.at(step).shares[0] for step, share in sizes)
+
+
+def test_ranks_that_meet_after_a_bad_step_stay_as_they_are() -> None:
+    """For its replay: else the weights that made the NaN are gone."""
+    from stoker.training.balance.comm import Meeting
+
+    group: Any = types.SimpleNamespace(device=torch.device("cpu"), sum=lambda one: one.mul_(2))  # a second rank just like this one, but its share
+    for bad, want in ((0.0, 2.0), (1.0, 1.0)):
+        meeting, weights = Meeting(group, 1), torch.ones(3)
+        meeting.learned(5)
+        meeting._group.sum = lambda one: one.mul_(2) if one.dim() == 0 else one.add_(1.5)
+        meeting.meet([weights], bad=torch.tensor(bad))
+        assert weights.tolist() == [want] * 3
 
 
 MEETING = (

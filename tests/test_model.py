@@ -238,6 +238,27 @@ def test_how_a_block_runs_by_device_fp8_and_heads() -> None:
         ready.fused(ComputeConfig(compile="fused"), 64, cpu, said.append)
 
 
+def test_unfused_for_a_look_blocks_keep_nothing_and_compute_the_same() -> None:
+    """Fused blocks may have filled the card: plain ones keep twice as much."""
+    inputs = tokens(2, 16, seed=3)
+
+    def held(model: Decoder) -> tuple[int, Tensor]:
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one.numel()) or one, lambda one: one):
+            value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 32))
+        value.backward()
+        return sum(kept), value.detach()
+
+    plain, looked_at = made(), made()
+    looked_at.fuse(True)
+    ready.unfuse(looked_at)
+    assert not looked_at.fused
+    (much, value), (little, same) = held(plain), held(looked_at)
+    assert little < much / 2 and torch.equal(value, same)
+    for one, other in zip(plain.parameters(), looked_at.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
 def _turned(rows: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: float) -> None:
     """As the kernel does it: in place, unseen by autograd and by dispatch modes."""
     numbers, half = rows.detach().numpy(), head_dim // 2

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from conftest import Stoker
 from stoker.contract.names import Refusal
+from stoker.contract.shape import replace
 from stoker.training.config.resolve import recipe_config
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export
@@ -169,3 +170,34 @@ def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker:
     told = results[0]["metrics"]
     assert told["accuracy"] >= 0.95 and told["total"] == 60 and set(told["by_kind"]) == {"form", "right"} and told["low"] < told["accuracy"]
     assert results[0]["model"] == "hf"
+
+
+@pytest.mark.parametrize(("likelihood", "tied"), [("true", True), ("false", False)])
+def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, likelihood: str, tied: bool) -> None:
+    """On GPUs batch.micro auto tries random ids; targets are places in a row. With reward.likelihood off nothing reads an untied head."""
+    from stoker.training.loop import job
+    from stoker.training.model import hf
+    from stoker.training.recipes import reward as recipe
+
+    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
+    model = Decoder(replace(SMALL, tied=tied), 128)
+    model.start(3)
+    hf.save(model, str(tmp_path / "begin"), say=lambda line: None, tokenizer_folder=str(tmp_path / "tokenizer"))
+    (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows(60)))
+    tried = []
+
+    def largest(forward_backward: Any, optimizer: Any, group: Any, *, context: int, vocabulary: int, **more: Any) -> int:
+        forward_backward(torch.randint(0, vocabulary, (2, context)))
+        optimizer.zero()
+        tried.append(vocabulary > context)
+        return 2
+
+    monkeypatch.setattr(job, "largest_micro", largest)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STOKER_RUN_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    code = recipe.main([
+        "--preset", "small", "--model.load", "begin", "--reward.pairs", "pairs.jsonl", "--reward.likelihood", likelihood, "--context_length", "128",
+        "--batch.tokens", "512", "--batch.micro", "auto", "--max-steps", "2", "--parallel.device", "cpu", "--eval_every", "0",
+    ])  # fmt: skip
+    assert code == 0 and tried == [True]

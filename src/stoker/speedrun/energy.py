@@ -8,16 +8,16 @@ import sys
 from typing import Any
 
 LIMIT_S = 5.0
-# Millijoules of each card by its UUID; a card that does not count (before Volta) is not in it.
+# Millijoules of each card by its UUID; a card that does not count (before Volta) or does not answer is not in it.
 _ASK = """
 import json, pynvml as n
 n.nvmlInit()
 found = {}
 for i in range(n.nvmlDeviceGetCount()):
-    card = n.nvmlDeviceGetHandleByIndex(i)
     try:
+        card = n.nvmlDeviceGetHandleByIndex(i)
         found[n.nvmlDeviceGetUUID(card)] = n.nvmlDeviceGetTotalEnergyConsumption(card)
-    except n.NVMLError_NotSupported:
+    except n.NVMLError:
         pass
 print(json.dumps(found))
 """

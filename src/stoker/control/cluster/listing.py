@@ -55,7 +55,11 @@ def tree(path: str) -> Listing:
 def _followed(root: str) -> Iterator[str]:
     """A link back to a folder that it is in would have no end."""
     above = {root: frozenset([os.path.realpath(root)])}  # folder -> where it and those it is in really are
-    for folder, folders, names in os.walk(root, followlinks=True):
+
+    def unreadable(problem: OSError) -> None:
+        raise Refusal(f"--stage {root}: {problem.filename} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+
+    for folder, folders, names in os.walk(root, followlinks=True, onerror=unreadable):
         mine = above.pop(folder)
         for name in folders:
             place = os.path.join(folder, name)

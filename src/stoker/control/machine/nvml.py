@@ -17,8 +17,13 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 
 # What slows a clock and is worth a word; idle, application clocks and sync boost are not.
 _THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
-_RECOVERY = {0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset"}
-_PEER = {0: "ok", 1: "chipset does not support it", 2: "topology does not support it", 3: "disabled by a registry key", 4: "not supported"}
+_RECOVERY = {
+    0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
+}  # fmt: skip
+_PEER = {
+    0: "ok", 1: "chipset does not support it", 2: "the GPU does not support it", 3: "topology does not support it", 4: "disabled by a registry key",
+    5: "not supported", 6: "unknown",
+}  # fmt: skip
 
 
 EVENTS_S = 0.2
@@ -210,7 +215,8 @@ class Nvml:
         found = self._ask(self._nvml.nvmlDeviceGetFieldValues, handle, [field]) if field is not None else None
         if not found or found[0].nvmlReturn != 0:
             return None
-        return _RECOVERY.get(int(found[0].value.uiVal))
+        action = int(found[0].value.uiVal)
+        return _RECOVERY.get(action, f"action {action}")
 
     def _peer(self, handle: Any, other: Gpu) -> str:
         status = self._ask(self._nvml.nvmlDeviceGetP2PStatus, handle, self._handles[other.uuid], 0)

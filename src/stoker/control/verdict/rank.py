@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import signal
 
+from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.memory import memory_trend
 from stoker.control.verdict.wording import first_line, last_lines, place
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 _LOGS = "stoker logs --rank {rank}"
+_REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
 
 
 @cause(
@@ -108,4 +110,8 @@ def signalled(case: Case) -> Found | None:
 @cause("rank.exit", seen="an exit code other than 0 and no exception", contradicts="an exception was reported: rank.exception", fix=(_LOGS,), retryable=True)
 def ended(case: Case) -> Found | None:
     """The script ended itself with an exit code."""
-    return Found(f"{case.who} ended with exit code {case.end.code}", (f"exit code {case.end.code}, no exception", *last_lines(case.end)))
+    seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
+    last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
+    if case.end.code in _REFUSED and last.startswith("stoker: "):  # a recipe of ours: one line, and a code that says of which kind
+        return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
+    return Found(f"{case.who} ended with exit code {case.end.code}", seen)

@@ -68,8 +68,8 @@ class Meeting:
         return (step + 1) % self.every == 0
 
     @torch.no_grad()
-    def meet(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = ()) -> None:
-        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before."""
+    def meet(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = (), bad: Tensor | None = None) -> None:
+        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before. `bad`: above 0 nothing is changed."""
         fresh = self._steps > 0
         if not fresh and not more:
             return
@@ -79,7 +79,7 @@ class Meeting:
             flat = torch.cat([one.flatten() for one in bucket]).mul_(share)
             self._group.sum(flat)
             for one, mean in zip(bucket, torch.split(flat, [one.numel() for one in bucket]), strict=True):
-                one.copy_(mean.view_as(one))
+                one.copy_(mean.view_as(one) if bad is None else torch.where(bad > 0, one, mean.view_as(one)))
         if fresh:
             self._before, self._tokens, self._steps = self._tokens, 0, 0
 

@@ -133,7 +133,7 @@ class Stepper:
         if self._meeting is not None:
             self._meeting.learned(batch.labels)
             if self._meeting.due(batch.step):
-                self._meeting.meet(self._optimizer.parameters)
+                self._meeting.meet(self._optimizer.parameters, bad=self.bad)  # a bad step's weights stay as they are, for its replay
         return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
 
     def _seconds(self) -> list[float]:

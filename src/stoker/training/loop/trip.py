@@ -16,16 +16,18 @@ from stoker.training.loop.feeder import MicroBatch as Fed
 from stoker.training.loop.feeder import StepBatch
 from stoker.training.loop.say import Voice
 from stoker.training.loop.step import Numbers, Stepper
+from stoker.training.model import ready
+from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group, no_sync
 
 
 def explain(
-    numbers: Numbers, batch: StepBatch, stepper: Stepper, model: nn.Module, wrapped: nn.Module, drill: Drill, group: Group, voice: Voice, *,
+    numbers: Numbers, batch: StepBatch, stepper: Stepper, model: Decoder, wrapped: nn.Module, drill: Drill, group: Group, voice: Voice, *,
     folder: str | None, decode: Callable[[list[int]], str],
 ) -> NonFinite:  # fmt: skip
     """All ranks call this at the same step. Gives what to raise."""
     drill.step = batch.step
-    model.fuse(False)  # type: ignore[operator]  # module by module, so that the first bad operation has a name
+    ready.unfuse(model)  # module by module, so that the first bad operation has a name
     stepper.scale(batch)
 
     def run(number: int, micro: Fed) -> Tensor:

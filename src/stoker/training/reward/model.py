@@ -151,6 +151,11 @@ def _whole(tensor: Tensor) -> Tensor:
 class _Plain(RewardModel):
     likelihood = False
 
+    def __init__(self, c: ModelConfig, context_length: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__(c, context_length, dtype)
+        if self.head is not None:  # nothing reads it
+            self.head.requires_grad_(False)
+
 
 def learner(likelihood: bool) -> Learner:
     return Learner(RewardModel if likelihood else _Plain, load, save, measure)
