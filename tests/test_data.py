@@ -30,7 +30,7 @@ from stoker.training.data.pack import best_fit
 from stoker.training.data.prepare import prepare
 from stoker.training.data.prepared import Prepared, open_prepared
 from stoker.training.data.reader import Samples
-from stoker.training.data.sources import FORMS
+from stoker.training.data.sources import FORMS, find_sources
 from stoker.training.tokenizer.config import TokenizerConfig
 from stoker.training.tokenizer.tokenizer import load
 
@@ -111,8 +111,6 @@ def test_the_number_of_processes_changes_nothing(place: Place, monkeypatch: pyte
 
 
 def units_sources(*paths: str) -> Any:
-    from stoker.training.data.sources import find_sources
-
     return find_sources(paths, "cache", print)
 
 
@@ -409,3 +407,18 @@ def test_the_command_prepares_says_what_and_imports_no_torch(stoker: Stoker) -> 
     assert refused.code == 66 and "did you mean book.txt" in refused.err and refused.err.splitlines()[-1].startswith("stoker: ")
     check = "import sys\nfrom stoker.cli import main\nmain.main(sys.argv[1:])\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", check, *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, check=False).returncode == 0
+
+
+def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
+    """`--data .`: the cache that the first look makes, and runs, must not be in the second."""
+    (tmp_path / "book.txt").write_text("some words " * 400)
+    (tmp_path / "runs" / "1-base").mkdir(parents=True)
+    (tmp_path / "runs" / "1-base" / "run.json").write_text("{}")
+    (tmp_path / "runs" / "1-base" / "notes.txt").write_text("not data")
+    said: list[str] = []
+    data = DataConfig(path=(str(tmp_path),), cache=str(tmp_path / "cache"), validation="0", context_length=16)
+    first = prepare(data, TokenizerConfig(path="bytes"), said.append)
+    assert (tmp_path / "cache" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
+    assert prepare(data, TokenizerConfig(path="bytes"), said.append).key == first.key
+    assert f"left out, being Stoker's own: {tmp_path / 'runs' / '1-base'}" in said
+    assert [one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], "", said.append)] != [], "unless it is named"

@@ -599,6 +599,18 @@ def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not
     assert plain[0] != plain[1], "a script that is not ours may not go on with other ranks"
 
 
+def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new run is the latest one before its ranks look."""
+    from stoker.training.config.lasting import pinned
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "1-base" / "hf").mkdir(parents=True)
+    (tmp_path / "runs" / "latest").symlink_to("1-base")
+    found = pinned(config("--model.load", "runs/latest/hf", "--data", "runs/latest/text.txt", "--data", "latest/other.txt", "--resume", str(tmp_path / "runs/latest")))
+    assert (found.model.load, found.data.path) == ("runs/1-base/hf", ("runs/1-base/text.txt", "latest/other.txt"))
+    assert found.checkpoint.resume == str(tmp_path / "runs" / "1-base")
+
+
 def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Stoker) -> None:
     (stoker.cwd / "weights").mkdir()
     stoker.script("text.txt", "some words " * 500)

@@ -17,7 +17,7 @@ from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.keys import KEYS, values_of
-from stoker.training.config.lasting import lasting, with_tokenizer
+from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
 from stoker.training.config.schema import Config
@@ -81,6 +81,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     machine = _look()
     gpus = _gpus_wanted(build(RunOptions, *outside), machine)
     resolved = settle(layers, gpus, STAGES[stage].defaults)
+    resolved = replace(resolved, config=pinned(resolved.config))
     named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
     outside = _run_layers(named, layers.path, told)  # with the GPU that the file's device_id names, unless --gpus names others
     options = build(RunOptions, {"module": True}, *outside)

@@ -11,6 +11,7 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.ours import files_below
 
 TEXT, ROWS, PARQUET, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".parquet", ".csv"
 # A name that says a role must hold what the role needs; `test`, `train`, `val` only say which half of something it is.
@@ -46,7 +47,7 @@ def find(folder: str) -> Found:
     roles: dict[str, list[str]] = {}
     unused: list[str] = []
     tables: dict[str, list[str]] = {}
-    for path in _files(folder):
+    for path in files_below(folder, lambda line: None):
         shown = os.path.relpath(path, folder)
         if path.lower().endswith(CSV):
             tables.setdefault(os.path.dirname(path), []).append(path)
@@ -69,14 +70,6 @@ def find(folder: str) -> Found:
         there = f"found {', '.join(unused[:6])}{' …' if len(unused) > 6 else ''}" if unused else "it is empty"
         raise Refusal(f"--data {folder}: nothing usable; looked for {_LOOKED_FOR}; {there}", EX_DATAERR)
     return Found({role: tuple(paths) for role, paths in roles.items()}, tuple(unused))
-
-
-def _files(folder: str) -> Sequence[str]:
-    found = []
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.join(place, name) for name in sorted(names) if not name.startswith(".")]
-    return found
 
 
 def role_of(shown: str, form: str | None) -> str | None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from typing import Any
 
+from stoker.contract import layout
 from stoker.contract.shape import replace
 from stoker.training.config.keys import DEFAULTS, config_of, values_of
 from stoker.training.config.schema import Config
@@ -19,6 +22,23 @@ PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_st
 def lasting(c: Config) -> Config:
     values = values_of(c)
     return config_of(c.preset, {**values, **{name: DEFAULTS[name] for name in PASSING}})
+
+
+def pinned(c: Config) -> Config:
+    """A path through `runs/latest` as the run that is latest now: the new run will be it before its ranks look."""
+    return config_of(c.preset, {name: _pinned(value) for name, value in values_of(c).items()})
+
+
+def _pinned(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_pinned(one) for one in value)
+    if not isinstance(value, str) or layout.LATEST not in value.split("/"):
+        return value
+    parts = value.split("/")
+    link = "/".join(parts[: parts.index(layout.LATEST) + 1])
+    if not os.path.islink(link):
+        return value
+    return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

@@ -17,6 +17,7 @@ from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE, cores
 from stoker.training.data.digests import digest_files
 from stoker.training.data.learn import trained
+from stoker.training.data.ours import tag
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.read import conversations, texts
 from stoker.training.data.sources import Source, find_sources, share_of
@@ -71,6 +72,7 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
     share = share_of(data.validation)
     train = find_sources(data.path, data.cache, say)
     held = find_sources((data.validation,), data.cache, say, "data.validation") if share is None else ()
+    tag(data.cache)
     found = digest_files([source.path for source in (*train, *held)], data.cache, workers, say)
     given = Given(train, held, share or 0.0, tuple(found[: len(train)]), tuple(found[len(train) :]))
     learned_from = {"digests": given.digests, "text_key": data.text_key, "kind": data.kind, "share": given.share, "packing": PACKING}

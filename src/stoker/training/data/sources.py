@@ -12,6 +12,7 @@ from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.training.data.hub import fetch
 from stoker.training.data.looks import check_head
+from stoker.training.data.ours import files_below
 
 FORMS = {
     ".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".tex": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
@@ -74,7 +75,7 @@ def share_of(text: str) -> float | None:
 def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[..., str] = fetch) -> Iterable[str]:
     path = os.path.expanduser(path)
     if os.path.isdir(path):
-        return _filled(_inside(path), path, say)
+        return _filled(_inside(path, say), path, say)
     if os.path.exists(path):
         return [path]
     if any(sign in path for sign in "*?["):
@@ -100,18 +101,14 @@ def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[st
     return [path for path in files if path not in empty]
 
 
-def _inside(folder: str) -> list[str]:
+def _inside(folder: str, say: Callable[[str], None]) -> list[str]:
     found, others = [], set()
-    for place, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(names):
-            ending = os.path.splitext(name)[1].lower()
-            if name.startswith("."):
-                continue
-            if ending in FORMS:
-                found.append(os.path.join(place, name))
-            else:
-                others.add(ending or name)
+    for path in files_below(folder, say):
+        ending = os.path.splitext(path)[1].lower()
+        if ending in FORMS:
+            found.append(path)
+        else:
+            others.add(ending or os.path.basename(path))
     if not found:
         there = f"found {', '.join(sorted(others)[:8])}" if others else "it is empty"
         raise Refusal(f"folder {folder} holds no {', '.join(FORMS)} file: {there}", EX_NOINPUT)
