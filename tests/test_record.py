@@ -137,6 +137,15 @@ def test_stop_now_takes_no_grace(stoker: Stoker) -> None:
     assert done.verdict["exit_code"] == 131
 
 
+def test_stop_without_a_name_ends_one_that_runs(stoker: Stoker) -> None:
+    script = stoker.script("nap.py", "import time; time.sleep(100)")
+    for name in ("first", "second"):
+        assert stoker("run", "--detach", "--name", name, script).code == 0
+    assert ["-second is stopped" in stoker("stop").out, "-first is stopped" in stoker("stop").out] == [True, True]
+    third = stoker("stop")
+    assert third.code == 0 and "no run in " in third.out and "-second: stopped" in third.out
+
+
 def test_a_refusal_is_heard_through_detach(stoker: Stoker) -> None:
     done = stoker("run", "--detach", "missing.py")
     assert done.code == 66 and "no script missing.py" in done.err and not (stoker.cwd / "runs").exists()

@@ -14,7 +14,7 @@ from stoker.control.record import reader
 
 def parser() -> Parser:
     made = Parser(prog="stoker stop", description="Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest that is running)")
     made.add_argument("--now", action="store_true", help="without grace")
     made.add_argument("--wait", type=duration, default=60.0, metavar="TIME", help="wait for its end at most this long (default: 60s)")
     made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
@@ -23,9 +23,13 @@ def parser() -> Parser:
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
-    run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ), exact=True)
+    root = layout.runs_root(told.runs_dir, os.environ)
+    run = reader.find(told.run, root, exact=True)
+    if told.run is None:
+        run = _newest_running(root) or run
     if reader.status(run) not in ("running", "unknown"):
-        print(f"run {run.id} is not running: {reader.status(run)}")
+        which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
+        print(f"{which}: {reader.status(run)}")
         return 0
     ask_to_stop(run, now=told.now)
     deadline = time.monotonic() + told.wait
@@ -36,3 +40,9 @@ def main(argv: list[str]) -> int:
         return 75
     print(f"run {run.id} is stopped")
     return 0
+
+
+def _newest_running(root: str) -> reader.Run | None:
+    """One that runs here before one on another host, of which nobody here knows whether it does."""
+    runs = [(reader.status(run), run) for run in reversed(reader.all_runs(root))]
+    return next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
