@@ -213,8 +213,11 @@ def test_help_and_completion(stoker: Stoker) -> None:
         done = stoker(command, "--help")
         assert done.code == 0 and f"stoker {command}" in done.out
     script = stoker("completion", "bash").out
-    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    done = subprocess.run(["bash"], input=script + "complete -p stoker\n", text=True, capture_output=True, check=False)
     assert done.returncode == 0 and "--nproc-per-node" in script
+    assert "-o default" in done.stdout  # file names where it has no word of its own
+    said = stoker("completion", "--help").out
+    assert all(f"stoker completion {shell}" in said for shell in ("bash", "zsh", "tcsh"))
 
 
 def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:

@@ -7,11 +7,14 @@ from importlib import import_module
 
 from stoker.contract.settings import Parser
 
+_USE = """bash:  eval "$(stoker completion bash)"                                       # in ~/.bashrc
+zsh:   eval "$(stoker completion zsh)"                                        # in ~/.zshrc, after compinit
+tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # in ~/.tcshrc"""
+
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker completion", description="Prints a completion script.", epilog="bash:  eval \"$(stoker completion bash)\"   # in ~/.bashrc",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="stoker completion", description="Prints a completion script.", epilog=_USE, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return made
@@ -35,5 +38,6 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     import shtab
 
-    print(shtab.complete(whole_parser(), told.shell))
+    script = shtab.complete(whole_parser(), told.shell)
+    print(script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ") if told.shell == "bash" else script)  # else no file names
     return 0
