@@ -60,7 +60,8 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--env", "NOT_SET_HERE", "ok.py"], 64, "not set here"),
         (["--name", "a/b", "ok.py"], 64, "name of a folder"),
         (["--signals-to-handle", "SIGNOPE", "ok.py"], 64, "no signal 'SIGNOPE'"),
-        (["--config", "absent.yaml", "ok.py"], 66, "absent.yaml is not there"),
+        (["--config", "absent.yaml", "ok.py"], 66, "absent.yaml is not there\n"),
+        (["--config", "gsm8k_1GPU", "ok.py"], 66, "gsm8k_1GPU is not there; gsm8k_1GPU is a config of `stoker train`"),
         (["--config", "broken.yaml", "ok.py"], 65, "is not YAML at line 3"),
         (["--config", "list.yaml", "ok.py"], 65, "holds a list"),
         (["--config", "typo.yaml", "ok.py"], 78, "unknown key 'max_restart'; did you mean max_restarts?"),
@@ -100,9 +101,22 @@ def test_torchrun_words_that_mean_nothing_here_are_said_so(stoker: Stoker) -> No
     flags = ["--standalone", "--nnodes=1", "--rdzv_backend=c10d", "--monitor-interval", "5", "--start_method", "spawn", "--node_rank=0", "--nproc_per_node=2"]
     done = stoker("run", *flags, stoker.script("a.py", "import sys; print(sys.argv[1:])"), "--lr", "3", "--nproc-per-node", "9", "-m")
     assert done.code == 0 and done.log(1) == b"['--lr', '3', '--nproc-per-node', '9', '-m']\n"
+    assert done.err.count("--nproc-per-node stands after a.py, so it is the script's: put it before") == 1
     for flag in ("--rdzv-backend", "--monitor-interval", "--start-method", "--node-rank"):
         assert done.err.count(f"{flag} has no effect here: ") == 1
     assert "--standalone" not in done.err
+
+
+def test_a_flag_after_the_script_is_said_unless_the_script_knows_it(stoker: Stoker) -> None:
+    own = stoker.script("own.py", "import argparse; p = argparse.ArgumentParser(); p.add_argument('--log-dir', dest='log_dir'); p.add_argument('--config')")
+    (stoker.cwd / "mod.py").write_text("")
+    after = {
+        (own, "--log-dir", "x", "--config=y", "3"): [], (own, "--nproc_per_node=2"): ["--nproc_per_node"], (own, "--gpus", "0", "--detach"): ["--gpus", "--detach"],
+        ("-m", "mod", "--config", "y"): [], ("-m", "mod", "--nproc-per-node", "2"): ["--nproc-per-node"],
+    }  # fmt: skip
+    for words, said in after.items():
+        lines = stoker("run", "--dry-run", *words).out.splitlines()
+        assert [line.split()[0] for line in lines if "stands after" in line] == said, words
 
 
 def test_a_port_that_is_taken(stoker: Stoker) -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.shape import options_of, shape
 from stoker.control.launch.options import RunOptions
 
 # Flags that are taken and change nothing, with the reason that is printed.
@@ -48,10 +48,32 @@ def notices(request: Request) -> list[str]:
         found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
     if request.options.numa_binding not in (None, "node"):
         found.append(f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA node")
+    found += _misplaced(request)
     dropped = python_flags(sys.orig_argv)[1]
     if dropped:
         found.append(f"python -{dropped} is not passed on to the ranks: it would switch Stoker's part in them off")
     return found
+
+
+def _misplaced(request: Request) -> list[str]:
+    """Flags of ours that stand after the script, where torchrun too leaves them to it. Not those whose name the script's own text has."""
+    if request.identity is not None:
+        return []  # nobody typed its arguments
+    ours = {spelling: name for name in options_of(RunOptions) for spelling in (f"--{name}", f"--{name.replace('_', '-')}")}
+    text = None if request.options.module or request.options.no_python else _text(request.script)
+    flags = dict.fromkeys(flag for word in request.args if (flag := word.partition("=")[0]) in ours)
+    meant = [flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])]  # many programs have a --name or --config
+    script = os.path.basename(request.script)
+    return [f"{flag} stands after {script}, so it is the script's: put it before {script} if it is for stoker run" for flag in meant]
+
+
+def _text(path: str) -> str | None:
+    """None where it can't be read here: a script of other hosts, or a folder."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return None
 
 
 def python_flags(typed: list[str]) -> tuple[list[str], str]:
