@@ -146,6 +146,18 @@ def test_stop_without_a_name_ends_one_that_runs(stoker: Stoker) -> None:
     assert third.code == 0 and "no run in " in third.out and "-second: stopped" in third.out
 
 
+def test_commands_in_our_lines_can_be_pasted(stoker: Stoker) -> None:
+    failed = stoker("run", "--name", "my run", stoker.script("i.py", "import no_such_package"))
+    quoted = f"'{failed.run_dir.name}'"
+    assert f"exit code 1; `pip install no_such_package`; `stoker why {quoted}` says more\n" in failed.err
+    detached = stoker("run", "--detach", "--again", "--name", "my run", stoker.script("nap.py", "import time; time.sleep(100)"))
+    quoted = f"'{detached.run_dir.name}'"
+    assert f"run {detached.run_dir.name} is in the background\n" in detached.out
+    assert all(f"  stoker {word} {quoted}" in detached.out for word in ("attach", "logs", "stop", "why"))
+    assert "`stoker stop 'my run'` ends it" in stoker("run", "--name", "my run", "nap.py").err
+    assert stoker("stop").code == 0
+
+
 def test_a_refusal_is_heard_through_detach(stoker: Stoker) -> None:
     done = stoker("run", "--detach", "missing.py")
     assert done.code == 66 and "no script missing.py" in done.err and not (stoker.cwd / "runs").exists()

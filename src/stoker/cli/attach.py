@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import time
 
@@ -46,7 +47,7 @@ def main(argv: list[str]) -> int:
             sys.stdout.buffer.flush()
             time.sleep(0.1)
     except KeyboardInterrupt:
-        print(f"\nleft run {run.id}; it goes on. `stoker stop {run.id}` ends it", file=sys.stderr)
+        print(f"\nleft run {run.id}; it goes on. `stoker stop {shlex.quote(run.id)}` ends it", file=sys.stderr)
         return 0
     for _, cutter in open_.values():
         sys.stdout.buffer.write(cutter.flush())

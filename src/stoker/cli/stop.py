@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 
 from stoker.contract import layout
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)
     if reader.alive(run):
-        print(f"run {run.id} is still stopping; `stoker stop --now {run.id}` ends it at once")
+        print(f"run {run.id} is still stopping; `stoker stop --now {shlex.quote(run.id)}` ends it at once")
         return 75
     print(f"run {run.id} is stopped")
     return 0

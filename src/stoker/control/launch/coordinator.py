@@ -162,8 +162,10 @@ class Coordinator:
             self._say(f"✓ {verdict.summary} in {took}; record: {shown}")
         else:
             self._say(f"stoker: {verdict.summary}")
-            fix = f"; {verdict.fix[0]}" if verdict.fix else ""
-            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why {place.id}` says more")
+            import shlex
+
+            fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
+            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why {shlex.quote(place.id)}` says more")
         self._tell_lost()
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
@@ -217,6 +219,12 @@ class Coordinator:
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         self._signals.append(signum)
+
+
+def _inline(fix: str) -> str:
+    """One that is a command with a comment, as the command alone."""
+    command, comment, _ = fix.partition("   # ")
+    return f"`{command}`" if comment else fix
 
 
 def run(request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None = None) -> int:

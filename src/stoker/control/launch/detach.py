@@ -72,8 +72,11 @@ def _listen(pipe: int) -> int:
         for line in lines:
             if line.startswith(_STARTED):
                 run_dir = line[len(_STARTED) :].decode()
-                run = os.path.basename(run_dir)
-                print(f"run {run} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
+                import shlex
+
+                name = os.path.basename(run_dir)
+                run = shlex.quote(name)
+                print(f"run {name} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
                       f"  stoker logs {run} --rank 0\n  stoker stop {run}\n  stoker why {run}     how it ended", flush=True)  # fmt: skip
                 return 0
             if line.startswith(_ENDED):

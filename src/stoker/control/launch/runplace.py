@@ -62,7 +62,10 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
             if reader.alive(last) is None and last.verdict is None and not _requeued(last, environment):
                 raise Refusal(f"run {name} was started on host {last.launcher[2]} and may be running there: stop it there first", EX_UNAVAILABLE)
             if reader.alive(last):
-                raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {name}` shows it, `stoker stop {name}` ends it", EX_UNAVAILABLE)
+                import shlex
+
+                word = shlex.quote(name)
+                raise Refusal(f"run {name} is running (pid {last.launcher[0]}): `stoker attach {word}` shows it, `stoker stop {word}` ends it", EX_UNAVAILABLE)
             if last.verdict is not None and last.verdict.status == "completed":
                 if not request.options.again and last.data.get("config_hash") == config_hash(request):
                     raise Complete(f"run {name} ({last.id}) is complete: {last.verdict.summary}; nothing to do (--again runs it again)")
