@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker, gpu_json, wait_for
+from stoker.cli import clean as command
 from stoker.contract.shape import replace
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.machine import processes
@@ -387,6 +388,16 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
         assert clean.remove_debris(found) == []
         assert {path.name for path in tmp.iterdir()} == {"stoker-" + n for n in ("alive_00", "notes_00", "standing", "writing_", "gpu-locks", "linked_0")}
         listening.close()
+
+
+def test_many_files_of_a_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    many = [debris.Debris("agent's folder", f"/tmp/stoker-{n}", 2_000_000, 3600.0) for n in range(13)]
+    monkeypatch.setattr(debris, "find_debris", lambda: [*many[:12], debris.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]])
+    command.main([])
+    said = capsys.readouterr().out
+    assert said.count("  agent's folder, 2.0 MB") == 10 and "and 3 more (agent's folder), 6.0 MB; --json lists them all\n" in said and "/dev/shm/x  shared" in said
+    command.main(["--json"])
+    assert len(json.loads(capsys.readouterr().out)["files"]) == 14
 
 
 def test_young_files_stay(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
 CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
+_LINES = 10  # of a kind of file; dead agents' folders come by the hundred
 
 
 def parser() -> Parser:
@@ -200,8 +201,13 @@ def _show_processes(title: str, found: list[Found]) -> None:
 def _show_debris(found: list[Debris]) -> None:
     if found:
         print("files that no process uses any more:")
-    for one in found:
-        print(f"  {one.path}  {one.kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+    for kind in dict.fromkeys(one.kind for one in found):
+        alike = [one for one in found if one.kind == kind]
+        for one in alike[:_LINES]:
+            print(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+        rest = alike[_LINES:]
+        if rest:
+            print(f"  and {len(rest)} more ({kind}), {sum(one.size for one in rest) / 1e6:.1f} MB; --json lists them all")
 
 
 def _show_locks(locks: list[Lock]) -> None:
