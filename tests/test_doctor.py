@@ -99,6 +99,7 @@ def test_this_machine(stoker: Stoker) -> None:
     assert told["schema"] == 1 and done.code == told["exit_code"] in (0, 1, 2, 3)
     assert isinstance(told["examination"]["machine"]["memory_total"], int) and told["examination"]["machine"]["hostname"] == os.uname().nodename
     assert set(told["checks"]) == {id for id in check.load() if not id.startswith("torch.")}
+    assert "; torch not looked at\n" in stoker("doctor", "--only", "env.").out
 
 
 def test_record_replay_and_bundle(stoker: Stoker) -> None:

@@ -17,7 +17,7 @@ from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.control.doctor import check
 from stoker.control.doctor.advice import advice
-from stoker.control.machine.examine import PARTS, examine
+from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
 from stoker.control.machine.facts import Examination, examination_from_json
 
 _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
@@ -89,7 +89,7 @@ def main(argv: list[str]) -> int:
 def _print(found: Examination, findings: list[Finding], count: int) -> None:
     machine = found.machine
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
-    torch = found.torch.version if found.torch and found.torch.version else "none"
+    torch = found.torch.version if found.torch and found.torch.version else "not looked at" if (found.missing or {}).get("torch") == NOT_ASKED else "none"
     print(f"{machine.hostname}: {cards}; {machine.cores} cores, {machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory; torch {torch}")
     for gpu in machine.gpus:
         used = "n/a" if gpu.memory_used is None or gpu.memory_total is None else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"

@@ -85,6 +85,7 @@ def _gatherer(kind: str, *more: str, env: Mapping[str, str] | None = None, limit
 
 
 PARTS = frozenset(("health", "probes", "torch", "host", "net"))
+NOT_ASKED = "not asked"
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
@@ -102,7 +103,7 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
     probes = {gpu.uuid: _probed(gpu, found.get(gpu.uuid)) for gpu in cards} if "probes" in parts else None
     if probes:
         probes = _after(probes, machine)
-    torch_found, torch_why = _run(torch)["torch"] if torch else (None, "not asked")
+    torch_found, torch_why = _run(torch)["torch"] if torch else (None, NOT_ASKED)
     if torch_found is None:
         missing["torch"] = torch_why
     if "machine" in missing:
