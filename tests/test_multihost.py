@@ -216,7 +216,7 @@ def test_a_python_below_the_home_of_a_host_is_its_venvs(stoker: Stoker, netclust
         (["--node-rank", "1"], "--node-rank 1 with one machine"),
         (["--nnodes", "2", "--standalone"], "contradict each other"),
         (["--min-hosts", "2"], "name them with --hosts"),
-        (["--hosts", "127.0.0.1,10.99.0.1", "--min-hosts", "3"], "--min-hosts 3: there are 2 hosts"),
+        (["--hosts", "127.0.0.1,10.99.0.1", "--min-hosts", "3"], "--min-hosts 3: the run has 2 hosts"),
         (["--hosts", "127.0.0.1,10.99.0.1", "--nnodes", "2"], "leave --nnodes and --node-rank out"),
     ],
 )  # fmt: skip

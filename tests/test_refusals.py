@@ -240,6 +240,7 @@ def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:
     done = stoker("run", "--dry-run", "--json", "--nproc-per-node", "2", script)
     plan: dict[str, Any] = json.loads(done.out)
     assert [place["label"] for place in plan["places"]] == ["CPU0", "CPU1"] and plan["argv"] == [sys.executable, "ok.py"]
+    assert "would start 1 rank of: " in stoker("run", "--dry-run", script).out
     assert "would start 2 ranks" in stoker("run", "--dry-run", "--nproc-per-node", "2", script).out
     assert sorted(os.listdir(stoker.cwd)) == before
 

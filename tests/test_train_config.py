@@ -516,7 +516,7 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
     assert "would start 4 ranks" in trainer(*DRY, env=box(4)).out and "preset production" in trainer(*DRY, env=box(4)).err
     trainer.script("one.json", '{"system": {"device": "cuda", "device_id": 2}, "run": {"name": "from-file", "max-restarts": 3}}')
     done = trainer(*DRY, "--config", "one.json", env=box(4))
-    assert "would start 1 ranks" in done.out and "rank 0  GPU2" in done.out and "from-file" in done.out
+    assert "would start 1 rank of: " in done.out and "rank 0  GPU2" in done.out and "from-file" in done.out
     assert "rank 0  GPU1" in trainer(*DRY, "--config", "one.json", "--gpus", "1", env=box(4)).out
     cpu = trainer(*DRY, "--device", "cpu", "--nproc-per-node", "3", env=box(4))
     assert "rank 2  CPU2" in cpu.out and "preset small" in cpu.err, cpu.err

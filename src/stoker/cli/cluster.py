@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
@@ -176,7 +177,7 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
         print(f"{_MARKS[finding.level]} {finding.id}: {finding.text}" + (f"\n    → {finding.fix}" if finding.fix else ""))
     if all(finding.level == "ok" for finding in findings):
-        print(f"✓ {len(facts.hosts)} hosts, nothing wrong")
+        print(f"✓ {counted(len(facts.hosts), 'host')}, nothing wrong")
     for line in report["tuned"]:
         print(line)
     print(f"checked in {report['seconds']:.1f} s")

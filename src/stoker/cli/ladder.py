@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import counted, gb, span
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
 from stoker.control.launch import ladder
@@ -67,7 +67,8 @@ def main(argv: list[str]) -> int:
             _dump({"schema": 1, "imports": [one.name for one in imports], "rungs": rungs, "steps": steps})
         else:
             print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
-            print(f"would start {', '.join(str(ranks) for ranks in rungs)} ranks, one after the other, {steps} steps each")
+            counts = ", ".join(str(ranks) for ranks in rungs)
+            print(f"would start {counts} rank{'s' if rungs[-1] > 1 else ''}, one after the other, {counted(steps, 'step')} each")
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:

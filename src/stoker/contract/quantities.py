@@ -46,3 +46,8 @@ def span(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 else "")
     return f"{whole // 3600} h" + (f" {whole % 3600 // 60} min" if whole % 3600 // 60 else "")
+
+
+def counted(count: int, noun: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
@@ -59,7 +60,8 @@ def main_part(
     for answer in answers:
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
     _write(out, text(answers, defaults, {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}))
-    say(f"wrote {out}: {len(answers)} hosts, {sum(max(1, len(answer.gpus)) for answer in answers)} ranks; `stoker cluster check --hosts {out}` looks closer")
+    ranks = sum(max(1, len(answer.gpus)) for answer in answers)
+    say(f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}` looks closer")
 
 
 def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:

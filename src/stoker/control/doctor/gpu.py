@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import gb, span
+from stoker.contract.quantities import counted, gb, span
 from stoker.contract.shapes import Finding
 from stoker.control.doctor.check import Asked, check, fail, unknown, warn
 from stoker.control.machine.facts import Examination, Health
@@ -60,7 +60,7 @@ def count(found: Examination, asked: Asked) -> Iterator[Finding]:
             yield fail(f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it", "unset CUDA_VISIBLE_DEVICES")
     usable = len(words) if words else len(found.machine.gpus)
     if asked.ranks and found.machine.gpus and asked.ranks > usable:
-        yield fail(f"{asked.ranks} ranks are asked for and {usable} GPUs are here (invalid device ordinal)", f"stoker run --nproc-per-node {usable} ...")
+        yield fail(f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)", f"stoker run --nproc-per-node {usable} ...")
 
 
 @check("gpu.compute-mode", fast=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from stoker.contract.quantities import counted
 from stoker.contract.shapes import Finding
 from stoker.control.doctor.check import Asked, check, fail, warn
 from stoker.control.machine.facts import Examination
@@ -30,7 +31,8 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
     if torch.error or not found.machine.gpus:
         return
     if torch.cuda is None:
-        yield fail(f"torch {torch.version} is built without CUDA and there are {len(found.machine.gpus)} GPUs", "install a CUDA build of torch")
+        cards = counted(len(found.machine.gpus), "GPU")
+        yield fail(f"torch {torch.version} is built without CUDA and the machine has {cards}", "install a CUDA build of torch")
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = found.machine.driver
@@ -91,4 +93,4 @@ def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
     torch = found.torch
     assert torch is not None
     if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
-        yield fail(f"torch {torch.version} has no NCCL and there are {len(found.machine.gpus)} GPUs", "install the official build")
+        yield fail(f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}", "install the official build")

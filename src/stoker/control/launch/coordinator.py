@@ -12,7 +12,7 @@ import sys
 import time
 
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
-from stoker.contract.quantities import span
+from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import transport
@@ -175,9 +175,8 @@ class Coordinator:
             text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
-            text = "\n".join(
-                [*plan.lines, f"would start {plan.world_size} ranks of: {' '.join(plan.argv)}", *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"]
-            )
+            start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(plan.argv)}"
+            text = "\n".join([*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"])
         self._console.put(1, text.encode("utf-8", "backslashreplace") + b"\n")
 
     # ---- the record ----

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import replace
 from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
@@ -96,4 +96,4 @@ def check_legal(options: RunOptions, plan: RunPlan) -> None:
     if plan.world_size not in legal:
         fits = [count for count in legal if count <= plan.world_size]
         hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
-        raise Refusal(f"{plan.world_size} ranks, and the job takes {', '.join(map(str, legal))}; {hint}", EX_UNAVAILABLE, cause="gpu.legal")
+        raise Refusal(f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}", EX_UNAVAILABLE, cause="gpu.legal")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.launch.nodes import meeting
@@ -27,5 +28,5 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
-        raise Refusal(f"--min-hosts {options.min_hosts}: there are {len(hosts.hosts)} hosts; give a number from 1 to that", EX_USAGE)
+        raise Refusal(f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to that", EX_USAGE)
     return request, hosts

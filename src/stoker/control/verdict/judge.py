@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
@@ -39,15 +40,19 @@ def judge(evidence: Evidence) -> Verdict:
         found = explain(guilty, evidence)
         return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     if evidence.steps_reached and guilty is None:
-        return Verdict("completed", "completed", f"all {evidence.world_size} ranks made at least {evidence.steps_reached} steps; ended as asked for", 0)
+        return Verdict("completed", "completed", f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for", 0)
     told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)  # then 0 means "saved and left", not "done"
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
-        return Verdict("completed", "completed", f"all {evidence.world_size} ranks ended with 0", 0)
+        return Verdict("completed", "completed", f"{_everybody(evidence)} ended with 0", 0)
     if guilty is None and evidence.regrouping:
         return launch.regrouped(evidence.regrouping)
     if guilty is None:
         return launch.unknown(evidence)
     return explain(guilty, evidence)
+
+
+def _everybody(evidence: Evidence) -> str:
+    return f"all {evidence.world_size} ranks" if evidence.world_size > 1 else "the rank"
 
 
 def _only_echoes(evidence: Evidence) -> bool:
