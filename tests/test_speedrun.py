@@ -11,15 +11,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from conftest import machine_json, wait_for
 from stoker.cli.speedrun import main
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import replace
-from stoker.speedrun import estimate, overrides, presets, rows, saying
+from stoker.speedrun import estimate, lacking, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
 from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.data import find, form_of_row, role_of
@@ -147,7 +147,14 @@ def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speedrun:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOKER_MACHINE", str(machine))
     monkeypatch.delenv("STOKER_RUNS", raising=False)
+    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=10**13))
     return Speedrun(tmp_path)
+
+
+class Disk(NamedTuple):
+    """For a disk of another size than this machine's."""
+
+    free: int
 
 
 CPU = presets.PRESETS["cpu"]
@@ -332,6 +339,52 @@ def test_a_plan_is_printed_and_nothing_is_made(speedrun: Speedrun, capsys: pytes
     assert not speedrun.folder.parent.exists() and not speedrun.calls
 
 
+def test_a_plan_that_is_wider_than_the_terminal_leaves_out_what_stages_are_made_from(
+    speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    widest = {}
+    for columns in (200, 100):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        assert speedrun("--plan") == 0
+        said = capsys.readouterr().out
+        assert ("made from" in said) == (columns == 200) and all(name in said for name in NAMES)
+        widest[columns] = max(map(len, said.split("\n\n")[1].splitlines()))
+    assert widest[100] <= 100 < widest[200]
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+    assert speedrun("--plan") == 0 and "made from" in capsys.readouterr().out
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_made(
+    speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert speedrun("--plan", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    needed = plan["about"]["disk"]
+    assert plan["refused"] is None
+    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
+    assert speedrun("--plan") == 0
+    line = f"about {needed / 1e6:.0f} MB of disk are needed, {0.7 * needed / 1e6:.0f} MB are free in {speedrun.home}"
+    assert f"here it would be refused: {line}" in capsys.readouterr().out
+    assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
+    assert speedrun("--until", "tokenizer") == 0, "room for these"
+    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
+    assert speedrun() == 0, "an estimate may be a little too high"
+    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=0))
+    assert speedrun() == 0 and speedrun("--only", "report") == 0, "nothing more is needed"
+
+
+def test_what_a_stopped_stage_has_written_needs_no_room_again(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
+    speedrun.order(base={"fail": 3})
+    assert speedrun("--until", "base") == 3
+    needed = next(one for one in estimate.estimates(STAGES, estimate.pace_of([], 1, 1, False), 1).items() if one[0] == "base")[1].disk
+    monkeypatch.setattr(lacking.shutil, "disk_usage", lambda path: Disk(free=int(0.3 * needed)))
+    speedrun.order()
+    assert speedrun("--until", "base") == EX_CANTCREAT
+    (speedrun.folder / speedrun.entries["base"]["run"] / "step-1").write_bytes(bytes(int(0.7 * needed)))
+    assert speedrun("--until", "base") == 0
+
+
 def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     assert speedrun("--price-per-hour", "3600") == 0
     assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
@@ -360,7 +413,7 @@ def test_a_stage_that_fails_stops_the_chain_and_says_why(speedrun: Speedrun, cap
     said = capsys.readouterr().out
     assert "rank 0 of reward fell over; do this" in said and speedrun.ran[-1] == "reward"
     assert "because they need reward: grpo-uniform, eval-grpo-uniform, grpo-density, eval-grpo-density, diversity" in said
-    assert re.search("not reached, though they do not need it: density ", said)
+    assert re.search("not reached, though it does not need reward: density ", said)
     assert speedrun.entries["reward"]["status"] == "failed" and speedrun.entries["density"]["status"] == "waiting"
     speedrun.order()
     assert speedrun() == 0
@@ -491,8 +544,9 @@ def test_two_at_once_are_refused(speedrun: Speedrun, capsys: pytest.CaptureFixtu
         process.communicate(timeout=60)
 
 
-def test_a_finished_chain_ends_at_once_and_imports_no_torch(speedrun: Speedrun) -> None:
+def test_a_finished_chain_ends_at_once_and_imports_no_torch(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
     assert speedrun("--until", "base") == 0
+    assert speedrun("--only", "base") == 0 and "finished: 1 stage is done in" in capsys.readouterr().out
     program = "import sys\nfrom stoker.cli.speedrun import main\ncode = main(['--until', 'base'])\nprint(code, [name for name in {} if name in sys.modules])"
     heavy = ("torch", "numpy", "matplotlib", "tokenizers", "pyarrow", "stoker.speedrun.drive")
     done = subprocess.run([sys.executable, "-c", program.format(heavy)], cwd=speedrun.home, capture_output=True, text=True, check=True)
@@ -513,6 +567,18 @@ def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(spee
     shutil.rmtree(speedrun.folder / speedrun.entries["sft"]["run"] / "hf")
     assert speedrun("--seed", "3", "--only", "density") == 70
     assert "its hf is gone: remove runs/speedrun-cpu/stages/" in capsys.readouterr().out
+
+
+def test_a_plan_says_that_its_inputs_are_missing(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert speedrun("--plan", "--from", "sft") == 0
+    said = capsys.readouterr().out
+    assert "here it would be refused: stages sft, " in said and "`stoker speedrun --until midtrain` makes it" in said
+
+
+def test_where_there_is_no_speedrun_there_is_nothing_to_report(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "no speedrun in runs/speedrun-cpu: `stoker speedrun` makes one"
+    assert speedrun("--only", "report") == EX_NOINPUT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
+    assert speedrun("--only", "report", "--plan") == 0 and f"here it would be refused: {line}" in capsys.readouterr().out
 
 
 def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
@@ -542,7 +608,7 @@ def test_the_hint_after_a_failure_has_the_options_that_were_given(speedrun: Spee
     speedrun.order(sft={"fail": 3})
     assert speedrun("--seed", "3", "--set", "sft:train.max_steps=7", "--until", "sft") == 3
     assert "`stoker speedrun --seed 3 --set sft:train.max_steps=7 --only report`" in (said := capsys.readouterr().out)
-    assert "because they need" not in said
+    assert "not run, because" not in said
 
 
 def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
+import sys
 
 from stoker.contract import names
 from stoker.contract.settings import Parser, add_flags, build
+from stoker.contract.shape import replace
 from stoker.control.machine.model import Machine
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 
 _EPILOG = """stages, in this order: world, tokenizer, base, eval-base, midtrain, eval-midtrain, sft, eval-sft, reward, density, grpo-uniform,
@@ -47,26 +51,25 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     options = build(SpeedrunOptions, vars(told))
     if options.json and not options.plan:
         raise names.Refusal("--json goes with --plan", names.EX_USAGE)
-    from stoker.speedrun.course import refuse_missing_inputs, settle
+    from stoker.speedrun.course import settle
+    from stoker.speedrun.lacking import lacking
 
     machine = _look()
     course = settle(options, machine, _gpus(machine, options.nproc_per_node), os.environ)
+    nothing_to_do = course.finished and options.only != "report"  # that is made again whenever it is asked for
+    lacks = None if nothing_to_do else lacking(course, argv)
     if options.plan:
-        from stoker.speedrun import plan
-
-        if options.json:
-            print(json.dumps(plan.as_data(course), indent=1, ensure_ascii=False))
-        else:
-            print("\n".join((*course.lines, "", plan.as_text(course))))
-        return 0
+        return _plan(replace(course, refused=lacks.line) if lacks is not None and not course.refused else course)
     for line in course.lines:
         _say(line)
-    if course.finished and options.only != "report":  # that is made again whenever it is asked for
+    if nothing_to_do:
         report = os.path.join(course.folder, "report.md")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
-        _say(f"finished: {len(course.selected)} stages are done in {os.path.relpath(course.folder)}{where}")
+        count = len(course.selected)
+        _say(f"finished: {count} {'stages are' if count > 1 else 'stage is'} done in {os.path.relpath(course.folder)}{where}")
         return 0
-    refuse_missing_inputs(course, argv)
+    if lacks is not None:
+        raise lacks
     from stoker.speedrun import state
     from stoker.speedrun.drive import VARIABLES, Drive
     from stoker.speedrun.drive import Tools as Real
@@ -78,6 +81,18 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         return Drive(course, tools or Real(), os.environ, _say, argv).run()
     finally:
         os.close(lock)
+
+
+def _plan(course: Course) -> int:
+    from stoker.speedrun import plan
+
+    if course.options.json:
+        print(json.dumps(plan.as_data(course), indent=1, ensure_ascii=False))
+        return 0
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    refused = [f"here it would be refused: {course.refused}"] if course.refused else []
+    print("\n".join((*course.lines, *refused, "", plan.as_text(course, columns))))
+    return 0
 
 
 def _look() -> Machine:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.control.machine.model import Machine
 from stoker.speedrun import overrides
@@ -45,7 +45,12 @@ class Course:
 
     @property
     def finished(self) -> bool:
-        return all(self.entries[name].done for name in self.selected)
+        return not self.waiting
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Asked for and not done."""
+        return tuple(name for name in self.selected if not self.entries[name].done)
 
     def about(self) -> dict[str, Any]:
         """The head of chain.json."""
@@ -78,11 +83,10 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     found = entries(folder, stages, keys)
     counted = on_cpu or (options.nproc_per_node or "").isdigit()
     check_stages([stage for stage in stages if stage.name in wanted and not found[stage.name].done], ranks if counted else None, on_cpu)
-    lines = (line, *([f"here it would be refused: {lacking.line}"] if lacking else ()), *data.lines)
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
         folder, preset, options, machine, stages, keys, wanted, found, estimates(stages, pace, ranks),
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", lines, prepare,
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", (line, *data.lines), prepare,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
         options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys), lacking.line if lacking else "",
     )  # fmt: skip
@@ -109,21 +113,8 @@ def _ranks(asked: str | None, usual: int) -> int:
     return int(asked) if asked is not None and asked.isdigit() and int(asked) > 0 else max(usual, 1)
 
 
-def refuse_missing_inputs(course: Course, argv: Sequence[str]) -> None:
-    """A stage that is asked for, whose inputs neither are there nor will be made first."""
-    there = {name for name, entry in course.entries.items() if entry.done} | set(course.selected)
-    asked = [stage for stage in course.stages if stage.name in course.selected and stage.stage != REPORT and not course.entries[stage.name].done]
-    needing = [stage.name for stage in asked if not there.issuperset(stage.inputs)]
-    if needing:
-        needed = {name for stage in asked for name in stage.inputs} - there
-        missing = [stage.name for stage in course.stages if stage.name in needed]
-        who = f"stage {needing[0]} needs" if len(needing) == 1 else f"stages {', '.join(needing)} need"
-        line = f"{who} what {', '.join(missing)} make{'s' if len(missing) == 1 else ''}, and with these settings that is not there"
-        raise Refusal(f"{line}: `{command(argv, '--until', missing[-1])}` makes it", EX_NOINPUT)
-
-
 def command(argv: Sequence[str], *choice: str) -> str:
-    """As it was typed, for other stages."""
+    """As it was typed, for other stages and to be run."""
     return shlex.join(["stoker", "speedrun", *_without_choice(argv), *choice])
 
 
@@ -136,6 +127,6 @@ def _without_choice(argv: Sequence[str]) -> list[str]:
             skip = False
         elif name in ("--from", "--begin", "--until", "--only"):
             skip = "=" not in word
-        else:
+        elif name not in ("--plan", "--json"):
             kept.append(word)
     return kept

@@ -174,9 +174,10 @@ class Drive:
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
         in_vain = [one.name for one in unreached if one.name in hindered]
         if in_vain:
-            self.say(f"not run, because they need {stage.name}: {', '.join(in_vain)}")
+            self.say(f"not run, because {'it needs' if len(in_vain) == 1 else 'they need'} {stage.name}: {', '.join(in_vain)}")
         if others:
-            self.say(f"not reached, though they do not need it: {', '.join(others)} (--only STAGE runs one)")
+            why = "it does" if len(others) == 1 else "they do"
+            self.say(f"not reached, though {why} not need {stage.name}: {', '.join(others)} (--only STAGE runs one)")
         self.say(f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is")
         return code
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.quantities import gb, span
@@ -10,6 +11,7 @@ from stoker.speedrun.course import Course
 from stoker.speedrun.stages import File, Stage
 
 SCHEMA = 1
+_MADE_FROM = 2  # its column
 
 
 def as_data(course: Course) -> dict[str, Any]:
@@ -29,16 +31,13 @@ def _files(stage: Stage) -> list[str]:
     return [place.path for place in stage.places if isinstance(place, File)]
 
 
-def _waiting(course: Course) -> list[str]:
-    return [name for name in course.selected if not course.entries[name].done]
-
-
 def _total(course: Course) -> dict[str, float]:
-    found = [course.estimates[name] for name in _waiting(course)]
+    found = [course.estimates[name] for name in course.waiting]
     return {"seconds": sum(one.seconds for one in found), "memory": max((one.memory for one in found), default=0.0), "disk": sum(one.disk for one in found)}
 
 
-def as_text(course: Course) -> str:
+def as_text(course: Course, columns: int | None = None) -> str:
+    """`columns`: the terminal's; what a stage is made from is left out where the table is wider."""
     rows = [("", "stage", "made from", "size", "time", "memory", "disk", "state")]
     for stage in course.stages:
         about, entry = course.estimates[stage.name], course.entries[stage.name]
@@ -49,10 +48,11 @@ def as_text(course: Course) -> str:
             "•" if stage.name in course.selected and not entry.done else "", stage.name, made_from, size or "-", span(about.seconds), _bytes(about.memory),
             _bytes(about.disk), state,
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = _table(rows)
+    if columns is not None and max(map(len, lines)) > columns:
+        lines = _table([(*row[:_MADE_FROM], *row[_MADE_FROM + 1 :]) for row in rows])
     total = _total(course)
-    count = len(_waiting(course))
+    count = len(course.waiting)
     lines.append("")
     if count:
         lines.append(
@@ -62,6 +62,11 @@ def as_text(course: Course) -> str:
     else:
         lines.append(f"nothing to run: all is done in {course.folder}")
     return "\n".join(lines)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _count(number: int, what: str) -> str:
