@@ -11,7 +11,7 @@ from stoker.speedrun.course import Course
 from stoker.speedrun.stages import File, Stage
 
 SCHEMA = 1
-_MADE_FROM = 2  # its column
+_LEFT_OUT = ("made from", "memory", "disk", "size")  # where the terminal is narrower, in this order
 
 
 def as_data(course: Course) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _total(course: Course) -> dict[str, float]:
 
 
 def as_text(course: Course, columns: int | None = None) -> str:
-    """`columns`: the terminal's; what a stage is made from is left out where the table is wider."""
+    """`columns`: the terminal's."""
     rows = [("", "stage", "made from", "size", "time", "memory", "disk", "state")]
     for stage in course.stages:
         about, entry = course.estimates[stage.name], course.entries[stage.name]
@@ -48,9 +48,7 @@ def as_text(course: Course, columns: int | None = None) -> str:
             "•" if stage.name in course.selected and not entry.done else "", stage.name, made_from, size or "-", span(about.seconds), _bytes(about.memory),
             _bytes(about.disk), state,
         ))  # fmt: skip
-    lines = _table(rows)
-    if columns is not None and max(map(len, lines)) > columns:
-        lines = _table([(*row[:_MADE_FROM], *row[_MADE_FROM + 1 :]) for row in rows])
+    lines = _table(rows, columns)
     total = _total(course)
     count = len(course.waiting)
     lines.append("")
@@ -64,9 +62,14 @@ def as_text(course: Course, columns: int | None = None) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:
+    for left_out in range(len(_LEFT_OUT) + 1):
+        kept = [column for column in zip(*rows, strict=True) if column[0] not in _LEFT_OUT[:left_out]]
+        widths = [max(map(len, column)) for column in kept]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in zip(*kept, strict=True)]
+        if columns is None or max(map(len, lines)) <= columns:
+            break
+    return lines
 
 
 def _count(number: int, what: str) -> str:
