@@ -395,6 +395,15 @@ def test_orders_look_random_and_differ_by_seed_and_epoch() -> None:
     assert len(set(one.ids(0, 10_000).tolist())) == 10_000 and (one.ids(10**12, 10**12 + 50) != one.ids(0, 50)).all()
 
 
+def test_the_command_takes_the_preset_that_training_takes_here(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    (stoker.cwd / "book.txt").write_text(words(3000))
+    small, production = "preset small: no GPU to train on", "preset production: the default where there are GPUs"
+    cases = [(0, [], small), (1, [], production), (0, ["--parallel.device", "cuda"], production), (1, ["--preset", "small"], "preset small (")]
+    for gpus, more, line in cases:
+        done = stoker("prepare", "--data", "book.txt", "--tokenizer.path", "bytes", *more, env={"CUDA_VISIBLE_DEVICES": "0", **box(gpus)})
+        assert done.code == 0 and f"stoker: {line}" in done.err, done.err
+
+
 def test_the_command_prepares_says_what_and_imports_no_torch(stoker: Stoker) -> None:
     (stoker.cwd / "book.txt").write_text(words(3000))
     command = ["prepare", "--data", "book.txt", "--tokenizer.path", "bytes", "--data.context_length", "64", "--data.validation", "0.1"]

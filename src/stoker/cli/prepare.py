@@ -8,21 +8,25 @@ import os
 import sys
 import time
 
-from stoker.contract.settings import Parser
+from stoker.cli.sight import gpus_to_use, look
+from stoker.contract.settings import Parser, build, from_environment, from_mapping
 from stoker.contract.shape import as_json
+from stoker.control.launch.options import RunOptions
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
-from stoker.training.config.layers import gather
+from stoker.training.config.layers import Layers, gather
 from stoker.training.config.resolve import settle
 from stoker.training.data.sources import FORMS
 
 _HELP = f"""Turns text, jsonl or parquet files, folders and globs of these, or a hub id into shards of tokens, once; `stoker train` does it by itself.
 Of a folder, and of the folders in it, what ends in {" ".join(FORMS)} is read.
-The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called."""
+The same bytes and the same tokenizer are found again in cache/datasets/, whatever they are called.
+Without --preset the preset is the one that `stoker train` would take here: production where there are GPUs, small where there are none."""
 _EXAMPLES = """examples:
   stoker prepare --data book.txt --tokenizer.path bytes --data.validation 0.1
   stoker prepare --data 'web/*.jsonl' --data more.parquet --data.text_key content
   stoker prepare --data chats.jsonl --data.kind chat --data.context_length 2048
+  stoker prepare --data 'web/*.jsonl' --preset production        # here without GPUs, for a machine that has some
 """
 
 
@@ -45,8 +49,10 @@ def main(argv: list[str]) -> int:
     from stoker.training.data.prepare import prepare
 
     as_data, verify = told.json, told.verify
-    resolved = settle(gather(getattr(told, "keys", ()), os.environ), gpus_present=True)  # a config for GPUs may be prepared where there are none
+    layers = gather(getattr(told, "keys", ()), os.environ)
+    resolved = settle(layers, _for_gpus(layers))
     check(resolved.config, resolved.given)
+    _say(resolved.lines[0])
     began = time.monotonic()
     made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
     seconds = time.monotonic() - began
@@ -64,6 +70,15 @@ def main(argv: list[str]) -> int:
         print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {made.cut:,} cut, {made.dropped:,} with nothing to learn")
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
     return 0
+
+
+def _for_gpus(layers: Layers) -> bool:
+    """As `stoker train` would find it here, so that it finds this data; a config that says cuda may be prepared where there are no GPUs."""
+    device = layers.told("parallel.device")
+    if device is not None and device[0] == "cuda":
+        return True
+    options = build(RunOptions, from_mapping(RunOptions, layers.run, f"config file {layers.path}: run"), from_environment(RunOptions, "PET_", os.environ))
+    return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))
 
 
 def _say(line: str) -> None:

@@ -8,10 +8,10 @@ import os
 import shutil
 import sys
 
+from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
-from stoker.control.machine.model import Machine
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
@@ -54,8 +54,8 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
     from stoker.speedrun.course import settle
     from stoker.speedrun.lacking import lacking
 
-    machine = _look()
-    course = settle(options, machine, _gpus(machine, options.nproc_per_node), os.environ)
+    machine = look()
+    course = settle(options, machine, gpus_to_use(machine, options.nproc_per_node), os.environ)
     nothing_to_do = course.finished and options.only != "report"  # that is made again whenever it is asked for
     lacks = None if nothing_to_do else lacking(course, argv)
     if options.plan:
@@ -93,23 +93,6 @@ def _plan(course: Course) -> int:
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []
     print("\n".join((*course.lines, *refused, "", plan.as_text(course, columns))))
     return 0
-
-
-def _look() -> Machine:
-    """As `stoker train` will see it; a driver that hangs costs three seconds, not the launch."""
-    recorded = os.environ.get(names.MACHINE)
-    if recorded:
-        from stoker.control.machine.observe import read_recorded
-
-        return read_recorded(recorded)
-    from stoker.control.machine.examine import examine
-
-    return examine("", 0, frozenset()).machine
-
-
-def _gpus(machine: Machine, asked: str | None) -> bool:
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    return bool(machine.gpus or machine.gpu_error) and not hidden and (asked or "").strip().lower() != "cpu"
 
 
 def _say(line: str) -> None:

@@ -1,0 +1,26 @@
+"""The machine as a command that has no run yet sees it, and whether there are GPUs to train on."""
+
+from __future__ import annotations
+
+import os
+
+from stoker.contract import names
+from stoker.control.machine.model import Machine
+
+
+def look() -> Machine:
+    """As `stoker train` will see it; a driver that hangs costs three seconds, not the launch."""
+    recorded = os.environ.get(names.MACHINE)
+    if recorded:
+        from stoker.control.machine.observe import read_recorded
+
+        return read_recorded(recorded)
+    from stoker.control.machine.examine import examine
+
+    return examine("", 0, frozenset()).machine
+
+
+def gpus_to_use(machine: Machine, asked: str | None) -> bool:
+    """`asked`: --nproc-per-node, which may say cpu. A driver that does not answer counts: a run says what is wrong with it."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    return bool(machine.gpus or machine.gpu_error) and not hidden and (asked or "").strip().lower() != "cpu"
