@@ -661,7 +661,7 @@ def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lackin
     monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines(speedrun.home / "data" / "sft.jsonl", CHAT)
-    assert speedrun("--preset", "d20", "--data", "data") == EX_USAGE and "at least base*" in capsys.readouterr().out
+    assert speedrun("--preset", "d20", "--data", "data") == EX_USAGE and "with text to pretrain on" in capsys.readouterr().out
     assert speedrun("--preset", "d20", "--data", "data", "--plan", "--json") == 0
     assert "needs real data" in json.loads(capsys.readouterr().out)["refused"]
     (speedrun.home / "data" / "base.txt").write_text("Once.")

@@ -29,8 +29,8 @@ eval-grpo-uniform, grpo-density, eval-grpo-density, diversity, report
   stoker speedrun --only grpo-density --set grpo:grpo.kl=0.05
 
 The same command goes on where it was stopped or killed; when all is done it says so and exits 0.
-exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written,
-75 another speedrun works there."""
+exit codes: the failed stage's own; 128+n for a signal; 64 a flag, 65 and 66 data or a missing input, 69 GPUs, 73 the folder can't be written or
+has no room, 75 another speedrun works there."""
 
 
 def parser() -> Parser:

@@ -108,5 +108,6 @@ def what_it_lacks(preset: Preset, gpus: bool, base: bool) -> Refusal | None:
     if preset.gpus and not gpus:
         return Refusal(f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here", EX_UNAVAILABLE, cause="gpu.too-few")
     if preset.data and not base:
-        return Refusal(f"preset {preset.name} needs real data: --data FOLDER with at least base*.jsonl, .parquet or .txt files to pretrain on", EX_USAGE)
+        wanted = "--data FOLDER with text to pretrain on: .txt files, or .jsonl or .parquet files whose rows have `text`"
+        return Refusal(f"preset {preset.name} needs real data: {wanted}", EX_USAGE)
     return None

@@ -79,7 +79,7 @@ def located(told: str) -> str:
         if steps:
             return steps[max(steps)]
     near = suggest(told, ("auto", "never")) if os.sep not in told else ""
-    raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a step-N folder, a run directory, auto or never'}", EX_NOINPUT)
+    raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a run directory (runs/ID), a step-N folder, auto or never'}", EX_NOINPUT)
 
 
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> int | None:
