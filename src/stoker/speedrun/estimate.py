@@ -27,20 +27,22 @@ CARDS = {"H200": Pace(3.6e14, 3.5e12, 20.0, 0.02), "H100": Pace(3.4e14, 2.5e12, 
          "B200": Pace(7e14, 6e12, 20.0, 0.02), "4090": Pace(8e13, 8e11, 20.0, 0.02), "A40": Pace(6e13, 6e11, 20.0, 0.02)}  # fmt: skip
 OTHER_CARD = Pace(4e13, 5e11, 20.0, 0.02)
 
-WORLD_SECONDS, WORLD_BYTES = 4.0, 12e6  # of size 1
+WORLD_SECONDS, WORLD_BYTES = 4.0, 16e6  # of size 1
 REPORT_SECONDS = 6.0
 ANSWER = 0.6  # of `new_tokens` that answers have on average
 QUESTIONS = 600  # where a file's own number is not known before it is made
 TOKENIZER_BYTES_PER_S = 4e6
+MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a parameter
 
 
 @shape
 class Estimate:
     seconds: float
     memory: float = 0.0  # bytes of each rank
-    disk: float = 0.0
+    disk: float = 0.0  # what stays when it is done
     parameters: int = 0
     tokens: int = 0
+    spare: float = 0.0  # bytes of disk that it may take besides, until it is done
 
 
 def pace_of(cards: Sequence[str | None], cores: int, ranks: int, gpus: bool) -> Pace:
@@ -85,11 +87,13 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
     size = parameters(values, vocabulary)
     context, steps = int(values["data.context_length"]), int(values["train.max_steps"])
     per_token = 6 * size + 6 * int(values["model.layers"]) * int(values["model.dim"]) * context
+    saved = _checkpoint(values, size, vocabulary)
+    stays, spare = int(values["checkpoint.keep"]) * saved + 4 * size, 2 * saved  # with the exported weights; besides, the best one and one under way
     prompt, answer = context / 3, ANSWER * values["generate.new_tokens"]
     if stage.stage in ("pretrain", "midtrain", "sft", "reward"):
         tokens = steps * (int(values["batch.tokens"]) or int(values["batch.micro"] or 8) * context * ranks)
         seconds = max(per_token * tokens / pace.flops / ranks, steps * pace.step)
-        return Estimate(pace.start + seconds, _memory(values, size, vocabulary), _disk(values, size), size, tokens)
+        return Estimate(pace.start + seconds, _memory(values, size, vocabulary), stays, size, tokens, spare)
     if stage.stage == "grpo":
         answers = steps * values["grpo.prompts_per_step"] * values["grpo.group"]
         tokens = int(answers * (prompt + answer))
@@ -97,7 +101,7 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
         seconds = max(learning, steps * pace.step) + _writing(answers, answer, size, values, pace, ranks)
         rows = min(int(values["generate.rows"]), -(-int(values["grpo.prompts_per_step"]) // ranks) * int(values["grpo.group"]))
         memory = _memory(values, size, vocabulary) + (4 + pace.width) * size + _writes(values, size, rows, pace)  # and the reward model, and where it began
-        return Estimate(pace.start + seconds, memory, _disk(values, size), size, tokens)
+        return Estimate(pace.start + seconds, memory, stays, size, tokens, spare)
     if stage.stage == "evaluate":
         asked = (values["evaluate.most"] or QUESTIONS) * (1 + values["evaluate.draws"])
     elif stage.stage == "diversity":
@@ -130,9 +134,17 @@ def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
     return 16 * size + kept + min(tokens, 8192) * vocabulary * 8
 
 
-def _disk(values: Mapping[str, Any], size: int) -> float:
-    """Weights and two moments in each checkpoint that stays, the best one and one under way; the exported weights."""
-    return (int(values["checkpoint.keep"]) + 2) * 12 * size + 4 * size
+def _checkpoint(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
+    """Weights in fp32 and two moments; Muon has one, of all but the embeddings."""
+    if values["optim.kind"] == "muon":
+        embeddings = vocabulary * int(values["model.dim"]) * (1 if values["model.tied"] else 2)
+        return 8 * size + 4 * embeddings
+    return (4 + MOMENTS[values["optim.kind"]]) * size
+
+
+def room(found: Sequence[Estimate]) -> float:
+    """Bytes of disk that stages need, one after the other."""
+    return sum(one.disk for one in found) + max((one.spare for one in found), default=0.0)
 
 
 def left(estimated: Mapping[str, float], took: Mapping[str, float], waiting: Sequence[str]) -> float:

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 
 from stoker.contract.names import EX_CANTCREAT, EX_NOINPUT, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.shape import replace
 from stoker.control.doctor.debris import walk
 from stoker.speedrun.course import Course, command
+from stoker.speedrun.estimate import room
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN
 
@@ -42,7 +44,8 @@ def missing_inputs(course: Course, argv: Sequence[str]) -> Refusal | None:
 
 
 def too_little_room(course: Course) -> Refusal | None:
-    needed = sum(max(0.0, course.estimates[name].disk - _written(course, name)) for name in course.waiting)
+    about = {name: course.estimates[name] for name in course.waiting}
+    needed = room([replace(one, disk=max(0.0, one.disk - _written(course, name))) for name, one in about.items()])
     place = course.folder
     while not os.path.exists(place):
         place = os.path.dirname(place)

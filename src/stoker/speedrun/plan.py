@@ -8,6 +8,7 @@ from typing import Any
 from stoker.contract.quantities import gb, span
 from stoker.contract.shape import as_json
 from stoker.speedrun.course import Course
+from stoker.speedrun.estimate import room
 from stoker.speedrun.stages import File, Stage
 
 SCHEMA = 1
@@ -33,7 +34,7 @@ def _files(stage: Stage) -> list[str]:
 
 def _total(course: Course) -> dict[str, float]:
     found = [course.estimates[name] for name in course.waiting]
-    return {"seconds": sum(one.seconds for one in found), "memory": max((one.memory for one in found), default=0.0), "disk": sum(one.disk for one in found)}
+    return {"seconds": sum(one.seconds for one in found), "memory": max((one.memory for one in found), default=0.0), "disk": room(found)}
 
 
 def as_text(course: Course, columns: int | None = None) -> str:
