@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
@@ -78,8 +79,8 @@ def main(argv: list[str]) -> int:
 
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     outside = _run_layers(layers.run, layers.path, told)
-    machine = _look()
-    gpus = _gpus_wanted(build(RunOptions, *outside), machine)
+    machine = look()
+    gpus = gpus_to_use(machine, _ranks_asked(build(RunOptions, *outside)))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     resolved = replace(resolved, config=pinned(resolved.config))
     named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
@@ -117,24 +118,6 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
             raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
     variables = from_environment(RunOptions, "PET_", {key: text for key, text in os.environ.items() if key[4:].lower() not in _NOT_HERE})
     return [from_mapping(RunOptions, section, where), variables, told]
-
-
-def _look() -> Machine:
-    """As `stoker run` will see it; a driver that hangs costs three seconds, not the launch."""
-    recorded = os.environ.get(names.MACHINE)
-    if recorded:
-        from stoker.control.machine.observe import read_recorded
-
-        return read_recorded(recorded)
-    from stoker.control.machine.examine import examine
-
-    return examine("", 0, frozenset()).machine
-
-
-def _gpus_wanted(options: RunOptions, machine: Machine) -> bool:
-    """A driver that does not answer counts: `stoker run` says what is wrong with it."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
-    return bool(machine.gpus or machine.gpu_error) and not hidden and _ranks_asked(options) != "cpu"
 
 
 def _ranks_asked(options: RunOptions) -> str:
