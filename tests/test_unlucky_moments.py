@@ -338,13 +338,16 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
 # ---- the training loop ----
 
 
-def stopped_after(world: int, slow: bool, when: str) -> list[int]:
-    """The steps a loop launches when it is told to stop in its fourth: `when` "early" in it, so that its own numbers can carry that, or "late"."""
+def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = None) -> list[int]:
+    """The steps a loop launches when it is told to stop in its fourth: `when` "early" in it, so that its own numbers can carry that, or "late".
+
+    In its third a checkpoint is due: `saved` gets the step after which it was asked for."""
     pytest.importorskip("torch")
     from stoker.training.loop.step import Numbers
     from stoker.training.loop.steps import Loop
 
     launched: list[int] = []
+    saved = [] if saved is None else saved
     loop: Any = Loop.__new__(Loop)
 
     def step(batch: Any, share: float, words: Any) -> Any:
@@ -352,6 +355,7 @@ def stopped_after(world: int, slow: bool, when: str) -> list[int]:
         if batch.step == 3 and when == "early":
             loop.told_to_stop = True
         stop, save, busy, _ = words()
+        save = save or batch.step == 2
         if batch.step == 3:
             loop.told_to_stop = True
         return SimpleNamespace(read=lambda: Numbers(batch.step, 1.0, 1.0, False, stop, save, busy, slow), when=None)
@@ -369,6 +373,7 @@ def stopped_after(world: int, slow: bool, when: str) -> list[int]:
     loop.told_to_stop = loop.busy = loop.slow = False
     loop.took, loop.saved_at, loop.sample_log, loop.balancer = 0.0, time.monotonic(), None, None
     loop._end = lambda: None
+    loop._save_if_free = lambda: saved.append(loop.done)
     loop.run([SimpleNamespace(step=number, tokens=1, ids=()) for number in range(100)])
     return launched
 
@@ -385,3 +390,16 @@ def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(monkeypatch
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_checkpoint_that_is_due_is_made_however_slow_steps_are(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    monkeypatch.setattr("stoker.training.optim.schedule.share", lambda *args: 1.0)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    saved: list[int] = []
+    try:
+        stopped_after(2, slow, "late", saved)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    assert saved == ([3] if slow else [4]), "of the third step: at once, or when the fourth is on its way"

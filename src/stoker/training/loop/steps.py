@@ -82,6 +82,7 @@ class Loop:
                 # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
                 told = self._hear(*before)
                 before = None
+                save = save or told.save
             if (told is not None and told.stop) or (self.told_to_stop and self.group.world == 1):
                 break
             self.took, since = time.monotonic() - since, time.monotonic()
