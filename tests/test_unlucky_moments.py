@@ -341,13 +341,12 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
 def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = None) -> list[int]:
     """The steps a loop launches when it is told to stop in its fourth: `when` "early" in it, so that its own numbers can carry that, or "late".
 
-    In its third a checkpoint is due: `saved` gets the step after which it was asked for."""
+    `saved`: a checkpoint is due in its third, and this gets the step after which it was made."""
     pytest.importorskip("torch")
     from stoker.training.loop.step import Numbers
     from stoker.training.loop.steps import Loop
 
     launched: list[int] = []
-    saved = [] if saved is None else saved
     loop: Any = Loop.__new__(Loop)
 
     def step(batch: Any, share: float, words: Any) -> Any:
@@ -355,7 +354,7 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
         if batch.step == 3 and when == "early":
             loop.told_to_stop = True
         stop, save, busy, _ = words()
-        save = save or batch.step == 2
+        save = save or (saved is not None and batch.step == 2)
         if batch.step == 3:
             loop.told_to_stop = True
         return SimpleNamespace(read=lambda: Numbers(batch.step, 1.0, 1.0, False, stop, save, busy, slow), when=None)
@@ -373,7 +372,7 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
     loop.told_to_stop = loop.busy = loop.slow = False
     loop.took, loop.saved_at, loop.sample_log, loop.balancer = 0.0, time.monotonic(), None, None
     loop._end = lambda: None
-    loop._save_if_free = lambda: saved.append(loop.done)
+    loop._save_if_free = lambda: saved.append(loop.done) if saved is not None else None
     loop.run([SimpleNamespace(step=number, tokens=1, ids=()) for number in range(100)])
     return launched
 
