@@ -1,0 +1,116 @@
+"""Text and files from elsewhere: other users, data, models, remote hosts. Read within bounds, printed without control codes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
+_SMALL = 64 << 20  # the largest file that read_text and read_json take where no other limit is given
+
+# Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
+_HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
+
+
+def printable(text: str, limit: int = 0) -> str:
+    """One line that a terminal only prints: control codes, line ends, broken and text-reversing characters become \\x1b and the like."""
+    if limit and len(text) > limit:
+        text = text[: limit - 1] + "…"
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(sign if (sign.isprintable() or sign == "\u3000") and sign not in _HIDING else _escaped(sign) for sign in text)
+
+
+def printable_lines(text: str) -> str:
+    """The same of a text with several lines: ends of line and tabs stay."""
+    return "\n".join("\t".join(printable(cell) for cell in line.split("\t")) for line in text.split("\n"))
+
+
+def _escaped(sign: str) -> str:
+    code = ord(sign)
+    if 0xDC80 <= code <= 0xDCFF:  # a byte of a file name that isn't UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return sign.encode("unicode_escape").decode() if code != 0x5C else sign
+
+
+def parse_json(text: str | bytes | bytearray, depth: int = DEPTH) -> Any:
+    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on."""
+    import json
+
+    if not isinstance(text, str):
+        text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {depth} levels deep") from None
+    if text.count("[") + text.count("{") > depth and deeper_than(found, depth):
+        raise ValueError(f"nested more than {depth} levels deep")
+    return found
+
+
+def deeper_than(found: Any, depth: int) -> bool:
+    """Level by level, so that the answer needs no recursion."""
+    level: list[Any] = [found]
+    for _ in range(depth + 1):
+        level = [child for parent in level for child in _children(parent)]
+        if not level:
+            return False
+    return True
+
+
+def _children(parent: Any) -> Iterator[Any]:
+    if isinstance(parent, dict):
+        yield from (value for value in parent.values() if isinstance(value, (dict, list)))
+    elif isinstance(parent, list):
+        yield from (value for value in parent if isinstance(value, (dict, list)))
+
+
+def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
+    """A descriptor for reading, of a regular file only. A FIFO would block for ever, and a device has no end."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
+    handle = os.open(path, flags, dir_fd=dir_fd)
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, f"is {kind_of(mode)}, not a regular file", os.fspath(path))
+    return handle
+
+
+def kind_of(mode: int) -> str:
+    kinds = {
+        stat.S_IFIFO: "a named pipe",
+        stat.S_IFSOCK: "a socket",
+        stat.S_IFCHR: "a device",
+        stat.S_IFBLK: "a block device",
+        stat.S_IFDIR: "a folder",
+        stat.S_IFLNK: "a symbolic link",
+    }
+    return kinds.get(stat.S_IFMT(mode), "no file")
+
+
+def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
+    """All of a small regular file. OSError says what is wrong with the file, ValueError that it is not text."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", os.fspath(path))
+    return data.decode("utf-8", errors)
+
+
+def read_json(path: str | os.PathLike[str], limit: int = _SMALL) -> Any:
+    return parse_json(read_text(path, limit))
+
+
+def whole_number(text: str) -> int:
+    """int() without its surprises: `²`.isdigit() is true and int("²") fails; int("1_0") is 10 and int("٣") is 3."""
+    digits = text.removeprefix("-").removeprefix("+")
+    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+        raise ValueError(f"{printable(text, 40)!r} is not a whole number")
+    return int(text)

@@ -1,0 +1,94 @@
+"""YAML from a user or a stranger, within bounds: no duplicate key, no alias bomb, no nesting without end."""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
+MOST_NODES = 100_000  # with every alias written out
+DEPTH = 64
+
+
+class NotYaml(ValueError):
+    """`line` counts from 1; 0 where no single line is to blame."""
+
+    def __init__(self, problem: str, line: int = 0, column: int = 0) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.line = line
+        self.column = column
+
+    @property
+    def where(self) -> str:
+        return f" at line {self.line}, column {self.column}" if self.line else ""
+
+
+def parse_yaml(text: str) -> Any:
+    import yaml  # 25 ms: only who has a YAML file pays for it
+
+    if len(text) > LONGEST:
+        raise NotYaml(f"longer than {LONGEST >> 10} KiB")
+    try:
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+            if node is None:
+                return None
+            _bounded(node)
+            return loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as problem:
+        mark = getattr(problem, "problem_mark", None)
+        words = getattr(problem, "problem", None) or str(problem).splitlines()[0]
+        raise NotYaml(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
+    except RecursionError:
+        raise NotYaml(f"nested more than {DEPTH} levels deep") from None
+    except (TypeError, ValueError, OverflowError) as problem:  # unhashable keys, 2026-13-45, base-60 numbers without end
+        if isinstance(problem, NotYaml):
+            raise
+        raise NotYaml(str(problem)) from problem
+
+
+def _bounded(root: Any) -> None:
+    """Counts what the document becomes when every alias is written out, and refuses a key that is given twice."""
+    import yaml
+
+    sizes: dict[int, int] = {}
+    open_nodes: set[int] = set()
+
+    def size(node: Any, depth: int) -> int:
+        if id(node) in sizes:
+            return sizes[id(node)]
+        line = node.start_mark.line + 1
+        if id(node) in open_nodes:
+            raise NotYaml("an alias that contains itself", line, node.start_mark.column + 1)
+        if depth > DEPTH:
+            raise NotYaml(f"nested more than {DEPTH} levels deep", line, node.start_mark.column + 1)
+        open_nodes.add(id(node))
+        total = 1
+        if isinstance(node, yaml.MappingNode):
+            _no_key_twice(node)
+            total += sum(size(key, depth + 1) + size(value, depth + 1) for key, value in node.value)
+        elif isinstance(node, yaml.SequenceNode):
+            total += sum(size(item, depth + 1) for item in node.value)
+        open_nodes.discard(id(node))
+        if total > MOST_NODES:
+            raise NotYaml(f"more than {MOST_NODES:,} values once its aliases are written out", line, node.start_mark.column + 1)
+        sizes[id(node)] = total
+        return total
+
+    size(root, 0)
+
+
+def _no_key_twice(node: Any) -> None:
+    """YAML readers take the last of two equal keys without a word."""
+    seen: dict[str, int] = {}
+    for key, _ in node.value:
+        if isinstance(key.value, str):
+            if key.value in seen and key.value != "<<":
+                mark = key.start_mark
+                raise NotYaml(f"the key {key.value} is there twice (first in line {seen[key.value]})", mark.line + 1, mark.column + 1)
+            seen[key.value] = key.start_mark.line + 1
