@@ -166,5 +166,6 @@ def box(tmp_path: Path) -> Callable[..., dict[str, str]]:
     return make
 
 
+from localuser import public  # noqa: E402, F401
 from netcluster import netcluster  # noqa: E402, F401  a fixture of its own file; at the end: it waits with `wait_for`
 from slurmcluster import slurm, slurm_cluster  # noqa: E402, F401

@@ -411,14 +411,21 @@ def test_young_files_stay(tmp_path: Path) -> None:
         path.unlink()
 
 
-def test_locks_are_listed_and_never_unlinked(tmp_path: Path) -> None:
+def test_locks_are_listed_and_never_unlinked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "locks"
+    monkeypatch.setenv("STOKER_GPU_LOCKS", str(folder))
+    assert debris.find_locks() == ([], [])
+    folder.mkdir()
+    folder.chmod(0o1777)
     for name in ("GPU-free", "GPU-held", "GPU-torn"):
-        (tmp_path / name).write_text(json.dumps({"run": "r1", "pid": 7}) if name != "GPU-torn" else '{"run"')
-    with (tmp_path / "GPU-held").open() as file:
+        (folder / name).write_text(json.dumps({"run": "r1", "pid": 7}) if name != "GPU-torn" else '{"run"')
+    with (folder / "GPU-held").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        found = debris.find_locks(str(tmp_path))
-    assert found == [debris.Lock("GPU-free", False, "run r1 (agent pid 7)"), debris.Lock("GPU-held", True, "run r1 (agent pid 7)"), debris.Lock("GPU-torn", False, "unknown")]
-    assert len(list(tmp_path.iterdir())) == 3 and debris.find_locks(str(tmp_path / "none")) == []
+        found, strange = debris.find_locks()
+    assert [(one.gpu, one.held) for one in found] == [("GPU-free", False), ("GPU-held", True), ("GPU-torn", False)] and strange == []
+    assert found[0].who == "run r1 (agent pid 7)" and found[2].who == "unknown"
+    assert found[1].who.startswith(f"pid {os.getpid()} (") and "not a Stoker run" in found[1].who  # the kernel's word, not the file's
+    assert len(list(folder.iterdir())) == 3
 
 
 def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:

@@ -66,13 +66,13 @@ def _leftovers(told: argparse.Namespace) -> int:
     left, alone = leftovers.find_leftovers(held, told.runs_dir)
     ours = {one.process.pid for one in left}
     others = leftovers.find_others(machine, ours, _recorded() is not None)
-    locks = debris.find_locks()
+    locks, strange = debris.find_locks()
     files = [] if told.runs_dir else debris.find_debris()
     if not told.json:
         _show_processes("left behind by dead runs", left)
         _show_debris(files)
         _show_processes("of runs that may be over, left alone", alone)
-        _show_locks(locks)
+        _show_locks(locks, strange)
         _show_others(others)
         if machine.gpu_error:
             print(f"GPUs could not be checked: {machine.gpu_error}")
@@ -86,7 +86,7 @@ def _leftovers(told: argparse.Namespace) -> int:
         kept = clean.remove_debris(files)
     if told.json:
         _print_json(
-            dry_run=not told.yes, leftovers=_processes(left), left_alone=_processes(alone), files=as_json(files), locks=as_json(locks),
+            dry_run=not told.yes, leftovers=_processes(left), left_alone=_processes(alone), files=as_json(files), locks=as_json(locks), not_locks=strange,
             others=as_json(others), gpu_error=machine.gpu_error, **_outcome(stopped, back), files_kept=[{"path": one.path, "why": why} for one, why in kept],
         )  # fmt: skip
     else:
@@ -210,13 +210,17 @@ def _show_debris(found: list[Debris]) -> None:
             print(f"  and {len(rest)} more ({kind}), {sum(one.size for one in rest) / 1e6:.1f} MB; --json lists them all")
 
 
-def _show_locks(locks: list[Lock]) -> None:
-    """A free lock file is no leftover: it lies there for the next run."""
+def _show_locks(locks: list[Lock], strange: list[str]) -> None:
+    """A free lock file is no leftover: it lies there for the next run. What is no lock file may be another user's: it is reported, and stays."""
     held = [one for one in locks if one.held]
     if locks:
         print(f"GPU locks: {len(held)} held, {len(locks) - len(held)} free (their files stay: a lock dies with its holder)")
     for one in held:
         print(f"  {one.gpu}  held by {one.who}")
+    for line in strange[:_LINES]:
+        print(f"GPU locks: {line}; skipped")
+    if len(strange) > _LINES:
+        print(f"GPU locks: and {len(strange) - _LINES} more things that are no lock files; --json lists them all")
 
 
 def _show_others(others: list[OnGpu]) -> None:

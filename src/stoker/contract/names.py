@@ -7,6 +7,7 @@ RUN_DIR = "STOKER_RUN_DIR"
 HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several: two of them may be one machine
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
+GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses

@@ -189,7 +189,7 @@ class Agent:
         elif do == "look":
             self._look_aside({})
         elif do == "lock":
-            self._relay.say({"is": "locked", "refused": self._locks.take(order["gpus"])})
+            self._relay.say({"is": "locked", "refused": self._locks.take(order["gpus"]), "notices": self._locks.notices})
         elif do == "reserve":
             if self._port is not None:
                 self._port.close()
@@ -247,7 +247,8 @@ class Agent:
             try:
                 if self._observer is None:
                     self._observer = Observer(recorded)
-                found: protocol.Message = {"is": "host", "machine": self._observer.look().to_json(), "held": held(), **more}
+                machine = self._observer.look()
+                found: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": held([gpu.uuid for gpu in machine.gpus]), **more}
             except Refusal as refusal:
                 found = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:

@@ -1,7 +1,8 @@
-"""One lock file per GPU, flocked for the life of a run, so that two launches never pick the same card.
+"""One lock per GPU, flocked for the life of a run, so that two launches never pick the same card.
 
-The kernel lets go of a flock when its holder dies, so a lock can't go stale. The files are never unlinked: a second
-launcher could otherwise lock a file that has no name any more.
+The kernel lets go of a flock when its holder dies, so a lock can't go stale. The files are never unlinked: a second launcher could
+otherwise lock a file that has no name any more. Where the shared folder or a file in it can't be used, whoever made it so must not stop
+everybody's runs: the lock is taken in a folder of this user's own, which still keeps this user's runs apart, and that is announced.
 """
 
 from __future__ import annotations
@@ -9,84 +10,129 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 
-FOLDER = "/tmp/stoker-gpu-locks"
+from stoker.control.machine import lockfiles
+from stoker.control.machine.lockfiles import Folder, Unusable
 
-
-def _open(uuid: str) -> int:
-    """Usable by several users: opened without O_CREAT first, because a sticky folder forbids that on another user's file."""
-    os.makedirs(FOLDER, exist_ok=True)
-    if os.stat(FOLDER).st_uid == os.getuid():
-        os.chmod(FOLDER, 0o1777)
-    path = os.path.join(FOLDER, uuid.replace("/", "_"))
-    for _ in range(2):
-        try:
-            return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            pass
-        try:
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-            os.fchmod(handle, 0o666)
-            return handle
-        except FileExistsError:
-            continue
-    return os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+_OWN_ONLY = "GPU locks keep out only your own runs"
 
 
 class GpuLocks:
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
+        self.notices: list[str] = []  # of the newest `take`: what could not be locked as it should be
         self._held: dict[str, int] = {}
 
     def take(self, uuids: list[str]) -> dict[str, str]:
         """All of them or none. Returns who holds the ones we could not have; empty means we have them all."""
+        folders = _Folders(make=True)
         taken: dict[str, int] = {}
         refused: dict[str, str] = {}
-        for uuid in uuids:
-            if uuid in self._held:
-                continue
-            handle = _open(uuid)
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                refused[uuid] = _holder(handle)
-                os.close(handle)
-                continue
-            os.ftruncate(handle, 0)
-            os.pwrite(handle, json.dumps({"run": self.run_id, "pid": os.getpid()}).encode(), 0)
-            taken[uuid] = handle
-        if refused:
-            for handle in taken.values():
-                os.close(handle)
-            return refused
+        try:
+            for uuid in uuids:
+                if uuid in self._held:
+                    continue
+                handle = _lock_file(folders, uuid)
+                if handle is None:
+                    continue
+                taken[uuid] = handle
+                if lockfiles.taken(handle, fcntl.LOCK_EX):
+                    os.ftruncate(handle, 0)
+                    os.pwrite(handle, json.dumps({"run": self.run_id, "pid": os.getpid()}).encode(), 0)
+                else:
+                    refused[uuid] = lockfiles.describe_holder(handle)
+        finally:
+            folders.close()
+            self.notices = folders.notices
+            for uuid in list(taken):
+                if refused or uuid in refused:
+                    os.close(taken.pop(uuid))
         self._held.update(taken)
-        return {}
+        return refused
 
 
-def held() -> dict[str, str]:
-    """GPUs that some run holds right now: uuid -> who."""
+def held(uuids: list[str]) -> dict[str, str]:
+    """Which of these GPUs some run holds right now: uuid -> who. A folder or file that can't be used says nothing; `take` reports it."""
+    folders = _Folders(make=False)
     found: dict[str, str] = {}
     try:
-        entries = os.listdir(FOLDER)
-    except FileNotFoundError:
-        return found
-    for name in entries:
-        try:
-            handle = os.open(os.path.join(FOLDER, name), os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found[name] = _holder(handle)
-        finally:
-            os.close(handle)
+        for uuid in uuids:
+            for folder in folders:
+                try:
+                    handle = lockfiles.peek(folder, lockfiles.lock_name(uuid))
+                except Unusable:
+                    continue
+                if handle is None:
+                    continue
+                if not lockfiles.taken(handle, fcntl.LOCK_SH):
+                    found.setdefault(uuid, lockfiles.describe_holder(handle))
+                os.close(handle)
+    finally:
+        folders.close()
     return found
 
 
-def _holder(handle: int) -> str:
-    try:
-        who = json.loads(os.pread(handle, 4096, 0))
-        return f"run {who['run']} (agent pid {who['pid']})"
-    except (ValueError, KeyError, TypeError):
-        return "another run"
+def _lock_file(folders: _Folders, uuid: str) -> int | None:
+    """Open and not locked yet; None where this GPU can't have a lock at all."""
+    problem = ""
+    for folder in folders:
+        try:
+            handle = lockfiles.open_lock(folder, lockfiles.lock_name(uuid))
+        except Unusable as unusable:
+            problem = problem or str(unusable)
+            continue
+        if problem:
+            folders.note(f"{problem}; locking it in {folder.path}: {_OWN_ONLY}")
+        return handle
+    folders.note(f"GPU {uuid} has no lock: {problem or 'no folder can be used'}; another run may pick it too")
+    return None
+
+
+class _Folders:
+    """The shared folder, then the user's own: each opened when it is asked for, once."""
+
+    def __init__(self, make: bool) -> None:
+        self.notices: list[str] = []
+        self._make = make
+        self._open: list[Folder] = []
+        self._next = self._candidates()
+
+    def note(self, line: str) -> None:
+        if line not in self.notices:
+            self.notices.append(line)
+
+    def __iter__(self) -> Iterator[Folder]:
+        yield from self._open
+        for folder in self._next:
+            self._open.append(folder)
+            yield folder
+
+    def _candidates(self) -> Iterator[Folder]:
+        problem = ""
+        try:
+            shared = lockfiles.open_shared(self._make)
+            if shared is not None:
+                if shared.notice:
+                    self.note(shared.notice)
+                yield shared
+        except Unusable as unusable:
+            problem = str(unusable)
+        for path in lockfiles.own_paths():
+            try:
+                own = lockfiles.open_own(path, self._make)
+            except Unusable as unusable:
+                problem = f"{problem}; {unusable}" if problem else str(unusable)
+                continue
+            if own is not None:
+                if problem:
+                    self.note(f"{problem}; locking in {path}: {_OWN_ONLY}")
+                yield own
+                if self._make:
+                    return  # one of the user's own is enough
+        if problem:
+            self.note(problem)
+
+    def close(self) -> None:
+        for folder in self._open:
+            os.close(folder.handle)

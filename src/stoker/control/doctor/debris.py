@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -16,10 +15,13 @@ from contextlib import contextmanager
 
 from stoker.contract import layout
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
 from stoker.control.doctor.leftovers import open_files, pids_here
+from stoker.control.machine import lockfiles
+from stoker.control.machine.lockfiles import Unusable
 from stoker.control.machine.processes import process
 
-LOCKS = "/tmp/stoker-gpu-locks"
+MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened
 _SHM = re.compile(r"torch_(\d+)_\d+_\d+|pym-(\d+)-\w+|nccl-\w+")
 _AGENT_FOLDER = re.compile(r"stoker-[a-z0-9_]{8}")  # tempfile's eight random characters
@@ -46,32 +48,40 @@ class Debris:
 # ---- locks ----
 
 
-def find_locks(folder: str = LOCKS) -> list[Lock]:
+def find_locks() -> tuple[list[Lock], list[str]]:
+    """The lock files, and what in their folders is none: a line each. Anybody may put anything there; it is skipped, never followed or waited for."""
     found: list[Lock] = []
-    try:
-        entries = sorted(os.listdir(folder))
-    except FileNotFoundError:
-        return found
-    for name in entries:
+    strange: list[str] = []
+    for path in ("", *lockfiles.own_paths()):
         try:
-            handle = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError as problem:
-            found.append(Lock(name, False, f"can't be read: {problem.strerror}"))
+            folder = lockfiles.open_own(path, make=False) if path else lockfiles.open_shared(make=False)
+        except Unusable as problem:
+            strange.append(str(problem))
+            continue
+        if folder is None:
             continue
         try:
-            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            held = False
-        except BlockingIOError:
-            held = True
-        try:
-            said = json.loads(os.pread(handle, 4096, 0))
-            who = f"run {said['run']} (agent pid {said['pid']})"
-        except (ValueError, KeyError, TypeError):
-            who = "unknown"
+            if folder.notice:
+                strange.append(folder.notice)
+            for name in lockfiles.names_in(folder, MOST_LOCKS):
+                try:
+                    found += _lock(folder, name)
+                except Unusable as problem:
+                    strange.append(str(problem))
         finally:
-            os.close(handle)
-        found.append(Lock(name, held, who))
-    return found
+            os.close(folder.handle)
+    return found, strange
+
+
+def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
+    handle = lockfiles.peek(folder, name)
+    if handle is None:
+        return []
+    try:
+        held = not lockfiles.taken(handle, fcntl.LOCK_SH)
+        return [Lock(printable(name, 200), held, lockfiles.describe_holder(handle) if held else lockfiles.last_holder(handle))]
+    finally:
+        os.close(handle)
 
 
 # ---- files ----

@@ -54,6 +54,7 @@ class Muster:
         self.hosts = hosts
         self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
         self._asked = 0
+        self._said: set[str] = set()
         self._probed: dict[str, dict[str, Any]] = {}  # answers of probes, by question and host
         links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
@@ -179,8 +180,8 @@ class Muster:
 
     def _lent(self, member: Member) -> list[str]:
         """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
-        ours = [f"run {run} " for run in (self._run_id, os.environ.get(names.RUN_ID)) if run]
-        return [uuid for uuid, who in member.answers["host"]["held"].items() if any(run in who for run in ours)]
+        ours = tuple(f"run {run} (agent pid " for run in (self._run_id, os.environ.get(names.RUN_ID)) if run)
+        return [uuid for uuid, who in member.answers["host"]["held"].items() if ours and who.startswith(ours)]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)
@@ -215,6 +216,9 @@ class Muster:
             mine = {place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host}
             member.say({"do": "lock", "gpus": sorted(mine - set(self._lent(member)))})
         self._await("locked", MEET_S)
+        for member in self.members.all:
+            for notice in member.answers["locked"]["notices"]:
+                self._say_once(f"stoker: {f'host {member.host}: ' if member.host else ''}{notice}")
         return {uuid: who for member in self.members.all for uuid, who in member.answers["locked"]["refused"].items()}
 
     def pause(self, seconds: float) -> None:
@@ -271,6 +275,11 @@ class Muster:
         for member in [*self.members.all, *self.members.waiting]:
             member.heard = now
         self.members.say({"do": "resume"})
+
+    def _say_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
 
     def _complain(self, member: Member, line: str) -> None:
         if member not in self.members.waiting:  # a host that is tried again every few seconds has said it once
