@@ -11,12 +11,16 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from stoker.contract.untrusted import parse_json
+
 VERSION = 1
 SENTINEL = b"STOKER-AGENT %d\n" % VERSION
 _SENTINEL_WORD = b"STOKER-AGENT "
 PING_S = 1.0
 SILENCE_S = 8.0
 GREETING_LIMIT = 1 << 16
+LINE_LIMIT = 16 << 20  # bytes of one message: the start of a thousand ranks, with their environment, has 3 MB
+PAYLOAD_LIMIT = 64 << 20  # an inspection of 64 ranks with all their stacks has 5 MB
 
 Message = dict[str, Any]
 
@@ -32,10 +36,12 @@ def encode(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Bytes in, messages out. `expect_sentinel` on the side that reads an agent."""
+    """Bytes in, messages out; what is no message, or larger than any may be, is a ProtocolError. `expect_sentinel` on the side that reads an agent."""
 
-    def __init__(self, expect_sentinel: bool = False) -> None:
+    def __init__(self, expect_sentinel: bool = False, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self._buffer = bytearray()
+        self._searched = 0  # bytes of the buffer that hold no end of line
+        self._payload_limit = payload_limit
         self._await_sentinel = expect_sentinel
         self._header: Message | None = None
         self.greeting = b""
@@ -51,17 +57,10 @@ class Decoder:
             return
         while True:
             if self._header is None:
-                end = self._buffer.find(b"\n")
-                if end < 0:
+                line = self._line()
+                if line is None:
                     return
-                line = bytes(self._buffer[:end])
-                del self._buffer[: end + 1]
-                try:
-                    header = json.loads(line.decode())  # given bytes, it looks for their encoding first
-                except ValueError as problem:
-                    raise ProtocolError(f"not a message: {line[:80]!r}") from problem
-                if not isinstance(header, dict):
-                    raise ProtocolError(f"not a message: {line[:80]!r}")
+                header = _read_header(line, self._payload_limit)
                 if not header.get("size"):
                     yield header, b""
                     continue
@@ -74,6 +73,18 @@ class Decoder:
             header, self._header = self._header, None
             yield header, payload
 
+    def _line(self) -> bytes | None:
+        end = self._buffer.find(b"\n", self._searched)
+        if max(end, len(self._buffer) if end < 0 else 0) > LINE_LIMIT:
+            raise ProtocolError(f"a message without end: {bytes(self._buffer[:80])!r}")
+        if end < 0:
+            self._searched = len(self._buffer)
+            return None
+        line = bytes(self._buffer[:end])
+        del self._buffer[: end + 1]
+        self._searched = 0
+        return line
+
     def _past_greeting(self) -> bool:
         at = self._buffer.find(_SENTINEL_WORD)
         end = self._buffer.find(b"\n", at) if at >= 0 else -1
@@ -82,9 +93,23 @@ class Decoder:
                 raise ProtocolError(f"no agent answered, only: {bytes(self._buffer[:200])!r}")
             self.greeting = bytes(self._buffer[-2000:])
             return False
-        said = bytes(self._buffer[at : end + 1])
-        if said != SENTINEL:
-            raise ProtocolError(f"the agent speaks {said!r}, this Stoker {SENTINEL!r}: use one version on all hosts")
+        sentinel = bytes(self._buffer[at : end + 1])
+        if sentinel != SENTINEL:
+            raise ProtocolError(f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts")
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
+
+
+def _read_header(line: bytes, payload_limit: int) -> Message:
+    try:
+        header = parse_json(line)
+    except ValueError as problem:
+        raise ProtocolError(f"not a message: {line[:80]!r}") from problem
+    if not isinstance(header, dict):
+        raise ProtocolError(f"not a message: {line[:80]!r}")
+    size = header.get("size", 0)
+    if type(size) is not int or not 0 <= size <= payload_limit:
+        raise ProtocolError(f"a payload of {ascii(size)[:40]} bytes: at most {payload_limit} are allowed")
+    return header
+

@@ -7,11 +7,16 @@ from typing import Any
 
 from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
+from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
     from stoker.control.watch.numbers import Losses
     from stoker.control.watch.watcher import Watcher
 
@@ -109,17 +114,19 @@ class Attempt:
 
 
 def read_error(data: Any) -> RankError | None:
-    if not isinstance(data, dict) or "type" not in data:
-        return None
-    known = {key: value for key, value in data.items() if key in fields_of(RankError)}
+    """None: the rank wrote none, or one that is not to be read."""
     try:
-        return RankError(**known)
-    except TypeError:
+        return _known(RankError, data)
+    except ValueError:
         return None
 
 
 def read_around(data: Any) -> Around:
-    if not isinstance(data, dict):
+    try:
+        return _known(Around, data)
+    except ValueError:
         return Around()
-    known: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items() if key in fields_of(Around)}
-    return Around(**known)
+
+
+def _known(kind: type[T], data: Any) -> T:
+    return read_shape(kind, {key: value for key, value in data.items() if key in fields_of(kind)} if isinstance(data, dict) else data)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from stoker.contract.shape import as_json, fields_of, shape
+from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.typed import read_shape
 from stoker.control.machine.model import Machine, machine_from_json
 
 SCHEMA = 1
@@ -108,27 +109,15 @@ class Examination:
 
 
 def read(kind: type[Any], data: Any) -> Any:
-    """One shape back from JSON; an unknown field is an error."""
-    if data is None:
-        return None
-    unknown = set(data) - set(fields_of(kind))
-    if unknown:
-        raise ValueError(f"{kind.__name__} has no field {sorted(unknown)[0]!r}")
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in data.items()})
+    """One shape back from JSON; an unknown field, or one of another type, is an error."""
+    return None if data is None else read_shape(kind, data)
 
 
 def examination_from_json(data: Any) -> Examination:
     if not isinstance(data, dict) or "machine" not in data or data.get("schema") != SCHEMA:
         raise ValueError(f"not a recorded machine of schema {SCHEMA}")
+    machine = machine_from_json(data["machine"])
     try:
-        unknown = set(data) - set(fields_of(Examination))
-        if unknown:
-            raise ValueError(f"not a recorded machine: unknown field {sorted(unknown)[0]!r}")
-        return Examination(
-            machine_from_json(data["machine"]),
-            None if data.get("health") is None else {uuid: read(Health, one) for uuid, one in data["health"].items()},
-            None if data.get("probes") is None else {uuid: read(Probe, one) for uuid, one in data["probes"].items()},
-            read(Torch, data.get("torch")), read(Host, data.get("host")), read(Net, data.get("net")), data.get("environment"), data.get("missing"),
-        )  # fmt: skip
-    except (TypeError, AttributeError, KeyError) as problem:
-        raise ValueError(f"not a recorded machine: {problem}") from problem
+        return replace(read_shape(Examination, data), machine=machine)
+    except ValueError as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from None

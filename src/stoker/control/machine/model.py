@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
+from stoker.contract.typed import read_shape
 
 SCHEMA = 1
 
@@ -69,13 +70,10 @@ class Machine:
 
 
 def machine_from_json(data: Any) -> Machine:
-    """Strict: a recorded machine with a field we don't know is refused, not half understood."""
+    """Strict: a recorded machine with a field we don't know, or of another type, is refused, not half understood."""
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise ValueError(f"not a recorded machine of schema {SCHEMA}")
     try:
-        gpus = tuple(
-            Gpu(**{**gpu, "holders": None if gpu.get("holders") is None else tuple(Holder(**h) for h in gpu["holders"])}) for gpu in data.get("gpus", ())
-        )
-        return Machine(**{**data, "gpus": gpus})
-    except (TypeError, AttributeError) as problem:
-        raise ValueError(f"not a recorded machine: {problem}") from problem
+        return read_shape(Machine, data)
+    except ValueError as problem:
+        raise ValueError(f"not a recorded machine: {problem}") from None

@@ -1,0 +1,172 @@
+"""Values from elsewhere (JSON of an agent, a rank, a recorded machine) held against the types they must have.
+
+A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]", "Any", or the name of a shape.
+Lists become tuples where a tuple is asked for. Numbers must be finite and fit 64 bits: what is larger breaks arithmetic far from here.
+"""
+
+from __future__ import annotations
+
+import sys
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
+    Reader = Callable[[Any], Any]
+
+_BIG = 1 << 63
+_readers: dict[tuple[str, str], Reader] = {}
+
+
+def read(kind: str, value: Any, module: str = __name__) -> Any:
+    """The value, as that type; ValueError says what was found instead. `module`: where the names of shapes are looked up."""
+    reader = _readers.get((kind, module))
+    if reader is None:
+        reader = _readers[kind, module] = _reader(kind, module)
+    return reader(value)
+
+
+def read_fields(fields: Mapping[str, str], value: Any, module: str = __name__) -> dict[str, Any]:
+    """An object with these fields, name -> type; a name that ends with ? may be missing. Others are left out."""
+    if not isinstance(value, dict):
+        raise _wrong("an object", value)
+    found = {}
+    for name, kind in fields.items():
+        name, optional = (name[:-1], True) if name.endswith("?") else (name, False)
+        if name not in value:
+            if optional:
+                continue
+            raise ValueError(f"no {name!r}")
+        try:
+            found[name] = read(kind, value[name], module)
+        except ValueError as problem:
+            raise ValueError(f"{name}: {problem}") from None
+    return found
+
+
+def read_shape(shape: type[T], value: Any) -> T:
+    """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
+    if not isinstance(value, dict):
+        raise _wrong(f"a {shape.__name__}", value)
+    kinds = shape.__dict__["__annotations__"]
+    unknown = [name for name in value if name not in kinds]
+    if unknown:
+        raise ValueError(f"unknown field {unknown[0][:40]!r} of {shape.__name__}")
+    given = read_fields({name: kinds[name] for name in value}, value, shape.__module__)
+    try:
+        return shape(**given)
+    except TypeError as problem:
+        raise ValueError(str(problem)) from None
+
+
+def _wrong(wanted: str, value: Any) -> ValueError:
+    return ValueError(f"{wanted} is expected, found {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, int) and not -_BIG <= value < _BIG:
+        return "a huge number"
+    shown = ascii(value[:40] if isinstance(value, str) else value)
+    return shown if len(shown) <= 60 else shown[:59] + "…"
+
+
+def _reader(kind: str, module: str) -> Reader:
+    kind = kind.strip()
+    either = _split(kind, "|")
+    if len(either) > 1:
+        return _union(kind, [_reader(part, module) for part in either])
+    head, bracket, rest = kind.partition("[")
+    if bracket:
+        return _container(kind, head, _split(rest[:-1], ","), module)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    shape = getattr(sys.modules.get(module), kind, None)
+    assert shape is not None and hasattr(shape, "__fields__"), f"no type {kind!r} in {module}"
+    return lambda value: read_shape(shape, value)
+
+
+def _split(text: str, sign: str) -> list[str]:
+    parts, depth, start = [], 0, 0
+    for at, found in enumerate(text):
+        depth += (found == "[") - (found == "]")
+        if found == sign and depth == 0:
+            parts.append(text[start:at].strip())
+            start = at + 1
+    return [*parts, text[start:].strip()]
+
+
+def _union(kind: str, readers: list[Reader]) -> Reader:
+    def reader(value: Any) -> Any:
+        for one in readers:
+            try:
+                return one(value)
+            except ValueError as problem:
+                last = problem
+        raise last if isinstance(value, (dict, list)) else _wrong(kind, value)
+
+    return reader
+
+
+def _container(kind: str, head: str, inner: list[str], module: str) -> Reader:
+    if head == "dict":
+        assert inner[0] == "str", kind
+        of = _reader(inner[1], module)
+
+        def mapping(value: Any) -> Any:
+            if not isinstance(value, dict):
+                raise _wrong("an object", value)
+            return {str(name): of(one) for name, one in value.items()}
+
+        return mapping
+    assert head in ("tuple", "list"), kind
+    make = tuple if head == "tuple" else list
+    readers = [_reader(part, module) for part in inner if part != "..."]
+    any_number = head == "list" or inner[-1] == "..."
+
+    def sequence(value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong("a list", value)
+        if any_number:
+            return make(readers[0](one) for one in value)
+        if len(value) != len(readers):
+            raise _wrong(f"a list of {len(readers)}", value)
+        return make(reader(one) for reader, one in zip(readers, value))  # noqa: B905  an agent's Python may be 3.9
+
+    return sequence
+
+
+def _int(value: Any) -> int:
+    if type(value) is not int or not -_BIG <= value < _BIG:
+        raise _wrong("a whole number", value)
+    return value
+
+
+def _float(value: Any) -> float:
+    if type(value) not in (int, float) or not -_BIG <= value < _BIG:  # NaN is neither below nor above
+        raise _wrong("a number", value)
+    found: float = value
+    return found
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise _wrong("a text", value)
+    return value
+
+
+def _bool(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong("true or false", value)
+    return value
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise _wrong("null", value)
+
+
+_PLAIN: dict[str, Reader] = {"int": _int, "float": _float, "str": _str, "bool": _bool, "None": _none, "Any": lambda value: value}
