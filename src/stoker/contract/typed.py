@@ -1,7 +1,8 @@
 """Values from elsewhere (JSON of an agent, a rank, a recorded machine) held against the types they must have.
 
 A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]", "Any", or the name of a shape.
-Lists become tuples where a tuple is asked for. Numbers must be finite and fit 64 bits: what is larger breaks arithmetic far from here.
+Objects with fields of their own are written as {"name": type}. Lists become tuples where a tuple is asked for. Numbers must be finite and
+fit 64 bits: what is larger breaks arithmetic far from here.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ def read(kind: str, value: Any, module: str = __name__) -> Any:
     return reader(value)
 
 
-def read_fields(fields: Mapping[str, str], value: Any, module: str = __name__) -> dict[str, Any]:
-    """An object with these fields, name -> type; a name that ends with ? may be missing. Others are left out."""
+def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
+    """An object with these fields, name -> type, or a mapping for an object within; a name that ends with ? may be missing. Others are left out.
+
+    "*" stands for all names that are not written.
+    """
     if not isinstance(value, dict):
         raise _wrong("an object", value)
     found = {}
+    if "*" in fields:
+        fields = {**dict.fromkeys((name for name in value if name not in fields), fields["*"]), **{name: kind for name, kind in fields.items() if name != "*"}}
     for name, kind in fields.items():
         name, optional = (name[:-1], True) if name.endswith("?") else (name, False)
         if name not in value:
@@ -40,7 +46,7 @@ def read_fields(fields: Mapping[str, str], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            found[name] = read(kind, value[name], module)
+            found[name] = read(kind, value[name], module) if isinstance(kind, str) else read_fields(kind, value[name], module)
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
     return found
@@ -50,7 +56,7 @@ def read_shape(shape: type[T], value: Any) -> T:
     """One shape back from what as_json made of it. An unknown field is an error: half understood would be worse."""
     if not isinstance(value, dict):
         raise _wrong(f"a {shape.__name__}", value)
-    kinds = shape.__dict__["__annotations__"]
+    kinds = shape.__dict__["__annotations__"]  # noqa: RUF063  as in shape.py
     unknown = [name for name in value if name not in kinds]
     if unknown:
         raise ValueError(f"unknown field {unknown[0][:40]!r} of {shape.__name__}")

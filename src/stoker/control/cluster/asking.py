@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from stoker.contract import protocol
+from stoker.control.cluster.answers import read_answer, read_word
+
+MOST_WORDS = 10_000  # of one probe: --tune asks for some hundred measurements
 
 
 class Agent(Protocol):
@@ -23,8 +25,9 @@ class Agent(Protocol):
 class Question:
     """Asked of some hosts; filled as they answer."""
 
-    def __init__(self, name: str, hosts: list[str]) -> None:
+    def __init__(self, name: str, what: str, hosts: list[str]) -> None:
         self.name = name
+        self.what = what
         self.hosts = hosts
         self.asked = time.time()
         self.more: dict[str, list[Any]] = {host: [] for host in hosts}  # what a probe said before its end
@@ -48,19 +51,22 @@ class Asking:
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> bool:
         """False where it was not for us."""
-        question = self._open.get(str(message.get("ask"))) if message["is"] == "probe" else None
+        question = self._open.get(message["ask"]) if message["is"] == "probe" else None
         if question is None:
             return False
-        word = json.loads(payload or b"{}")
-        if message.get("more"):
-            question.more[host].append(word)
-        else:
-            question.answers[host] = word
+        if host not in question.more:
+            raise protocol.ProtocolError(f"it answers {question.what!r}, which it was not asked")
+        if not message.get("more"):
+            question.answers[host] = read_answer(question.what, payload)
             question.heard[host] = time.time()
+        elif len(question.more[host]) < MOST_WORDS:
+            question.more[host].append(read_word(payload))
+        else:
+            raise protocol.ProtocolError(f"it does not come to an end about {question.what!r}")
         return True
 
     def ask(self, what: str, args: Mapping[str, Mapping[str, Any]], seconds: float) -> Question:
-        question = Question(f"check-{next(self._numbers)}", list(args))
+        question = Question(f"check-{next(self._numbers)}", what, list(args))
         self._open[question.name] = question
         for host, one in args.items():
             self.agents[host].say({"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds})

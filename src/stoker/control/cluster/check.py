@@ -15,6 +15,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing, transport
 from stoker.control.cluster.agreement import disagreements
+from stoker.control.cluster.answers import TORCH, fitting
 from stoker.control.cluster.asking import Asking, Question
 from stoker.control.cluster.clocks import skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair
@@ -177,6 +178,7 @@ def address_of(host: Host, answer: Mapping[str, Any]) -> str | None:
 
 
 def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
+    word = fitting(TORCH, word, "torch")
     torch: Torch = read(Torch, {name: value for name, value in word.items() if name != "python"})
     examination = one.examination
     if examination is not None:

@@ -88,7 +88,7 @@ def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
         _refuse_failed(routes)
     finally:
         members.close()
-    return [_answer(host.user, name, found[name], routes[name], addresses[name]) for name, host in by_name.items()]
+    return [_answer(host.user, name, pythons[name], found[name], routes[name], addresses[name]) for name, host in by_name.items()]
 
 
 def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -98,13 +98,15 @@ def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
         raise Refusal("\n".join(lines), EX_UNAVAILABLE, cause="host.agent")
 
 
-def _answer(user: str | None, name: str, found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:
-    pythons = found["pythons"]
-    best = next((one for one in pythons if one["torch"]), pythons[0] if pythons else {})
+def _answer(user: str | None, name: str, asked: list[str], found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:
+    """`asked`: the Pythons it was to look for. Another one does not get into the file."""
+    pythons = [one for one in found["pythons"] if one.get("python") in asked]
+    best = next((one for one in pythons if one.get("torch")), pythons[0] if pythons else {})
     ways = [one for one in way["routes"].values() if one.get("interface")]
     interfaces = {one["interface"] for one in ways}
-    here = address or next((one["source"] for one in ways), None)
-    return Answer(name, user, tuple(found["gpus"]), found["gpu_error"], best.get("python"), best.get("version"), best.get("torch"),
+    here = address or next((one["source"] for one in ways if "source" in one), None)
+    cards = tuple(kind or "unknown GPU" for kind in found["gpus"])
+    return Answer(name, user, cards, found["gpu_error"], best.get("python"), best.get("version"), best.get("torch"),
                   interfaces.pop() if len(interfaces) == 1 else None, None if is_address(name) else here)  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from stoker.contract.shape import replace
+from stoker.control.cluster.answers import PAIR, PORTS, RATE, fitting
 from stoker.control.cluster.asking import Asking, Question
 from stoker.control.cluster.facts import Pair
 
@@ -26,7 +27,7 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
     token = secrets.token_hex(16)
     wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
     question = asking.ask("net", {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()}, 120.0)
-    first = asking.words(question, 1, NET_S)
+    first = {name: fitting(PORTS, word, "its ports") for name, word in asking.words(question, 1, NET_S).items()}
     ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
     peers = {name: {other: {"address": addresses[other], "ports": ports[other]} for other in ports if other != name} for name in ports}
     asking.tell(question, {name: {"do": "meet", "peers": one} for name, one in peers.items()})
@@ -35,8 +36,9 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
         if source not in ports:
             continue
         for target in peers[source]:
-            one = word.get(target) or {"ports": {str(port): word.get("error", "no answer") for port in ports[target]}}
-            closed = {int(port): why for port, why in one["ports"].items()}
+            one = fitting(PAIR, word.get(target, {"error": word.get("error") or "no answer"}), target)
+            tried = one["ports"] if "ports" in one else dict.fromkeys(map(str, ports[target]), one["error"])
+            closed = {port: tried[str(port)] for port in ports[target] if str(port) in tried}
             pairs.append(Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes")))
     unheard = [name for name in addresses if name not in ports]
     pairs += [Pair(name, other, {}, error=first[name].get("error", "no answer")) for name in unheard for other in addresses if other != name]
@@ -46,7 +48,7 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
 def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
     """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more, alone."""
     names = list(addresses)
-    good = {(pair.source, pair.target): pair for pair in pairs if pair.big and not pair.closed}
+    good = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}
     for distance in range(1, min(len(names), ROUNDS + 1)):
         ring = ((names[n], names[(n + distance) % len(names)]) for n in range(len(names)))
@@ -64,7 +66,8 @@ def _round(asking: Asking, question: Question, addresses: Mapping[str, str], pai
     asking.tell(question, {name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))} for name, pair in mine.items()})
     late = asking.wait(STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine))
     words = {name: question.more[name][said[name]] for name in mine if name not in late and len(question.more[name]) > said[name]}
-    return {(name, mine[name].target): float(word["rate"]) for name, word in words.items() if "rate" in word}
+    rates = {name: fitting(RATE, word, "its rate") for name, word in words.items()}
+    return {(name, mine[name].target): word["rate"] for name, word in rates.items() if "rate" in word}
 
 
 def part(asking: Asking, question: Question) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from stoker.control.cluster.answers import STORE, TIMES, fitting
 from stoker.control.cluster.asking import Asking, Question
 from stoker.control.cluster.compare import build
 from stoker.control.cluster.facts import Facts, OneHost, Reduce
@@ -55,13 +56,13 @@ def reduce(asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Map
     said = {name: len(worker.more[name]) for name in orders}
     first, *others = orders
     asking.tell(worker, {first: orders[first]})
-    store = _next(asking, worker, first, said[first])
+    store = fitting(STORE, _next(asking, worker, first, said[first]), "its store")
     if "port" not in store:
         return Reduce(len(hosts), backend, error=f"{first}: {store.get('error', 'no store')}")
     said[first] += 1
     asking.tell(worker, {name: {**orders[name], "port": store["port"]} for name in others})
-    words = {name: _next(asking, worker, name, said[name]) for name in orders}
-    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in words.items() if "times" not in word]
+    words = {name: fitting(TIMES, _next(asking, worker, name, said[name]), "its times") for name in orders}
+    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in words.items() if not word.get("times") or min(word["times"]) <= 0]
     if wrong:
         return Reduce(len(hosts), backend, error="; ".join(wrong[:3]))
     return Reduce(len(hosts), backend, words[first]["bytes"], tuple(words[first]["times"]))

@@ -107,7 +107,7 @@ class Attempt:
             self.stop_now,
             self.stopped_at,
             self.steps_reached,
-            self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
+            None if self.unwatched else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
             tuple(self.trouble),
             self.regrouping,
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
+from stoker.contract.untrusted import printable
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
@@ -29,18 +30,47 @@ class Hearing:
         self._say = say
         self._all_up = all_up
 
+        self._ranks_of = {host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts}
+
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is decided here."""
+        self._check_ranks(host, message)
         if message["is"] == "out":
-            rank = message["rank"]
-            self._output.take(self._record, rank, message["fd"], payload)
+            rank, stream = message["rank"], message["fd"]
+            if stream not in (0, 1, 2):
+                raise protocol.ProtocolError(f"it sends output of stream {stream}")
+            self._output.take(self._record, rank, stream, payload)
             self._feed(lambda: self._read_output(rank, payload))
             return
         if message["is"] == "inspection":
-            self._feed(lambda: self._attempt.watch.answered(host, message["ask"], payload, time.monotonic()))
+            self._hear_inspection(host, message["ask"], payload)
             return
         handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
             handler(host, message)
+
+    def _check_ranks(self, host: str, message: protocol.Message) -> None:
+        """A host speaks of its own ranks only. Their numbers become names of files."""
+        own = self._ranks_of.get(host, frozenset())
+        if "rank" in message:
+            if message["rank"] not in own:
+                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {message['rank']}, which is not its own")
+        elif "ranks" in message:
+            strange = [word for word in message["ranks"] if word not in {str(rank) for rank in own}]
+            if strange:
+                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {ascii(strange[0])[:40]}, which is not its own")
+
+    def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
+        from stoker.contract.untrusted import parse_json
+
+        try:
+            found = parse_json(payload or b"{}")
+        except ValueError as problem:
+            raise protocol.ProtocolError(f"its inspection can't be read: {problem}") from None
+        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+            raise protocol.ProtocolError("its inspection is none")
+        self._check_ranks(host, {"is": "inspection", "ranks": found})
+        self._feed(lambda: self._attempt.watch.answered(host, ask, payload, time.monotonic()))
 
     def _feed(self, tell: Callable[[], None]) -> None:
         """To the watch room. What it can't read must not end the job it watches."""
@@ -73,7 +103,7 @@ class Hearing:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        self._attempt.trouble.append(launch.not_started(message["rank"], message["text"]))
+        self._attempt.trouble.append(launch.not_started(message["rank"], printable(message["text"], 1000)))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(message["error"])
@@ -85,24 +115,27 @@ class Hearing:
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
-        rank = message["rank"]
+        rank, code = message["rank"], message["code"]
+        if not -64 <= code <= 255:
+            raise protocol.ProtocolError(f"rank {rank} ended with {code}, which no process does")
         output.ended(record, rank)
         error = read_error(message.get("error")) or attempt.errors.get(rank)
-        if error is not None and error.late and message["code"] != 1:
+        if error is not None and error.late and code != 1:
             error = None
-        stack = message.get("stack") or ""
+        stack = message["stack"]
         end = RankEnd(
-            rank, host, self._label(rank), attempt.up.get(rank, 0), message["code"], message["time"], bool(message["ours"]), error, output.tail(rank),
-            int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]), read_around(message.get("around")),
+            rank, host, self._label(rank), attempt.up.get(rank, 0), code, message["time"], message["ours"], error, output.tail(rank),
+            message["steps"], stack, message["oom_killed"], message["core"], read_around(message["around"]),
         )  # fmt: skip
         attempt.ends[rank] = end
-        self._feed(lambda: attempt.watch.ended(rank, int(message["code"])))
+        self._feed(lambda: attempt.watch.ended(rank, code))
         if error is not None:
             told = error.collectives
             self._feed(lambda: attempt.watch.failed(rank, told))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
-        if error is not None or message.get("elastic"):
-            record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})
+        if error is not None or message["elastic"]:
+            own = message["error"] if isinstance(message["error"], dict) else {}
+            record.save(layout.rank_error(record.dir, attempt.number, rank), {**own, "torchelastic": message["elastic"]})
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 
@@ -113,15 +146,15 @@ class Hearing:
         self._attempt.finished.add(host)
         if message["stopped"]:
             self._record.event("leftovers", stopped=message["stopped"])
-            self._say(f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind: {', '.join(message['stopped'][:5])}")
+            self._say(f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind: {_listed(message['stopped'])}")
         for one in message["stuck"]:
-            self._say(f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use its GPU until it is gone")
+            line = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use its GPU until it is gone"
+            self._say(printable(line, 1000))
         for card in message["gpus_held"]:
-            self._say(f"stoker: {card} still shows memory of a rank that is gone")
+            self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
-        names = ", ".join(message["names"][:5])
-        self._say(f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running: {names}")
+        self._say(f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running: {_listed(message['names'])}")
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, where = message["rank"], message["at"]
@@ -135,16 +168,17 @@ class Hearing:
         rank, what = message["rank"], message["what"]
         self._record.event("lock", rank=rank, what=what, why=message.get("why"), slots=message.get("slots"))
         if what == "waiting":
-            holders = ", ".join(f"rank {holder}" for holder in message["holders"])
-            until = time.strftime("%H:%M:%S", time.localtime(time.time() + message["seconds"]))
+            holders = ", ".join(f"rank {holder}" for holder in message.get("holders", ()))
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + message.get("seconds", 0.0)))
             line = f"LOCK: waiting for exclusive access... ({holders} has it, until {until} at the latest)"
         elif what == "acquired":
             line = "LOCK: acquired! Starting initialization..."
         else:
-            line = "LOCK: released" + (f" (deadline of {span(self._options.init_timeout)} over)" if message["why"] == "deadline" else "")
+            line = "LOCK: released" + (f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else "")
         self._aside(rank, f"[Rank {rank}] {line}")
 
     def _aside(self, rank: int, line: str) -> None:
+        line = printable(line, 2000)
         if self._output.shows(rank) and not self._options.quiet:
             self._say(line)
         else:
@@ -160,7 +194,7 @@ class Hearing:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
 
     def _on_beats(self, _host: str, message: protocol.Message) -> None:
-        self._attempt.steps.update({int(rank): told[0] for rank, told in message["ranks"].items()})
+        self._attempt.steps.update({int(rank): beats[0] for rank, beats in message["ranks"].items()})
         self._feed(lambda: self._take_beats(message))
 
     def _take_beats(self, message: protocol.Message) -> None:
@@ -203,14 +237,18 @@ class Hearing:
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])
-        self._attempt.watch.said(message["rank"], time.monotonic())
+        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic()))
         self._attempt.can.add(message["name"])
         if message["name"] == CHECKPOINT and message["rank"] == 0:
             self._attempt.checkpoints += 1
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])
-        self._attempt.watch.said(message["rank"], time.monotonic(), message["name"])
+        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic(), message["name"]))
 
     def _on_note(self, _host: str, message: protocol.Message) -> None:
         self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(printable(name, 100) for name in names[:5])

@@ -12,6 +12,7 @@ from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
+from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch.gpus import NotFree
 from stoker.control.launch.members import Member, Members
@@ -98,6 +99,17 @@ class Muster:
         if visible and self.hosts is not None and host in self.hosts.srun and not self.by_name[host].here:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
+    def _meet(self, member: Member, message: protocol.Message) -> None:
+        try:
+            member.machine = machine_from_json(message["machine"])
+        except ValueError as problem:
+            raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
+        message["held"] = {uuid: printable(who, 300) for uuid, who in message["held"].items()}
+        if "selves" in message:
+            message["found"] = [printable(line, 200) for line in message.get("found", [])]
+            member.selves = [pair for pair in message["selves"] if len(pair) == 2]
+            self._take_share(member.host, message.get("visible"))
+
     def answered(self, kind: str) -> bool:
         """Has every agent that is still there said this since it was last forgotten?"""
         return all(kind in member.answers for member in self.members.all if not member.gone)
@@ -125,7 +137,7 @@ class Muster:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
             told = refused[0].answers["refused"]
-            return Refusal(told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}", told["code"])
+            return Refusal(told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}", _exit_code(told["code"]))
         slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
         why = {one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         return Unusable(why, max(len(self.by_name), 1))
@@ -149,7 +161,7 @@ class Muster:
 
     @property
     def machines(self) -> dict[str, Machine]:
-        return {member.host: machine_from_json(member.answers["host"]["machine"]) for member in self.members.all}
+        return {member.host: member.machine for member in self.members.all if member.machine is not None}
 
     def plan(self, argv: list[str]) -> RunPlan:
         """Looks, chooses, locks. With --wait it looks again until there is room; a lost race for a lock is a look again, too."""
@@ -218,8 +230,8 @@ class Muster:
         self._await("locked", MEET_S)
         for member in self.members.all:
             for notice in member.answers["locked"]["notices"]:
-                self._say_once(f"stoker: {f'host {member.host}: ' if member.host else ''}{notice}")
-        return {uuid: who for member in self.members.all for uuid, who in member.answers["locked"]["refused"].items()}
+                self._say_once(f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(notice, 1000)}")
+        return {uuid: printable(who, 300) for member in self.members.all for uuid, who in member.answers["locked"]["refused"].items()}
 
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -256,12 +268,12 @@ class Muster:
                 raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
             self.members.pump(0.5)
             self._heed_signals()
-        answer = first.answers["port"]
-        if not answer["port"]:
-            raise taken(answer)
+        answer = {"holder": "another program", **first.answers["port"]}
+        if not 0 < answer["port"] < 1 << 16:
+            raise taken({"wanted": 0, **answer})
         if answer.get("wanted"):
-            self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {answer['holder']}; using port {answer['port']}")
-        return address, int(answer["port"])
+            self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port {answer['port']}")
+        return address, answer["port"]
 
     def suspend(self) -> None:
         """Ctrl-Z: the ranks stop too, and nobody takes the silence for death."""
@@ -289,20 +301,22 @@ class Muster:
         kind = message["is"]
         if kind == "ping":
             return
-        if kind == "probe" and message["ask"] in self._probed:
-            import json
+        if kind == "probe" and (message["ask"] in self._probed or member in self.members.waiting):
+            from stoker.control.cluster.answers import read_answer
 
-            self._probed[message["ask"]][member.host] = json.loads(payload or b"{}")
+            into, name = (member.probed, message["what"]) if member in self.members.waiting else (self._probed[message["ask"]], member.host)
+            into[name] = read_answer(message["what"], payload)
             return
-        if kind == "probe" and member in self.members.waiting:
-            import json
-
-            member.probed[message["what"]] = json.loads(payload or b"{}")
-            return
+        if kind == "host":
+            self._meet(member, message)
+        if kind == "refused":
+            message["line"] = printable(message["line"], 2000)
         if kind != "out":
             member.answers[kind] = message
-        if kind == "host" and "selves" in message:
-            member.selves = message["selves"]
-            self._take_share(member.host, message.get("visible"))
         if self.listener is not None and member not in self.members.waiting:
             self.listener(member.host, message, payload)
+
+
+def _exit_code(code: int) -> int:
+    """An agent's own word, within what a process can end with. 0 would be success."""
+    return code if 0 < code < 128 else EX_OSERR

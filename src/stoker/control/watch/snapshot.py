@@ -114,23 +114,23 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
 
 
 def read(rank: int, data: dict[str, Any]) -> Snapshot:
-    gpu = data.get("gpu") or {}
+    gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     return Snapshot(
         rank=rank, state=str(data.get("state", "?")), cpu=_number(data, "cpu"), main_cpu=_number(data, "main_cpu"),
         waiting_for_core=_number(data, "waiting_for_core"), faults=_number(data, "faults"), swap=int(_number(data, "swap")), cpus=int(_number(data, "cpus")),
         wchan=str(data.get("wchan", "")), syscall=str(data.get("syscall", "")),
         samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()), stacks_by=str(data.get("stacks_by", "")),
         groups=groups(data.get("groups")), no_groups=str(data.get("no_groups", "")), workers=tuple(_worker(one) for one in data.get("workers") or ()),
-        message=str(data.get("message") or ""), peer=data.get("peer"), gpu_use=gpu.get("use"), throttle=tuple(gpu.get("throttle") or ()),
-        lanes=tuple(gpu.get("lanes") or ()),
+        message=str(data.get("message") or ""), peer=_whole(data.get("peer")), gpu_use=_whole(gpu.get("use")),
+        throttle=tuple(str(one) for one in gpu.get("throttle") or ()), lanes=tuple(_whole(one) for one in gpu.get("lanes") or ()),
     )  # fmt: skip
 
 
 def groups(told: Any) -> tuple[Group, ...]:
     return tuple(
         Group(
-            str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(one.get("ranks") or ()),
-            tuple(Op(op["seq"], op["p2p"], str(op["op"]), tuple(op["sizes"]), bool(op["done"]), op["order"]) for op in one.get("ops") or ()),
+            str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(int(rank) for rank in one.get("ranks") or ()),
+            tuple(Op(int(op["seq"]), int(op["p2p"]), str(op["op"]), tuple(op["sizes"]), bool(op["done"]), int(op["order"])) for op in one.get("ops") or ()),
         )
         for one in told or ()
     )  # fmt: skip
@@ -139,6 +139,10 @@ def groups(told: Any) -> tuple[Group, ...]:
 def _number(data: dict[str, Any], key: str) -> float:
     value = data.get(key)
     return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _whole(value: Any) -> int | None:
+    return value if type(value) is int else None
 
 
 def _frames(told: Any) -> tuple[Frame, ...]:
