@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.untrusted import open_regular, read_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
 from stoker.control.agent.gate import Gate
@@ -37,6 +37,8 @@ from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.processes import process
+
+_REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
 
 
 class Agent:
@@ -327,7 +329,7 @@ class Agent:
                 data = self._mail.recv(1 << 16)
                 pid, _, rest = data.decode("utf-8", "replace").partition("\t")
                 kind, _, text = rest.partition("\t")
-                rank = self._by_pid.get(int(pid)) if pid.isdigit() else None
+                rank = self._by_pid.get(int(pid)) if pid.isdigit() and pid.isascii() and len(pid) < 12 else None
                 if rank is not None:
                     self._hear(rank, kind, text)
 
@@ -402,16 +404,16 @@ class Agent:
 
 
 def _read_json(path: str) -> Any:
+    """A rank may have written anything there. What is too large for a message, or no JSON, is no report."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return read_json(path, _REPORT)
     except (OSError, ValueError):
         return None
 
 
 def _read_text(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(200_000)
+        with os.fdopen(open_regular(path, follow=False), "rb") as file:
+            return file.read(200_000).decode("utf-8", "replace")
     except OSError:
         return ""

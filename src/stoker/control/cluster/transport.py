@@ -134,7 +134,10 @@ def unshared() -> str:
         pass
     except OSError as problem:
         return f"{folder} can't be made ({problem.strerror})"
-    seen = os.lstat(folder)
+    try:
+        seen = os.lstat(folder)
+    except OSError as problem:
+        return f"{folder} can't be read ({problem.strerror})"
     if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:
         return f"{folder} is somebody else's, or open to others"
     return ""

@@ -45,8 +45,13 @@ def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:
     used = paths_in_use(tuple(folder + "/" for _, folder, _ in real)) if real else set()
     agents = any(one.name in AGENTS for one in processes.all_processes())
     for kind, folder, pattern in real:
-        device = os.lstat(folder).st_dev
-        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        try:
+            device = os.lstat(folder).st_dev
+            entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+        except OSError as problem:
+            found.append(Cache(kind, folder, folder, 0, 0.0, f"can't be read: {problem.strerror}"))
+            continue
+        for entry in entries:
             if re.fullmatch(pattern, entry.name):
                 found.append(_cache(kind, folder, entry.path, device, used, agents))
     return found

@@ -151,8 +151,7 @@ def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
             else:
                 gone = not folder_in_use(one.path, used)
                 if gone:
-                    for name in os.listdir(one.path):
-                        os.unlink(os.path.join(one.path, name))
+                    _empty(one.path)
                     os.rmdir(one.path)
             if not gone:
                 kept.append((one, "somebody uses it now"))
@@ -161,6 +160,18 @@ def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
         except OSError as problem:
             kept.append((one, problem.strerror or str(problem)))
     return kept
+
+
+def _empty(folder: str) -> None:
+    """By descriptor: where /tmp is not sticky, another could stand in its place by now."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(handle).st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it is not yours any more", folder)
+        for name in os.listdir(handle):
+            os.unlink(name, dir_fd=handle)
+    finally:
+        os.close(handle)
 
 
 def unlink_alone(path: str, about: os.stat_result) -> bool:

@@ -8,14 +8,18 @@ import json
 import os
 import time
 
+from stoker.contract.typed import read
+from stoker.contract.untrusted import open_regular, read_json
+
 _CHUNK = 1 << 20
 _BIG = 4 << 20  # smaller ones are read faster than remembered
 _RACY_NS = 2_000_000_000  # changed so recently that the next change may have the same time
 
 
 def sha256_of(path: str) -> str:
+    """Of a regular file: a named pipe would be waited for."""
     digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
+    with os.fdopen(open_regular(path), "rb", buffering=0) as file:
         while data := file.read(_CHUNK):
             digest.update(data)
     return digest.hexdigest()
@@ -30,25 +34,23 @@ class Hashes:
 
     def __init__(self, memory: str | None = None) -> None:
         self._memory = memory or os.path.join(cache_folder(), "hashes.json")
-        self._known: dict[str, list[object]] = {}
+        self._known: dict[str, tuple[int, int, int, str]] = {}
         self._changed = False
-        with contextlib.suppress(OSError, ValueError):  # none yet, or half a one: everything is read again
-            with open(self._memory, encoding="utf-8") as file:
-                data = json.load(file)
-            self._known = data if isinstance(data, dict) else {}
+        with contextlib.suppress(OSError, ValueError):  # none yet, half a one, or something else: everything is read again
+            self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
     def of(self, path: str) -> str:
         seen = os.stat(path)
         if seen.st_size < _BIG:
             return sha256_of(path)
-        key, now = os.path.realpath(path), [seen.st_size, seen.st_mtime_ns, seen.st_ino]
+        key, now = os.path.realpath(path), (seen.st_size, seen.st_mtime_ns, seen.st_ino)
         known = self._known.get(key)
         if known is not None and known[:3] == now:
-            return str(known[3])
+            return known[3]
         found = sha256_of(path)
         again = os.stat(path)
-        if [again.st_size, again.st_mtime_ns, again.st_ino] == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
-            self._known[key] = [*now, found]
+        if (again.st_size, again.st_mtime_ns, again.st_ino) == now and time.time_ns() - seen.st_mtime_ns > _RACY_NS:
+            self._known[key] = (*now, found)
             self._changed = True
         return found
 
@@ -58,8 +60,8 @@ class Hashes:
             return
         fresh = f"{self._memory}.{os.getpid()}"
         with contextlib.suppress(OSError):
-            os.makedirs(os.path.dirname(self._memory), exist_ok=True)
-            with open(fresh, "w", encoding="utf-8") as file:
+            os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
+            with open(fresh, "x", encoding="utf-8") as file:
                 json.dump({path: one for path, one in self._known.items() if os.path.exists(path)}, file)
             os.replace(fresh, self._memory)
         with contextlib.suppress(FileNotFoundError):
