@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from stoker.contract.untrusted import printable
 from stoker.control.cluster.bundle import NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
@@ -27,7 +28,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"UNPROTECTED PRIVATE KEY", "permission denied: a private key that others can read is not used by ssh", "chmod 600 that key"),
     (r'Load key "([^"]*)": (.*)', "the private key {0} can't be read ({1})", "give another one with identity:"),
     (r"Too many authentication failures", "too many keys were offered", "name the right one with identity:"),
-    (r"(\S+@\S+: )?Permission denied \(([^)]*)\)", "Permission denied ({1}): none of our keys is accepted{user}",
+    (r"Permission denied \(([^)]*)\)", "Permission denied ({0}): none of our keys is accepted{user}",
      "ssh-copy-id there, or name user: and identity:"),
     (r"Bad owner or permissions on (\S+)", "ssh does not read {0}: its owner or permissions are wrong", "chmod 600 {0}"),
     (r"(\S+ ?line \d+|command-line): (.*(?:[Bb]ad|unsupported|missing).*)", "ssh's settings: {0}: {1}", "mend that line"),
@@ -36,12 +37,14 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
      "look at its sshd's log"),
 )  # fmt: skip
+_SAID, _LINE = 8192, 300  # characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line
 _NOT_RUN = re.compile(r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE)
 _SHELL = {126: "can't be executed there", 127: "is not there"}
 
 
 def explain(host: str, said: str, code: int | None) -> str:
     """`said`: all of stderr (and what came before the agent's first word). `code`: the exit status; None where it has not ended."""
+    said = "\n".join(printable(line, _LINE) for line in said[-_SAID:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
     for pattern, means, fix in _TABLE:
@@ -70,5 +73,5 @@ def _offending(said: str) -> str:
 
 
 def _as_whom(said: str) -> str:
-    found = re.search(r"(\S+)@\S+: Permission denied", said)
+    found = re.search(r"([^\s@]+)@[^\s@:]+: Permission denied", said)
     return f" for user {found[1]}" if found else ""

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from stoker.control.watch.numbers import BadNumber
 
 
+_LONGEST_S = 1e8  # three years
+
+
 class Hearing:
     def __init__(
         self, attempt: Attempt, record: RunRecord, output: Output, options: RunOptions, say: Callable[[str], None], all_up: Callable[[], None]
@@ -165,11 +168,13 @@ class Hearing:
         self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
 
     def _on_lock(self, _host: str, message: protocol.Message) -> None:
-        rank, what = message["rank"], message["what"]
+        rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
+        if not 0 <= seconds < _LONGEST_S:
+            raise protocol.ProtocolError(f"rank {rank} is to wait {seconds:g} s")
         self._record.event("lock", rank=rank, what=what, why=message.get("why"), slots=message.get("slots"))
         if what == "waiting":
             holders = ", ".join(f"rank {holder}" for holder in message.get("holders", ()))
-            until = time.strftime("%H:%M:%S", time.localtime(time.time() + message.get("seconds", 0.0)))
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
             line = f"LOCK: waiting for exclusive access... ({holders} has it, until {until} at the latest)"
         elif what == "acquired":
             line = "LOCK: acquired! Starting initialization..."
