@@ -1,29 +1,45 @@
 """Machines started by hand without numbers: they meet at --rdzv-endpoint. Who owns that address listens, numbers the others as they come
 and tells everybody. One line of JSON from each, one back; the listening ends with that.
+
+    guest → {"job", "count", "ranks"}                 → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
+
+Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is waited for: every
+guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove that they know it, for this meeting only:
+
+    guest → {"job", "count", "ranks", "nonce"}   → {"challenge"}   → {"proof"}   → {"rank", ..., "proof"}
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import selectors
 import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
+from stoker.contract import typed
+from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import span
 from stoker.control.launch.nodes import Meeting, Nodes
+from stoker.control.launch.rdzv_guest import GUEST, HOST, LONGEST, MOST_RANKS, PATIENCE_S, POLL_S, Asking, read_line
 
-PATIENCE_S = 600.0  # torchrun's
-AGAIN_S = 0.5
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.rdzv_secret import Secret
+
 _HELLO_S = 5.0
-_LONGEST = 4096
+_MOST_STRANGERS = 64  # connections that have not introduced themselves. The oldest goes: who means it does so at once, and comes again
+_MOST_LINES = 10  # about who was turned away
+
+_HELLO = {"job": "str", "count": "int", "ranks": "int", "nonce?": "str"}
 
 
 def meet(told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]) -> Nodes:
     """`store_port`: reserves the port of rank 0's store, called on the machine that becomes number 0. `rest`: called while waiting; may raise to stop it."""
     deadline = time.monotonic() + PATIENCE_S
+    secret = _secret()
     family, kind, _, _, where = _resolve(told)
     with socket.socket(family, kind) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -31,9 +47,19 @@ def meet(told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callabl
             own.bind(where)  # only its owner can: that machine is number 0
             own.listen(1024)
         except OSError:
-            return _ask(told, ranks, where, family, deadline, rest, say)
+            return Asking(told, ranks, secret, rest).ask(where, family, deadline, say)
         say(f"stoker: waiting at {told.address}:{told.port} for {_more(told)}")
-        return _receive(told, ranks, own, deadline, store_port, rest)
+        with _Receiving(told, ranks, own, secret, say) as receiving:
+            receiving.wait(deadline, rest)
+            return receiving.number(store_port())
+
+
+def _secret() -> Secret | None:
+    if not os.environ.get(RDZV_SECRET) and not os.environ.get(RDZV_SECRET_FILE):
+        return None
+    from stoker.control.launch.rdzv_secret import find
+
+    return find(os.environ)
 
 
 def _resolve(told: Meeting) -> Any:
@@ -50,111 +76,160 @@ def _more(told: Meeting) -> str:
     return f"{at_least}{told.most - 1} more machine(s), {span(told.last_call)} after the last that is needed"
 
 
-def _receive(told: Meeting, ranks: int, own: socket.socket, deadline: float, store_port: Callable[[], int], rest: Callable[[], None]) -> Nodes:
-    own.settimeout(0.2)
-    guests: list[tuple[socket.socket, int]] = []
-    last_call = 0.0  # when it ends; 0: there are not enough yet
-    try:
-        while len(guests := [guest for guest in guests if _stays(guest[0])]) < max(told.most, told.count) - 1:
+class _Guest:
+    """A connection: a stranger until it has said who it is, and with a secret proved it."""
+
+    def __init__(self, way: socket.socket, address: str) -> None:
+        self.way = way
+        self.address = address
+        self.until = time.monotonic() + _HELLO_S
+        self.data = b""
+        self.hello: dict[str, Any] = {}
+        self.challenge = ""
+        self.accepted = False
+
+
+class _Receiving:
+    def __init__(self, told: Meeting, ranks: int, own: socket.socket, secret: Secret | None, say: Callable[[str], None]) -> None:
+        self._told, self._ranks, self._own, self._secret, self._say = told, ranks, own, secret, say
+        self._guests: dict[socket.socket, _Guest] = {}  # in the order in which they came
+        self._accepted: list[_Guest] = []
+        self._lines: set[str] = set()
+        self._selector = selectors.DefaultSelector()
+        own.setblocking(False)
+        self._selector.register(own, selectors.EVENT_READ)
+
+    def __enter__(self) -> _Receiving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for guest in list(self._guests.values()):
+            self._drop(guest)
+        self._selector.close()
+
+    def wait(self, deadline: float, rest: Callable[[], None]) -> None:
+        """Until enough machines are there: as many as may come, or those that are needed and the last call is over."""
+        told = self._told
+        last_call = 0.0  # when it ends; 0: there are not enough yet
+        while len(self._accepted) < max(told.most, told.count) - 1:
             rest()
-            if len(guests) < told.count - 1:
+            now = time.monotonic()
+            if len(self._accepted) < told.count - 1:
                 last_call = 0.0
             elif not last_call:
-                last_call = time.monotonic() + told.last_call
-            elif time.monotonic() > last_call:
-                break
-            if not last_call and time.monotonic() > deadline:
-                line = f"{len(guests) + 1} of {told.count} machines came to {told.address}:{told.port} within {span(PATIENCE_S)}"
+                last_call = now + told.last_call
+            elif now > last_call:
+                return
+            if not last_call and now > deadline:
+                line = f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port} within {span(PATIENCE_S)}"
                 raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+            for key, _ in self._selector.select(POLL_S):
+                if key.fileobj is self._own:
+                    self._welcome()
+                elif key.fileobj in self._guests and len(self._accepted) < max(told.most, told.count) - 1:
+                    self._hear(self._guests[key.fileobj])
+            for guest in [one for one in self._guests.values() if not one.accepted and now > one.until]:
+                self._drop(guest)
+
+    def _welcome(self) -> None:
+        for _ in range(_MOST_STRANGERS):
             try:
-                guest, _ = own.accept()
-            except TimeoutError:
-                continue
-            hello = _wait_line(guest, min(deadline, time.monotonic() + _HELLO_S), rest)
-            if hello.get("job") != told.name or hello.get("count") != told.count or not isinstance(hello.get("ranks"), int):
-                with guest, contextlib.suppress(OSError):  # a stranger that asks nothing need not hear it
-                    _send(guest, {"refused": f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}"})
-                continue
-            guests.append((guest, hello["ranks"]))
-        world = ranks + sum(count for _, count in guests)
-        port, first, nodes = store_port(), ranks, 1 + len(guests)
-        for number, (guest, count) in enumerate(guests, 1):
-            _send(guest, {"rank": number, "first": first, "world": world, "port": port, "nodes": nodes})
-            first += count
-        return Nodes(nodes, 0, 0, world, told.address, port)
-    finally:
-        for guest, _ in guests:
-            guest.close()
+                way, address = self._own.accept()
+            except OSError:  # nobody left, or one that is gone already
+                return
+            way.setblocking(False)
+            guest = self._guests[way] = _Guest(way, str(address[0]))
+            self._selector.register(way, selectors.EVENT_READ)
+            strangers = [one for one in self._guests.values() if not one.accepted]
+            if len(strangers) > _MOST_STRANGERS:
+                self._drop(strangers[0])
+            self._hear(guest)  # what it said is often there already
 
-
-def _ask(told: Meeting, ranks: int, where: Any, family: int, deadline: float, rest: Callable[[], None], say: Callable[[str], None]) -> Nodes:
-    said = False
-    while True:
-        with socket.socket(family, socket.SOCK_STREAM) as way:
-            way.settimeout(2.0)
-            problem = ""
-            try:
-                way.connect(where)
-                _send(way, {"job": told.name, "count": told.count, "ranks": ranks})
-                answer = _wait_line(way, deadline, rest)
-            except OSError as refused:
-                answer, problem = {}, refused.strerror or str(refused)
-        if "refused" in answer:
-            raise Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {answer['refused']}", EX_UNAVAILABLE, cause="launch.nodes")
-        if answer:
-            return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
-        if not said:
-            said = True
-            say(f"stoker: nobody answers at {told.address}:{told.port} yet ({problem or 'closed'}); trying for up to {span(PATIENCE_S)}")
-        if time.monotonic() > deadline:
-            raise Refusal(f"nobody answered at {told.address}:{told.port} within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL, cause="launch.nodes")
-        until = time.monotonic() + AGAIN_S
-        while time.monotonic() < until:
-            rest()
-
-
-def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) -> dict[str, Any]:
-    """The others may come minutes later: in pieces, so that signals and pings get their turn."""
-    way.settimeout(0.2)
-    data = b""
-    while not data.endswith(b"\n") and time.monotonic() < deadline:
-        rest()
+    def _hear(self, guest: _Guest) -> None:
         try:
-            more = way.recv(_LONGEST)
-        except TimeoutError:
-            continue
+            data = guest.way.recv(LONGEST)
+        except BlockingIOError:
+            return
         except OSError:
-            break
-        if not more or len(data) > _LONGEST:
-            break
-        data += more
-    return _read(data)
+            data = b""
+        guest.data += data
+        # Gone (stopped, and started again: it comes a second time), too long, or one that goes on talking when it has nothing more to say.
+        if not data or guest.accepted or len(guest.data) > LONGEST:
+            self._drop(guest)
+            return
+        line, end, rest = guest.data.partition(b"\n")
+        if end:
+            guest.data = rest
+            self._take(guest, read_line(line))
 
+    def _take(self, guest: _Guest, word: dict[str, Any]) -> None:
+        if guest.challenge:
+            assert self._secret is not None
+            if not self._secret.fits(word.get("proof"), GUEST, guest.hello, guest.challenge):
+                self._turn_away(guest, "the secrets differ (STOKER_RDZV_SECRET)", tell=True)
+            else:
+                self._accept(guest)
+            return
+        try:
+            guest.hello = typed.read_fields(_HELLO, word)
+        except ValueError:
+            self._turn_away(guest, "", tell=False)  # a port scan, or another program: not worth a line
+            return
+        told, hello = self._told, guest.hello
+        if hello["job"] != told.name or hello["count"] != told.count:
+            self._turn_away(guest, f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}", tell=False)
+        elif not 1 <= hello["ranks"] <= MOST_RANKS:
+            self._turn_away(guest, f"{hello['ranks']} ranks: a machine has 1 to {MOST_RANKS}", tell=True)
+        elif self._secret is None and "nonce" in hello:
+            self._turn_away(guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", tell=True)
+        elif self._secret is not None and "nonce" not in hello:
+            self._turn_away(guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none", tell=True)
+        elif self._secret is not None:
+            guest.challenge = self._secret.nonce()
+            self._send(guest, {"challenge": guest.challenge})
+        else:
+            self._accept(guest)
 
-def _stays(guest: socket.socket) -> bool:
-    """Who was stopped and started again comes a second time: its first connection is closed by then."""
-    if guest.fileno() < 0:
-        return False
-    guest.setblocking(False)
-    try:
-        stays = guest.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        stays = True
-    except OSError:
-        stays = False
-    guest.settimeout(_HELLO_S)
-    if not stays:
-        guest.close()
-    return stays
+    def _accept(self, guest: _Guest) -> None:
+        guest.accepted = True
+        self._accepted.append(guest)
 
+    def _turn_away(self, guest: _Guest, why: str, tell: bool) -> None:
+        if why:
+            self._send(guest, {"refused": why})
+        line = f"stoker: machine {guest.address} was turned away: {why}"
+        if tell and line not in self._lines and len(self._lines) < _MOST_LINES:
+            self._lines.add(line)
+            self._say(line)
+        self._drop(guest)
 
-def _read(data: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(data)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    def _send(self, guest: _Guest, word: dict[str, Any]) -> bool:
+        """A line fits into any socket's buffer: who has no room for it has not read for long."""
+        try:
+            data = json.dumps(word).encode() + b"\n"
+            return guest.way.send(data) == len(data)
+        except OSError:
+            return False
 
+    def _drop(self, guest: _Guest) -> None:
+        if self._guests.pop(guest.way, None) is None:
+            return
+        if guest in self._accepted:
+            self._accepted.remove(guest)
+        self._selector.unregister(guest.way)
+        guest.way.close()
 
-def _send(way: socket.socket, word: dict[str, Any]) -> None:
-    way.sendall(json.dumps(word).encode() + b"\n")
+    def number(self, port: int) -> Nodes:
+        """Tells everybody. The first of them has the numbers after ours."""
+        told = self._told
+        world = self._ranks + sum(guest.hello["ranks"] for guest in self._accepted)
+        first, nodes = self._ranks, 1 + len(self._accepted)
+        for rank, guest in enumerate(self._accepted, 1):
+            word: dict[str, Any] = {"rank": rank, "first": first, "world": world, "port": port, "nodes": nodes}
+            if self._secret is not None:
+                word["proof"] = self._secret.proof(HOST, {**guest.hello, **word}, guest.challenge)
+            if not self._send(guest, word):
+                line = f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered; start all of them again"
+                raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+            first += guest.hello["ranks"]
+        return Nodes(nodes, 0, 0, world, told.address, port)
