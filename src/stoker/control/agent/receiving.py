@@ -17,11 +17,18 @@ import select
 import stat
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, protocol
+from stoker.contract import layout, protocol, typed
+from stoker.contract.untrusted import parse_json, read_json
 from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
 
+_OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
+_MANIFEST = 1 << 30
+_ORDERS: dict[str, dict[str, str]] = {
+    "offer": {"root": "str", "manifest": "str", "origin": "str", "silence": "float"}, "begin": {"path": "str", "mode": "int"}, "end": {"sha256": "str"},
+}  # fmt: skip
 _RESERVE = 16 << 20  # a disk filled to its last byte stops more than us
 
 
@@ -64,12 +71,14 @@ class Receiver:
         self._ours = self._others.pop(origin, {})
         self._others.pop("", None)  # of a copy that did not say where it came from
         need, room = [], 0
-        for path, kind, mode, size, value in entries:
+        for path, kind, mode, size, value in _read_entries(entries):
+            self._place(path)
             self._offered[path] = (kind, value)
             if kind == "link":
                 continue  # at the end, with everything there
             if self._has(path, size, value):
-                self._set_mode(self._place(path), mode)
+                if not self._through_link(path):
+                    self._set_mode(self._place(path), mode)
             else:
                 need.append(path)
                 room += size
@@ -82,12 +91,20 @@ class Receiver:
         return need
 
     def _place(self, path: str) -> str:
-        """Below the root, whatever the path says; a link on the way is not followed out of it."""
-        if os.path.isabs(path) or ".." in path.split("/") or not path:
+        """Below the root, whatever the path says."""
+        if os.path.isabs(path) or ".." in path.split("/") or not path or "\0" in path:
             raise Refused(f"the path {path!r} leads out of {self._root}")
         return os.path.join(self._root, path)
 
+    def _through_link(self, path: str, of: Mapping[str, str] | None = None) -> bool:
+        """Is one of the folders on the way a link (of these)? What lies behind it is not ours to change: it may be anywhere."""
+        parts = path.split("/")[:-1]
+        ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+        return any(os.path.islink(os.path.join(self._root, way)) for way in ways if of is None or way in of)
+
     def _has(self, path: str, size: int, sha256: str) -> bool:
+        if self._through_link(path, self._ours):
+            return False  # a copy brought that link, and this one brings a folder
         try:
             seen = os.lstat(self._place(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -97,7 +114,7 @@ class Receiver:
     @staticmethod
     def _set_mode(place: str, mode: int) -> None:
         if (os.stat(place).st_mode ^ mode) & 0o111:  # its being a program counts; the rest is this host's own affair
-            os.chmod(place, mode)
+            os.chmod(place, mode & 0o777)
 
     def _link(self, path: str, target: str) -> None:
         place = self._place(path)
@@ -130,6 +147,8 @@ class Receiver:
     # ---- taking ----
 
     def begin(self, path: str, mode: int) -> None:
+        if self._offered.get(path, ("", ""))[0] != "file":
+            raise Refused(f"{path!r} was not offered")
         place = self._place(path)
         self._make_way(place)
         handle, self._fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=os.path.dirname(place))
@@ -143,7 +162,7 @@ class Receiver:
             data = data[self._file.write(data) or 0 :]
 
     def end(self, sha256: str) -> None:
-        os.fchmod(self._file.fileno(), self._mode)
+        os.fchmod(self._file.fileno(), self._mode & 0o777)
         self._file.close()
         if self._digest.hexdigest() != sha256:
             raise Refused(f"{self._path} arrived damaged")
@@ -177,6 +196,8 @@ class Receiver:
 
     def _remove(self, path: str, was: str) -> int:
         """Only what is still as a copy of ours left it: somebody may have gone on with it here."""
+        if self._through_link(path):
+            return 0
         place = self._place(path)
         try:
             same = os.readlink(place) == was[3:] if os.path.islink(place) else sha256_of(place) == was
@@ -195,24 +216,40 @@ class Receiver:
         return 1
 
     def _save_manifest(self) -> None:
-        os.makedirs(os.path.dirname(self._manifest), exist_ok=True)
-        fresh = f"{self._manifest}.{os.getpid()}"
-        with open(fresh, "w", encoding="utf-8") as file:
-            json.dump({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}, file)
-        os.replace(fresh, self._manifest)
+        folder = os.path.dirname(self._manifest)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        handle, fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=folder)  # a working directory may be open to others
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}, file)
+            os.replace(fresh, self._manifest)
+        except OSError:
+            os.unlink(fresh)
+            raise
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
     """origin -> path -> hash. A manifest of schema 1 knew no origins."""
     try:
-        with open(path, encoding="utf-8") as file:
-            read = json.load(file)
-        found = read["origins"] if read["schema"] == 2 else {"": read["files"]}
+        manifest = read_json(path, _MANIFEST)
+        origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
+        found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise Refused(f"{path} can't be read ({problem}): remove it") from problem
-    return dict(found)
+    return found
+
+
+def _read_entries(entries: Any) -> list[tuple[str, str, int, int, str]]:
+    try:
+        found: list[tuple[str, str, int, int, str]] = typed.read("list[tuple[str, str, int, int, str]]", entries)
+    except ValueError as problem:
+        raise Refused(f"the offer can't be read: {problem}") from None
+    for path, kind, _, size, _ in found:
+        if kind not in ("file", "link") or size < 0:
+            raise Refused(f"the offer of {path!r} can't be read")
+    return found
 
 
 def _mb(count: int) -> str:
@@ -221,7 +258,7 @@ def _mb(count: int) -> str:
 
 def serve(source: int, sink: int) -> int:
     receiver = Receiver()
-    decoder = protocol.Decoder()
+    decoder = protocol.Decoder(payload_limit=_OFFER)
     _say(sink, protocol.SENTINEL)
     try:
         while True:
@@ -232,7 +269,7 @@ def serve(source: int, sink: int) -> int:
             for order, payload in decoder.feed(received):
                 if _obey(receiver, order, payload, sink):
                     return 0
-    except Refused as refusal:
+    except (Refused, protocol.ProtocolError) as refusal:
         _say(sink, protocol.encode({"is": "refused", "line": str(refusal)}))
     except OSError as problem:
         where = problem.filename if problem.filename is not None else receiver.at  # a write names no file
@@ -244,10 +281,14 @@ def serve(source: int, sink: int) -> int:
 
 def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int) -> bool:
     """True when it was the last."""
-    do = order["do"]
+    do = order.get("do")
+    try:
+        order = typed.read_fields(_ORDERS.get(do, {}) if isinstance(do, str) else {}, order)
+    except ValueError as problem:
+        raise protocol.ProtocolError(f"the order {do!r} can't be read: {problem}") from None
     if do == "offer":
         receiver.silence_s = float(order["silence"])
-        need = receiver.offer(order["root"], order["manifest"], json.loads(payload or b"[]"), order["origin"])
+        need = receiver.offer(order["root"], order["manifest"], _entries_in(payload), order["origin"])
         _say(sink, protocol.encode({"is": "need"}, json.dumps(need).encode()))
     elif do == "begin":
         receiver.begin(order["path"], order["mode"])
@@ -261,6 +302,13 @@ def _obey(receiver: Receiver, order: protocol.Message, payload: bytes, sink: int
     else:
         raise protocol.ProtocolError(f"unknown order {do!r}")
     return False
+
+
+def _entries_in(payload: bytes) -> Any:
+    try:
+        return parse_json(payload or b"[]")
+    except ValueError as problem:
+        raise Refused(f"the offer can't be read: {problem}") from None
 
 
 def _say(sink: int, data: bytes) -> None:

@@ -19,33 +19,73 @@ _ROOMS = ("contract", "control/agent", "control/machine", "control/rank", "contr
 OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
 TOO_OLD = "stoker: this Python is too old for the agent:"
 NOT_WRITTEN = "stoker: the agent's files can't be written:"
+UNSAFE = "stoker: the agent's folder is not safe:"
+DAMAGED = "stoker: the agent's files did not arrive whole"
 
-# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin, keeps it by its digest so that the next
-# run compiles nothing.
+# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its digest, so that the next
+# run compiles nothing. What was kept is used only if it is this user's, closed to all others, and has every byte of the zip and no other file;
+# else it is replaced. (The compiled files beside them are Python's own, and as safe as the folder.)
 _UNPACK = """
 import sys
 if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
-import hashlib, io, os, shutil, zipfile
-want = int(sys.argv[1])
+import hashlib, io, os, shutil, stat, tempfile, zipfile
+want, digest = sys.argv[1].split(":")
 data = b""
-while len(data) < want:
-    more = os.read(0, want - len(data))
-    if not more: sys.exit("the agent's files did not arrive whole")
+while len(data) < int(want):
+    more = os.read(0, int(want) - len(data))
+    if not more: break
     data += more
-base = os.path.join(os.path.expanduser("~"), ".cache", "stoker", "agent-" + hashlib.sha256(data).hexdigest()[:16])
-if not os.path.exists(os.path.join(base, "complete")):
-    fresh = base + "." + str(os.getpid())
+if hashlib.sha256(data).hexdigest() != digest: sys.exit("DAMAGED")
+archive = zipfile.ZipFile(io.BytesIO(data))
+home = os.path.expanduser("~")
+cache = os.path.join(home, ".cache", "stoker")
+base = os.path.join(cache, "agent-" + digest[:32])
+
+def safe(path, about):
+    if about.st_uid not in (os.getuid(), os.stat(home).st_uid): sys.exit("UNSAFE %s belongs to uid %d" % (path, about.st_uid))
+    if not stat.S_ISDIR(about.st_mode): sys.exit("UNSAFE %s is not a folder" % path)
+    return not stat.S_IMODE(about.st_mode) & 0o077
+
+def whole():
     try:
-        zipfile.ZipFile(io.BytesIO(data)).extractall(fresh)
-        open(os.path.join(fresh, "complete"), "w").close()
-        os.rename(fresh, base)
-    except OSError as problem:
-        shutil.rmtree(fresh, ignore_errors=True)
-        if not os.path.exists(os.path.join(base, "complete")): sys.exit("NOT_WRITTEN %s: %s" % (base, problem.strerror))
+        if not safe(base, os.lstat(base)): return False
+        names = set(archive.namelist())
+        for folder, folders, files in os.walk(base):
+            if any(os.path.islink(os.path.join(folder, name)) for name in folders + files): return False
+            for name in files:
+                path = os.path.join(folder, name)
+                if os.path.basename(folder) == "__pycache__" and name.endswith(".pyc"): continue
+                inside = os.path.relpath(path, base)
+                if inside not in names or os.path.getsize(path) != archive.getinfo(inside).file_size: return False
+                with open(path, "rb") as file:
+                    if file.read() != archive.read(inside): return False
+                names.remove(inside)
+        return not names
+    except OSError:
+        return False
+
+try:
+    os.makedirs(cache, 0o700, exist_ok=True)
+    if not safe(cache, os.stat(cache)): os.chmod(cache, 0o700)
+    if not whole():
+        fresh = tempfile.mkdtemp(prefix="agent-", dir=cache)
+        try:
+            archive.extractall(fresh)
+            if os.path.lexists(base): os.rename(base, fresh + ".old")
+            os.rename(fresh, base)
+        except OSError:
+            if not whole(): raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(fresh + ".old", ignore_errors=True)
+except OSError as problem:
+    sys.exit("NOT_WRITTEN %s: %s" % (base, problem.strerror))
 sys.path.insert(0, base)
 from MODULE import boot
 boot(sys.argv[2:])
-""".strip().replace("OLDEST", repr(OLDEST_PYTHON)).replace("TOO_OLD", TOO_OLD).replace("NOT_WRITTEN", NOT_WRITTEN)
+""".strip().replace("OLDEST", repr(OLDEST_PYTHON)).replace("TOO_OLD", TOO_OLD).replace("NOT_WRITTEN", NOT_WRITTEN).replace("UNSAFE", UNSAFE).replace(
+    "DAMAGED", DAMAGED
+)
 
 
 def unpack(module: str = "stoker.control.agent.guardian") -> str:
@@ -56,6 +96,13 @@ def unpack(module: str = "stoker.control.agent.guardian") -> str:
     import base64
 
     return f"import base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
+
+
+def announced(packed: bytes) -> str:
+    """What the other side is told to expect: how many bytes, and their digest."""
+    import hashlib
+
+    return f"{len(packed)}:{hashlib.sha256(packed).hexdigest()}"
 
 
 @functools.cache

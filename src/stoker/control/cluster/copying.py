@@ -15,10 +15,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from stoker.contract import protocol
+from stoker.contract import protocol, typed
 from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import bundle, listing, transport
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.ssh_words import explain
@@ -219,7 +220,9 @@ class _Copy:
             return ""
         except _Refused as refusal:
             return str(refusal)
-        except (OSError, EOFError, protocol.ProtocolError) as problem:
+        except protocol.ProtocolError as problem:
+            return f"it is broken: {problem}" if self._greeted else self._why(complaints, problem)
+        except (OSError, EOFError) as problem:
             return self._why(complaints, problem)
         finally:
             self.stop()
@@ -239,19 +242,20 @@ class _Copy:
             code = None
         os.lseek(complaints, 0, os.SEEK_SET)
         said = os.read(complaints, 1 << 16).decode("utf-8", "replace")
+        said = printable_lines(said)
         if self._greeted and not said:
             return f"the connection was lost in the middle of the copy, after {self.sent / 1e6:.1f} MB"
         return explain(self.host.name, said, code)
 
     def _talk(self, complaints: int) -> None:
         packed = bundle.pack()
-        argv = transport.python_command(self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), str(len(packed))])
+        argv = transport.python_command(self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), bundle.announced(packed)])
         self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True)
         answers = self._answers()
         self._send(packed)
         order = {"do": "offer", "root": self.where, "manifest": self.load.manifest, "origin": self.load.origin, "silence": SILENCE_S}
         self._send(protocol.encode(order, self.load.entries))
-        need = set(json.loads(next(answers)[1] or b"[]"))
+        need = _needed(next(answers)[1])
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
         offered = {row[0]: row[4] for row in json.loads(self.load.entries)} if self._as_offered else {}
         self.needed = sum(entry.size for entry in wanted)
@@ -259,7 +263,12 @@ class _Copy:
             self._send_file(entry, offered.get(entry.path))
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
-        self.written, self.removed, self.others = finished["written"], finished["removed"], finished["others"]
+        try:
+            counts = typed.read_fields({"written": "int", "removed": "int", "others": "dict[str, int]"}, finished)
+        except ValueError as problem:
+            raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
+        self.written, self.removed = counts["written"], counts["removed"]
+        self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
         """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it must not have."""
@@ -296,16 +305,24 @@ class _Copy:
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None
-        decoder = protocol.Decoder(expect_sentinel=True)
+        decoder = protocol.Decoder(expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT)  # it may need all that it was offered
         while True:
             data = os.read(self._process.stdout.fileno(), 1 << 18)
             if not data:
                 raise EOFError("the other side ended")
             for message, payload in decoder.feed(data):
                 self._greeted = True
-                if message["is"] == "refused":
-                    raise _Refused(message["line"])
+                if message.get("is") == "refused":
+                    raise _Refused(printable(str(message.get("line", "no reason")), 1000))
                 yield message, payload
+
+
+def _needed(payload: bytes) -> set[str]:
+    """The paths it asks for. Those that were not offered are not sent."""
+    try:
+        return set(typed.read("list[str]", parse_json(payload or b"[]")))
+    except ValueError as problem:
+        raise protocol.ProtocolError(f"what it needs can't be read: {problem}") from None
 
 
 class _Refused(Exception):

@@ -75,7 +75,7 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
 def link(host: Host, hosts: Hosts) -> transport.Link:
     """The agent on a node, through an srun of its own. The agent's files go first, over the same stream, as with ssh."""
     packed = bundle.pack()
-    argv = srun_command(host, hosts, [host.python or sys.executable, "-I", "-S", "-c", bundle.unpack(), str(len(packed)), "-1"])
+    argv = srun_command(host, hosts, [host.python or sys.executable, "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"])
     made = transport._start(argv, host.name)
     made.first_bytes = packed
     return made

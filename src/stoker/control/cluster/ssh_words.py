@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.contract.untrusted import printable
-from stoker.control.cluster.bundle import NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD
+from stoker.control.cluster.bundle import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
@@ -14,6 +14,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (re.escape(NOT_WRITTEN) + r" (.*)", "the agent's files can't be written there: {0}", "make room or give the user a home that can be written"),
+    (re.escape(UNSAFE) + r" (.*)", "the agent's folder there is not safe: {0}", "remove it there, or give it back to its user"),
+    (re.escape(DAMAGED), "the agent's files did not arrive whole", "try again; a login script there may read standard input"),
     (r"Could not resolve hostname (?:\S+): (.*)", "unknown host ({0})", "mend the name, or give an address or an alias of ~/.ssh/config"),
     (r"Could not resolve proxy|stdio forwarding failed|UNKNOWN port 65535", "its jump host does not let us through", "try `ssh {host}` by hand"),
     (r"Connection refused", "connection refused: nothing listens on its ssh port", "start sshd there, or mend the port"),

@@ -67,7 +67,7 @@ def ssh(host: Host, hosts: Hosts) -> Link:
     from stoker.control.cluster import bundle
 
     packed = bundle.pack()
-    link = _start(ssh_command(host, hosts, [host.python or "python3", "-I", "-S", "-c", bundle.unpack(), str(len(packed)), "-1"]), host.name)
+    link = _start(ssh_command(host, hosts, [host.python or "python3", "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]), host.name)
     link.first_bytes = packed
     return link
 
