@@ -68,7 +68,7 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     assert first.code == 4 and first.log(0) == b"resume None\n"
     where = first.run_dir
     again = stoker("run", "--name", "exp", script)
-    assert again.code == 0 and again.run_dir == where and again.log(0, 1) == b"resume step-10\n" and "going on with run" in again.err
+    assert again.code == 0 and again.run_dir == where and again.log(0, 1) == b"resume step-10\n" and "starting run" in again.err and "its newest checkpoint" in again.err
     other = stoker("run", "--name", "exp", script, "another-argument")
     assert other.run_dir != where and "is complete: this is a new run" in other.err
 

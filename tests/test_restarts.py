@@ -166,7 +166,7 @@ def test_preempted_and_started_again_by_its_container(stoker: Stoker) -> None:
     launcher.communicate(timeout=20)
     assert launcher.returncode == 143 and stoker.result().verdict["status"] == "stopped"
     again = stoker(*command)
-    assert again.code == 0 and "going on with run" in again.err
+    assert again.code == 0 and "starting run" in again.err
     assert b"from 0" not in again.log(0, 1) and b"from" in again.log(0, 1)
     third = stoker(*command)
     assert third.code == 0 and "is complete" in third.err

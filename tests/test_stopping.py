@@ -83,7 +83,7 @@ def test_a_stop_that_had_to_kill_says_so(stoker: Stoker) -> None:
     run.send_signal(signal.SIGTERM)
     assert run.wait(25) == 143
     verdict = stoker.result().verdict
-    assert "rank 0, 1 did not end in the time they had: killed, so what they had not saved is lost" in verdict["summary"] and "--grace" in verdict["fix"][0]
+    assert "rank 0, 1 did not end within the grace period and were killed" in verdict["summary"] and "--grace" in verdict["fix"][1]
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "guardian"])

@@ -17,6 +17,7 @@ COMMANDS = {
     "nan": "what made the first NaN or Inf: look at a nan_step_N folder",
     "attach": "follow a run that is under way",
     "stop": "end a run",
+    "detach": "let a run continue when its terminal closes",
     "clean": "free what dead runs left behind; shows first, acts with --yes",
     "ladder": "imports one by one, then 1, half and all ranks: where does a script begin to fail?",
     "burnin": "same-seed replicas on every GPU: which one computes something else, which is slow",

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import checkpoints, layout
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
-        verdict = lost(run.id)
+        verdict = lost(run.id, checkpoints.newest(run.dir))
     if (run.data.get("environment") or {}).get("SLURM_JOB_ID") and status not in ("running", "completed"):
         from stoker.control.launch import submitted
 

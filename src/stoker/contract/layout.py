@@ -9,6 +9,7 @@ SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what 
 RUN = "run.json"
 EVENTS = "events.jsonl"
 VERDICT = "verdict.json"
+RESERVE = ".reserve"  # disk space for the verdict, allocated at the start; becomes verdict.json
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again

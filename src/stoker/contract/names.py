@@ -24,6 +24,7 @@ SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
+DETACH_SIGNAL = 60  # SIGRTMAX - 4: `stoker detach` tells a launcher to ignore the end of its terminal
 
 # Exit codes of Stoker's own refusals: sysexits.h.
 EX_USAGE = 64  # a flag or a count that can't be

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import as_json, fields_of, shape
 
 SCHEMA = 1
@@ -74,6 +75,8 @@ class Evidence:
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
+    checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
+    saved: bool = False  # a checkpoint was completed after the stop signal: rank 0 said so, or it lies there
 
 
 @shape

@@ -13,6 +13,7 @@ import time
 from stoker.control.agent import kernel
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.sweep import Sweeper
+from stoker.control.machine import processes
 
 ON_ITS_WAY_S = 2.0
 GROUP_S = 1.0
@@ -59,4 +60,6 @@ class StopLadder:
     @staticmethod
     def _send(rank: Rank, signum: int) -> None:
         rank.signalled = True
+        if signum == signal.SIGHUP and not processes.catches(rank.pid, signal.SIGHUP):
+            signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
         kernel.send(rank.me, signum)

@@ -124,7 +124,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
 def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
     """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
     one = processes.process(pid)
-    if one is None or one.state in "TtZ" or not _catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
+    if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []
     before = _size(path)
     if not kernel.send(one, names.STACK_SIGNAL):
@@ -158,17 +158,6 @@ def _threads_of(text: str) -> list[dict[str, Any]]:
     if threads:
         threads[-1]["main"] = True  # faulthandler writes the newest thread first
     return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
-
-
-def _catches(pid: int, signum: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    except OSError:
-        return False
-    return False
 
 
 def _has_open(pid: int, path: str) -> bool:

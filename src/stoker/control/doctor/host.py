@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount, gb
 from stoker.contract.shapes import Finding
 from stoker.control.doctor.check import Asked, check, fail, warn
 from stoker.control.machine.facts import Examination
@@ -54,7 +54,7 @@ def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
     assert host is not None
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
-        yield level(f"{gb(host.disk_free)} free on the disk of {host.disk_path}", "--runs-dir on another disk; stoker clean --cache")
+        yield level(f"{amount(host.disk_free)} free on the disk of {host.disk_path}", "--runs-dir on another disk; stoker clean --cache")
 
 
 @check("host.files", "host", fast=True)

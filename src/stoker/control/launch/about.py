@@ -36,7 +36,20 @@ def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping
         "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
         "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
         "environment": redact.environment(os.environ),
+        **({"config_hash": config_hash(request)} if request.options.name else {}),  # a full disk may keep `enrich` from writing it
     }  # fmt: skip
+
+
+def continue_command(request: Request, place: RunPlace) -> str:
+    """The command that continues this run: the one that was typed, with the run's name."""
+    import shlex
+
+    typed = sys.argv[1:]
+    named = [] if request.options.name else ["--name", place.name]
+    words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
+    if typed[:1] not in (["run"], ["train"]) or redact.arguments(typed) != typed:
+        return f"the same command with --name {shlex.quote(place.name)}" if named else "the same command again"
+    return shlex.join(["stoker", *typed[:words], *named, *typed[words:]])
 
 
 def _planned(plan: RunPlan) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
 from stoker.contract.typed import read_shape
@@ -50,6 +51,8 @@ class Attempt:
         self.unwatched = False  # the watch room failed
         self.notes: list[str] = []  # what was noticed on the way and ended nothing
         self.checkpoints = 0  # saved whole in this attempt, as rank 0 says
+        self.checkpoint_at = 0.0  # when rank 0 reported the newest of them
+        self.checkpoint_before: SavedCheckpoint | None = None  # the newest when the stop signal came
         self.can: set[str] = set()  # what the script says it can do (stoker.mark)
 
     def begin_watch(self, hang_timeout: float) -> None:
@@ -99,7 +102,9 @@ class Attempt:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
-    def evidence(self) -> Evidence:
+    def evidence(self, newest: SavedCheckpoint | None = None) -> Evidence:
+        """`newest`: the newest complete checkpoint below the run directory."""
+        saved = self.checkpoint_at >= self.stopped_at or (newest is not None and newest != self.checkpoint_before)
         return Evidence(
             self.expected,
             tuple(self.ends[rank] for rank in sorted(self.ends)),
@@ -110,6 +115,8 @@ class Attempt:
             None if self.unwatched else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
             tuple(self.trouble),
             self.regrouping,
+            newest,
+            bool(self.stop_signal) and saved,
         )
 
 

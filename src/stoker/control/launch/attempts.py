@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 
-from stoker.contract import layout
+from stoker.contract import checkpoints, layout
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
@@ -195,7 +195,7 @@ class Attempts:
         self._record.close_logs()
         from stoker.control.verdict.judge import judge
 
-        verdict = judge(attempt.evidence())
+        verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
         if verdict.cause == "host.lost":  # when it happened nobody saw
             return replace(verdict, run=place.id, attempt=number, evidence=(*verdict.evidence, *attempt.notes))
         detected = round(attempt.first_failure - min((end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure), 3)

@@ -11,7 +11,8 @@ import signal
 import sys
 import time
 
-from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract import checkpoints
+from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
@@ -155,7 +156,10 @@ class Coordinator:
 
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
-        self._record.verdict(verdict)
+        missing = self._not_written()
+        resume = about.continue_command(self.request, place) if verdict.status == "stopped" else ""
+        commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
+        self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
         shown = os.path.relpath(place.dir, self._cwd)
         took = span(time.time() - self._began)
         if verdict.status == "completed":
@@ -166,7 +170,10 @@ class Coordinator:
 
             fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
             self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why {shlex.quote(place.id)}` says more")
-        self._tell_lost()
+            if resume:
+                self._say(f"stoker: {_purpose(place)}: {resume}")
+        for line in (*missing, *self._not_written()):
+            self._say(f"stoker: {line}")
 
     def _print_plan(self, plan: RunPlan, place: RunPlace) -> None:
         import json
@@ -197,10 +204,9 @@ class Coordinator:
         if self._record is not None:
             self._record.say(line)
 
-    def _tell_lost(self) -> None:
+    def _not_written(self) -> list[str]:
         assert self._record is not None
-        for path, count in self._record.lost().items():
-            self._say(f"stoker: {count} bytes of {os.path.basename(path)} could not be written (disk full?)")
+        return [f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}" for path, lost in self._record.lost().items()]
 
     # ---- signals ----
 
@@ -213,11 +219,16 @@ class Coordinator:
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
             signal.signal(signum, self._on_signal)
+        signal.signal(DETACH_SIGNAL, self._on_signal)
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, self._on_signal)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         self._signals.append(signum)
+
+
+def _purpose(place: RunPlace) -> str:
+    return "to continue" if checkpoints.newest(place.dir) else "to start it again"
 
 
 def _inline(fix: str) -> str:

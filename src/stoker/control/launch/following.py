@@ -6,6 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 
+from stoker.contract import checkpoints
+from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Member
@@ -114,6 +116,8 @@ class Following:
             self._members.pump(0.25)
             if self._signals:
                 signum = self._signals.pop(0)
+                if signum == DETACH_SIGNAL or (signum == signal.SIGHUP and self._muster.stays_after_hangup):
+                    continue
                 if not clean and signum in STOPS:  # what is over can't be stopped, but it must not start again
                     attempt.stop_signal = attempt.stop_signal or signum
                     attempt.stopped_at = attempt.stopped_at or time.time()
@@ -152,26 +156,35 @@ class Following:
         attempt = self._attempt
         while self._signals:
             signum = self._signals.pop(0)
-            name = signal.Signals(signum).name
             if signum == signal.SIGTSTP:
                 self._muster.suspend()
                 attempt.watch.resumed(time.monotonic())
                 continue
+            if signum == DETACH_SIGNAL:
+                self._muster.stay_after_hangup()
+                self._record.event("detach")
+                continue
+            if signum == signal.SIGHUP and self._muster.stays_after_hangup:
+                self._say("stoker: the terminal is closed; the run continues in the background")
+                self._record.event("hangup")
+                continue
             if signum not in STOPS:
                 self._members.say({"do": "signal", "signal": signum})
                 continue
-            now = time.time()
+            now, name = time.time(), signal.Signals(signum).name
             if attempt.stop_signal and signum != signal.SIGINT and now - attempt.stopped_at < TWICE_S:
                 continue  # a closing terminal sends SIGHUP from the kernel and from its shell
             again = bool(attempt.stop_signal) or signum == signal.SIGQUIT
+            if not attempt.stop_signal:
+                attempt.checkpoint_before = checkpoints.newest(self._record.dir)
             attempt.stop_signal = attempt.stop_signal or signum
             attempt.stopped_at = attempt.stopped_at or now
             attempt.stop_now = again
             attempt.stopping = True
             self._record.event("stop", signal=name, now=again)
             if again:
-                self._say(f"stoker: {name}: ending the ranks at once")
+                self._say(f"stoker: {name}: killing the ranks now")
                 self._kill()
             else:
-                self._say(f"stoker: {name} passed on to the ranks; a second one ends them at once")
+                self._say(f"stoker: {name}: asking the ranks to save and end; a second signal kills them")
                 self._stop(signum, GRACE_STOP_S)

@@ -246,6 +246,7 @@ class Hearing:
         self._attempt.can.add(message["name"])
         if message["name"] == CHECKPOINT and message["rank"] == 0:
             self._attempt.checkpoints += 1
+            self._attempt.checkpoint_at = time.time()
 
     def _on_phase(self, _host: str, message: protocol.Message) -> None:
         self._record.event("phase", rank=message["rank"], name=message["name"])

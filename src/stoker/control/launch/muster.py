@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import names, protocol
-from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
@@ -49,6 +49,7 @@ class Muster:
         self.options = request.options
         self._signals = signals
         self._say = say
+        self.stays_after_hangup = request.options.on_hangup == "detach"
         self.listener: Listener | None = None  # who hears of the ranks
         self._place: RunPlace | None = None
         self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
@@ -248,9 +249,19 @@ class Muster:
         """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
         while self._signals:
             signum = self._signals.pop(0)
-            if signum != signal.SIGTSTP:
+            if signum == DETACH_SIGNAL:
+                self.stay_after_hangup()
+            elif signum == signal.SIGHUP and self.stays_after_hangup:
+                self._say("stoker: the terminal is closed; the run continues in the background")
+            elif signum != signal.SIGTSTP:
                 raise Interrupted(signum)
-            self.suspend()
+            else:
+                self.suspend()
+
+    def stay_after_hangup(self) -> None:
+        """`stoker detach`: from now on the end of the terminal is not the end of the run."""
+        self.stays_after_hangup = True
+        self._say("stoker: detached: the run continues when this terminal closes")
 
     def reserve(self, address: str, port: int | None = None) -> tuple[str, int]:
         """The store's, on the first host. `port`: that one and no other; None: what the options say."""

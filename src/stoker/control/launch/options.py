@@ -61,10 +61,14 @@ class RunOptions:
     debug_retry: bool = option("after an asynchronous CUDA error one more attempt with blocking launches, for the true line", default=False, group=_LIFE)
     stop_after_steps: int = option("end the run, as complete, once every rank has made this many steps", default=0, metavar="N", group=_LIFE)
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)
+    on_hangup: str = option(
+        "the terminal closes: stop (the ranks save and end, as with Ctrl-C; the default), or detach (the run continues in the background)",
+        default="stop", choices=("stop", "detach"), metavar="WHAT", group=_LIFE,
+    )  # fmt: skip
     notify: str | None = option("shell command that gets the verdict on its stdin when the run ends or restarts", default=None, metavar="CMD", group=_LIFE)
     signals_to_handle: str = option("signals passed on to the ranks", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE)
 
-    name: str | None = option("name of the run; given again it goes on with that run if it is unfinished", default=None, group=_RUN)
+    name: str | None = option("name of the run; given again, an unfinished run of that name continues", default=None, group=_RUN)
     again: bool = option("run it again although a run of this name and these settings is complete", default=False, group=_RUN)
     runs_dir: str | None = option("folder of the run directories (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_RUN)
     config: str | None = option("YAML or JSON file with any of these options", default=None, metavar="FILE", group=_RUN)

@@ -20,7 +20,7 @@ from stoker.control.record.writer import cannot_write
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
-             "again", "min_hosts", "rejoin", "sync", "stage", "ssh_option"}  # fmt: skip
+             "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option"}  # fmt: skip
 
 
 @shape
@@ -76,8 +76,21 @@ def find_place(request: Request, environment: dict[str, str] | os._Environ[str])
                     notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} goes on with its weights"
             else:
                 attempts = last.attempts
-                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, f"going on with run {last.id}")
+                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, _reopening(last, request.identity is not None))
     return _new(root, name, notice, make=not request.options.dry_run)
+
+
+def _reopening(last: reader.Run, recipe: bool) -> str:
+    """"Resuming" only where there is something to resume from."""
+    from stoker.contract.checkpoints import newest
+
+    saved = newest(last.dir)
+    if saved is None:
+        folder = os.path.relpath(os.path.join(last.dir, layout.CHECKPOINTS))
+        return f"starting run {last.id} again from the beginning: it is unfinished and has no checkpoint in {folder}"
+    if recipe:
+        return f"resuming run {last.id} from {os.path.relpath(saved.path)}"
+    return f"starting run {last.id} again; its newest checkpoint, {os.path.relpath(saved.path)}, is what stoker.resume() gives the script"
 
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:

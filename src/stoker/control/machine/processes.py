@@ -62,6 +62,18 @@ def owner(pid: int) -> int | None:
         return None
 
 
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for this signal; without one most signals kill it."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+            for line in file:
+                if line.startswith("SigCgt:"):
+                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+    except OSError:
+        return False
+    return False
+
+
 def command(pid: int) -> str | None:
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:

@@ -41,38 +41,7 @@ def resume() -> str | None:
     run_dir = os.environ.get("STOKER_RUN_DIR")
     if not run_dir:
         return None
-    folder = os.path.join(run_dir, "checkpoints")
-    try:
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.name.endswith((".tmp", ".part"))]
-    except FileNotFoundError:
-        return None
-    entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
-    for entry in entries:
-        if not entry.is_dir() or _complete(entry.path):
-            return entry.path
-    return None
+    from stoker.contract.checkpoints import newest
 
-
-def _step_in(name: str) -> int:
-    digits = ""
-    for char in reversed(os.path.splitext(name)[0]):
-        if char.isdigit():
-            digits = char + digits
-        elif digits:
-            break
-    return int(digits) if digits else -1
-
-
-def _complete(folder: str) -> bool:
-    import json
-
-    try:
-        with open(os.path.join(folder, "manifest.json"), encoding="utf-8") as file:
-            files = json.load(file).get("files", {})
-        return all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def _size(want: object) -> int:
-    return int(want["size"]) if isinstance(want, dict) else int(want)  # type: ignore[call-overload]
+    saved = newest(run_dir)
+    return saved.path if saved else None

@@ -59,7 +59,25 @@ def load(run_dir: str) -> Run | None:
             verdict = Verdict.from_json(said)
         except TypeError:
             verdict = None  # of another version, or damaged: the run is listed without it
+    if verdict is None:
+        verdict = _verdict_in_events(run_dir)
     return Run(run_dir, os.path.basename(run_dir), data, verdict)
+
+
+def _verdict_in_events(run_dir: str) -> Verdict | None:
+    """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an earlier start."""
+    last: dict[str, Any] | None = None
+    for event in events(run_dir, tail=1 << 16):
+        if event.get("event") in ("run", "attempt"):
+            last = None
+        elif event.get("event") == "verdict":
+            last = event
+    if last is None:
+        return None
+    status, cause, summary, code, rank = (last.get(name) for name in ("status", "cause", "summary", "exit_code", "rank"))
+    if not (isinstance(status, str) and isinstance(cause, str) and isinstance(summary, str) and isinstance(code, int)):
+        return None
+    return Verdict(status, cause, summary, code, rank if isinstance(rank, int) else None, evidence=("from events.jsonl: there is no verdict.json",))
 
 
 def all_runs(root: str) -> list[Run]:
@@ -97,10 +115,15 @@ def find(which: str | None, root: str, exact: bool = False) -> Run:
     raise names.Refusal(f"no run {which!r} in {root}{hint}", names.EX_NOINPUT)
 
 
-def events(run_dir: str) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may still be being written."""
+def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
+    """Whole lines only: the last one may still be being written. `tail`: those of the last so many bytes."""
     try:
         with open(os.path.join(run_dir, layout.EVENTS), "rb") as file:
+            if tail and file.seek(0, os.SEEK_END) > tail:
+                file.seek(-tail, os.SEEK_END)
+                file.readline()
+            elif tail:
+                file.seek(0)
             for line in file:
                 if line.endswith(b"\n"):
                     try:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
 from typing import Any
 
 from stoker.contract import layout, names
+from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+VERDICT_ROOM = 1 << 16
+EVENTS_ROOM = 1 << 16
 
 
 def write_json(path: str, data: Any, durable: bool = True) -> None:
@@ -28,20 +34,30 @@ def write_json(path: str, data: Any, durable: bool = True) -> None:
         raise
 
 
+@shape
+class Lost:
+    """What could not be written to one file, and why."""
+
+    bytes: int
+    why: str
+    full: bool  # the disk or the quota
+
+
 class RunRecord:
-    """The one writer of a run directory: the coordinator. What can't be written is counted and said, and the run goes on."""
+    """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run continues."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
         self._host = host
         self._logs: dict[str, int] = {}
-        self._lost: dict[str, int] = {}
+        self._lost: dict[str, Lost] = {}
         root = os.path.dirname(run_dir)
         try:
             if reopened:
                 self._put_verdict_aside()
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._console = os.open(os.path.join(run_dir, layout.CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._reserve = _reserve(os.path.join(run_dir, layout.RESERVE))
         except OSError as problem:
             raise cannot_write(root, problem) from problem
 
@@ -88,8 +104,8 @@ class RunRecord:
         if handle is None:
             try:
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            except OSError:
-                self._lost[path] = self._lost.get(path, 0) + len(data)
+            except OSError as problem:
+                self._lose(path, len(data), problem)
                 return
             self._logs[path] = handle
         self._append(handle, data, path)
@@ -104,12 +120,25 @@ class RunRecord:
         while view:
             try:
                 view = view[os.write(handle, view) :]
-            except OSError:
-                self._lost[name] = self._lost.get(name, 0) + len(view)
+            except OSError as problem:
+                if handle == self._events and problem.errno in FULL and self._give_up_reserve():
+                    continue
+                self._lose(name, len(view), problem)
                 return
 
-    def lost(self) -> dict[str, int]:
-        """What could not be written since the last call: file -> bytes."""
+    def _lose(self, name: str, count: int, problem: OSError) -> None:
+        before = self._lost.get(name)
+        self._lost[name] = Lost((before.bytes if before else 0) + count, problem.strerror or str(problem), problem.errno in FULL)
+
+    def _give_up_reserve(self) -> bool:
+        """Frees the reserved space beyond the verdict's part, once: room for the last events."""
+        if os.fstat(self._reserve).st_size <= VERDICT_ROOM:
+            return False
+        os.ftruncate(self._reserve, VERDICT_ROOM)
+        return True
+
+    def lost(self) -> dict[str, Lost]:
+        """What could not be written since the last call, by file."""
         gone, self._lost = self._lost, {}
         return gone
 
@@ -120,16 +149,41 @@ class RunRecord:
                     file.write(data)
             else:
                 write_json(path, data, durable)
-        except OSError:
-            self._lost[path] = self._lost.get(path, 0) + 1
+        except OSError as problem:
+            self._lose(path, 1, problem)
 
     def verdict(self, verdict: Verdict) -> None:
-        self.save(os.path.join(self.dir, layout.VERDICT), verdict.to_json())
+        """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
+        path = os.path.join(self.dir, layout.VERDICT)
+        data = (json.dumps(verdict.to_json(), indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        if len(data) > VERDICT_ROOM:
+            self.save(path, verdict.to_json())
+        else:
+            try:
+                os.pwrite(self._reserve, data, 0)
+                os.ftruncate(self._reserve, len(data))
+                os.fsync(self._reserve)
+                os.rename(os.path.join(self.dir, layout.RESERVE), path)
+            except OSError as problem:
+                self._lose(path, len(data), problem)
         self.event("verdict", status=verdict.status, cause=verdict.cause, rank=verdict.rank, exit_code=verdict.exit_code, summary=verdict.summary)
 
 
+def _reserve(path: str) -> int:
+    """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate, the disk's space is not reserved."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
+    except OSError as problem:
+        if problem.errno in FULL:
+            os.close(handle)
+            os.unlink(path)
+            raise
+    return handle
+
+
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
-    return names.Refusal(
-        f"the runs folder {folder} can't be written: {problem.strerror or problem}; choose another with --runs-dir",
-        names.EX_CANTCREAT, cause="launch.runs-dir",
-    )  # fmt: skip
+    full = problem.errno in FULL
+    why = "its disk or quota is full" if full else problem.strerror or str(problem)
+    line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
+    return names.Refusal(line, names.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")

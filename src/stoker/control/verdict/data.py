@@ -100,7 +100,7 @@ def worker_died(case: Case) -> Found | None:
 def no_space(case: Case) -> Found | None:
     """The disk, or a quota, is full."""
     found = find(
-        case, r"\[Errno 28\]|\[Errno 122\]|No space left on device|Disk quota exceeded|os error (?:28|122)\b|"
+        case, r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
         r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and \d+ written",
     )  # fmt: skip
     if not found:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import signal
 from typing import Any
 
+from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import entry
 from stoker.control.verdict.host import AGENT_LOST, HOST_LOST
@@ -57,6 +58,11 @@ entry(
     contradicts="a rank's own files: data.no-space, data.permission", fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
 )  # fmt: skip
 entry(
+    "launch.no-space", "The disk or the quota of the run directory is full.", seen="before the start: ENOSPC or EDQUOT when the run's record is made",
+    contradicts="the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of it is data.no-space",
+    fix=("df -h and df -i on that folder; stoker clean --cache shows what caches take", "another folder: --runs-dir DIR, or $STOKER_RUNS"),
+)  # fmt: skip
+entry(
     "launch.system", "The operating system refused Stoker something after the start.", seen="an OSError in the launcher itself",
     fix=("descriptors, processes and disk: ulimit -n, ulimit -u, df -h",),
 )  # fmt: skip
@@ -89,17 +95,39 @@ _UNKNOWN = entry(
 def stopped(evidence: Evidence) -> Verdict:
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
-    how = "at once" if evidence.stop_now else "gracefully"
     fix: tuple[str, ...] = ()
     if late:
-        it = "it" if len(late) == 1 else "they"
-        how = f"and rank {', '.join(str(end.rank) for end in late[:8])} did not end in the time {it} had: killed, so what {it} had not saved is lost"
+        ranks = ", ".join(str(end.rank) for end in late[:8])
+        how = f"; rank {ranks} did not end within the grace period and {'was' if len(late) == 1 else 'were'} killed"
         fix = ("--grace 5m gives ranks longer to save and end",)
+    elif evidence.stop_now:
+        how = "; the ranks were killed at once"
+    elif evidence.saved:
+        how = " gracefully"
+    elif evidence.ends and all(end.code is not None and end.code < 0 for end in evidence.ends):
+        how = "; the ranks have no handler for it and ended without saving"
+    else:
+        how = "; the ranks ended by themselves"
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
     return Verdict(
-        "stopped", "launch.stopped", f"stopped by {name}, {how}", 128 + evidence.stop_signal,
+        "stopped", "launch.stopped", f"stopped by {name}{how}; {_kept(evidence)}", 128 + evidence.stop_signal,
         evidence=(f"the launcher received {name}", *ends), retryable=False, fix=fix,
     )  # fmt: skip
+
+
+def _kept(evidence: Evidence) -> str:
+    """What survives a stop, as far as it can be seen from here."""
+    newest = evidence.checkpoint
+    if evidence.saved:
+        return f"saved: {_short(newest.path)}" if newest else "a checkpoint was saved"
+    if newest is not None:
+        return f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)}, {span(max(evidence.stopped_at - newest.time, 0.0))} older"
+    return "no checkpoint was seen in the run's checkpoints/"
+
+
+def _short(path: str) -> str:
+    """From checkpoints/ on."""
+    return "/".join(path.rsplit("/", 2)[1:])
 
 
 def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
@@ -127,11 +155,12 @@ def unknown(evidence: Evidence) -> Verdict:
     )  # fmt: skip
 
 
-def lost(run: str) -> Verdict:
+def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
     """The launcher is gone and left no verdict."""
+    kept = f"the newest checkpoint is {_short(newest.path)}" if newest else "there is no checkpoint in the run's checkpoints/"
     return Verdict(
         "lost", "launch.killed", "the launcher ended without a verdict: it was killed (SIGKILL), or the machine went down", 137, run=run,
-        evidence=("no verdict.json, and the launcher's process is gone",), retryable=_KILLED.retryable, fix=_KILLED.fix,
+        evidence=("no verdict.json, and the launcher's process is gone", kept), retryable=_KILLED.retryable, fix=_KILLED.fix,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json, shape
 from stoker.training.checkpoint.folders import sync_folder, write_whole
 from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
@@ -88,7 +88,7 @@ def _room_for(folder: str, name: str, size: int) -> None:
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
-        raise GivenUp(f"{name} needs {gb(size)} and {gb(free)} are free in {os.path.dirname(folder)}")
+        raise GivenUp(f"no space left: {name} needs {amount(size)}, {amount(free)} are free in {os.path.dirname(folder)}")
 
 
 def _entry(one: Placed, file: str) -> Entry:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import stoker
 from stoker.contract.names import EX_CANTCREAT
 from stoker.training.balance.balancer import Balancer
+from stoker.training.checkpoint.folders import name_of
 from stoker.training.loop import resume as going_on
 from stoker.training.loop import trip
 from stoker.training.loop.evaluate import Validation
@@ -62,7 +63,7 @@ class Loop:
         )  # fmt: skip
 
     def run(self, feeder: Feeder) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         before: tuple[Pending, StepBatch, float] | None = None
         self.speed.begin()
@@ -210,4 +211,5 @@ class Loop:
         if self.sample_log is not None:
             self.sample_log.close()
         best = f", best validation {self.best:.4f}" if self.best is not None else ""
-        self.voice.say_once(f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss {self.loss:.4f}{best}")
+        saved = f"; saved {self.job.checkpoints}/{name_of(self.done)}" if not whole and not self.code and self.saved_step == self.done > self.first else ""
+        self.voice.say_once(f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss {self.loss:.4f}{best}{saved}")

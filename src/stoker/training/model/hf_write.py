@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.folders import mend, put_in_place, remove, sync_folder, write_whole
 from stoker.training.model.config import ModelConfig
@@ -90,7 +90,7 @@ class Export:
         disk = os.statvfs(parent)
         free = disk.f_bavail * disk.f_frsize
         if disk.f_blocks and free < self.bytes:
-            raise Refusal(f"{self.folder} needs {gb(self.bytes)} and {gb(free)} are free there", EX_CANTCREAT)
+            raise Refusal(f"no space left: {self.folder} needs {amount(self.bytes)}, {amount(free)} are free there", EX_CANTCREAT)
 
     def _begin(self, plan: list[list[Part]]) -> None:
         """The shapes are known, so each file gets its header at once and each tensor has its place in it."""

@@ -40,7 +40,7 @@ class Steps:
 
     def run(self) -> int:
         """Gives the exit code; raises Stopped where the breaker has something to say."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._stop)
         first, stop = self.position.step, False
         self._speed.begin()

@@ -1,0 +1,27 @@
+"""stoker detach [RUN]"""
+
+from __future__ import annotations
+
+import os
+import shlex
+
+from stoker.contract import layout
+from stoker.contract.settings import Parser
+from stoker.control.launch.stopping import ask_to_detach
+from stoker.control.record import reader
+
+
+def parser() -> Parser:
+    made = Parser(prog="stoker detach", description="Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it.")
+    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
+    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    return made
+
+
+def main(argv: list[str]) -> int:
+    options = parser().parse_args(argv)
+    run = reader.find(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
+    ask_to_detach(run)
+    name = shlex.quote(run.id)
+    print(f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}` stops it")
+    return 0

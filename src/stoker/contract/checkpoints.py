@@ -1,0 +1,59 @@
+"""The newest complete checkpoint below a run directory: what `stoker.resume()` gives a script, and what a stop reports as saved."""
+
+from __future__ import annotations
+
+import os
+
+from stoker.contract import layout
+from stoker.contract.shape import shape
+
+
+@shape
+class SavedCheckpoint:
+    path: str
+    time: float  # of its last change
+
+
+def newest(run_dir: str) -> SavedCheckpoint | None:
+    """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its size;
+    a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+    """
+    folder = os.path.join(run_dir, layout.CHECKPOINTS)
+    try:
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.name.endswith((".tmp", ".part"))]
+        entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
+    except OSError:
+        return None
+    for entry in entries:
+        if not entry.is_dir() or _complete(entry.path):
+            return SavedCheckpoint(entry.path, _changed(entry))
+    return None
+
+
+def _changed(entry: os.DirEntry[str]) -> float:
+    """A folder's own time changes when its last file is put in place, and a rename of the folder leaves it."""
+    return entry.stat().st_mtime
+
+
+def _step_in(name: str) -> int:
+    digits = ""
+    for char in reversed(os.path.splitext(name)[0]):
+        if char.isascii() and char.isdigit():
+            digits = char + digits
+        elif digits:
+            break
+    return int(digits) if digits else -1
+
+
+def _complete(folder: str) -> bool:
+    from stoker.contract.untrusted import read_json
+
+    try:
+        files = read_json(os.path.join(folder, "manifest.json")).get("files", {})
+        return all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return False
+
+
+def _size(want: object) -> int:
+    return int(want["size"]) if isinstance(want, dict) else int(want)  # type: ignore[call-overload]

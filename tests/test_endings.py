@@ -1,0 +1,314 @@
+"""Every way to end a run × (your own script, `stoker train`): what was saved, what is printed, what `stoker why` says. docs/endings.md is this table in words."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import Done, Stoker, wait_for
+
+SAVES = """
+import os, signal, sys, time
+folder = os.path.join(os.environ["STOKER_RUN_DIR"], "checkpoints")
+os.makedirs(folder, exist_ok=True)
+def save(step):
+    with open(f"{folder}/step-{step}.pt.tmp", "w") as file: file.write("x")
+    os.rename(f"{folder}/step-{step}.pt.tmp", f"{folder}/step-{step}.pt")
+def stop(signum, frame):
+    save(20); print("got", signum, flush=True); sys.exit(0)
+if "earlier" in sys.argv: save(10)
+if "saves" in sys.argv: signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGINT, stop)
+print("ready", flush=True)
+time.sleep(float(os.environ.get("SECONDS_TO_RUN", 100)))
+"""
+
+
+def is_ready(stoker: Stoker) -> bool | None:
+    return True if any(b"ready" in log.read_bytes() for log in stoker.cwd.glob("runs/2*/attempt-*/rank-*.log")) else None
+
+
+def own_script(stoker: Stoker, *args: str) -> list[str]:
+    return ["run", "--nproc-per-node", "1", stoker.script("own.py", SAVES), *args]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "book.txt"
+    path.write_text("".join(f"line {n}: the quick brown fox jumps over the lazy dog {n * 7919 % 1000} times\n" for n in range(4000)))
+    return path
+
+
+def training(text: Path, steps: int = 100_000) -> list[str]:
+    sizes = ["--model.layers", "2", "--model.dim", "32", "--model.heads", "2", "--data.context_length", "64", "--batch.tokens", "512"]
+    return ["train", "pretrain", "--data", str(text), "--max-steps", str(steps), "--tokenizer.vocab_size", "512", "--checkpoint.every", "0", *sizes]
+
+
+def why(stoker: Stoker) -> dict[str, Any]:
+    return json.loads(stoker("why", "--json").out)
+
+
+def stopped_with(stoker: Stoker, command: list[str], *signals: signal.Signals) -> tuple[int, str]:
+    run = stoker.start(*command, env={"OMP_NUM_THREADS": "1"})
+    ready = (lambda: is_ready(stoker)) if command[0] == "run" else (lambda: _trains(stoker))
+    assert wait_for(ready, 90), run.stdout and run.stdout.read1()  # type: ignore[attr-defined]
+    for number, signum in enumerate(signals):
+        if number:
+            assert wait_for(lambda: True if any(event["event"] == "stop" for event in stoker.result().events) else None, 10)
+        run.send_signal(signum)
+    out, _ = run.communicate(timeout=120)
+    return run.returncode, out.decode()
+
+
+def _trains(stoker: Stoker) -> bool | None:
+    metrics = [path for path in stoker.cwd.glob("runs/2*/metrics.jsonl") if path.read_text().count("\n") >= 2]
+    return True if metrics else None
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_an_own_script_that_saves(stoker: Stoker, signum: signal.Signals, code: int) -> None:
+    returned, said = stopped_with(stoker, own_script(stoker, "saves", "earlier"), signum)
+    assert returned == code
+    assert f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt" in said
+    assert "to continue: stoker run --name own --nproc-per-node 1 own.py saves earlier" in said
+    assert why(stoker)["summary"] == f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt"
+    again = stoker("run", "--name", "own", "--nproc-per-node", "1", "own.py", "saves", "earlier", env={"SECONDS_TO_RUN": "0"})
+    assert again.code == 0 and "its newest checkpoint" in again.err and len(list(stoker.cwd.glob("runs/2*"))) == 1  # the printed command continues that run
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_an_own_script_without_a_handler_is_not_called_graceful(stoker: Stoker, signum: signal.Signals) -> None:
+    _, said = stopped_with(stoker, own_script(stoker, "earlier"), signum)
+    assert "gracefully" not in said and "have no handler for it and ended without saving" in said
+    assert "nothing was saved at the stop, the newest checkpoint is checkpoints/step-10.pt" in said and "to continue: " in said
+
+
+def test_nothing_saved_is_said_so_and_nothing_is_resumed(stoker: Stoker) -> None:
+    _, said = stopped_with(stoker, own_script(stoker), signal.SIGTERM)
+    assert "no checkpoint was seen" in said and "to start it again: stoker run --name own" in said and "gracefully" not in said
+    again = stoker("run", "--name", "own", "--nproc-per-node", "1", "own.py", env={"SECONDS_TO_RUN": "0"})
+    assert "esuming" not in again.err and "again from the beginning" in again.err
+
+
+def test_a_second_ctrl_c_kills(stoker: Stoker) -> None:
+    slow = SAVES.replace("def stop(signum, frame):", "def stop(signum, frame):\n    time.sleep(60)")
+    command = ["run", "--nproc-per-node", "1", stoker.script("own.py", slow), "saves"]
+    code, said = stopped_with(stoker, command, signal.SIGINT, signal.SIGINT)
+    assert code == 130 and "the ranks were killed at once" in said and "gracefully" not in said
+
+
+def test_stoker_stop_saves(stoker: Stoker) -> None:
+    run = stoker.start(*own_script(stoker, "saves"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    assert stoker("stop").code == 0
+    assert run.wait(20) == 143 and "gracefully; saved" in why(stoker)["summary"]
+
+
+def test_a_killed_launcher_is_called_lost_with_its_checkpoint(stoker: Stoker) -> None:
+    run = stoker.start(*own_script(stoker, "saves", "earlier"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    run.kill()
+    run.wait()
+    verdict = why(stoker)
+    assert (verdict["status"], verdict["cause"]) == ("lost", "launch.killed")
+    assert "the newest checkpoint is checkpoints/step-10.pt" in verdict["evidence"]
+
+
+def test_a_killed_agent_is_a_failure_of_its_own(stoker: Stoker) -> None:
+    from stoker.control.machine import processes
+
+    run = stoker.start(*own_script(stoker, "saves", "earlier"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    table = processes.all_processes()
+    agents = [one for one in table if one.name == "stoker-agent" and one.pid in processes.descendants(run.pid, table)]
+    assert len(agents) == 1
+    os.kill(agents[0].pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+    assert why(stoker)["cause"] == "host.agent-lost" and run.returncode != 0
+
+
+# ---- closed terminals ----
+
+
+def on_terminal(stoker: Stoker, *command: str) -> tuple[subprocess.Popen[bytes], int]:
+    """In a session with a terminal of its own: closing our end is closing the window."""
+    ours, theirs = pty.openpty()
+    run = subprocess.Popen(
+        [sys.executable, "-c", "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', *sys.argv[1:]])",
+         *command], cwd=stoker.cwd, env=stoker.env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    return run, ours
+
+
+def test_a_closed_terminal_saves(stoker: Stoker) -> None:
+    run, terminal = on_terminal(stoker, *own_script(stoker, "saves"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    os.close(terminal)
+    assert run.wait(30) == 129 and why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
+
+
+def test_on_hangup_detach_continues(stoker: Stoker) -> None:
+    run, terminal = on_terminal(stoker, "run", "--on-hangup", "detach", *own_script(stoker, "saves")[1:])
+    assert wait_for(lambda: is_ready(stoker), 30)
+    os.close(terminal)
+    assert wait_for(lambda: True if any(event["event"] == "hangup" for event in stoker.result().events) else None, 10)
+    assert run.poll() is None
+    assert stoker("stop").code == 0 and run.wait(20) == 143
+
+
+def test_a_running_job_can_be_detached(stoker: Stoker) -> None:
+    run, terminal = on_terminal(stoker, *own_script(stoker, "saves"))
+    assert wait_for(lambda: is_ready(stoker), 30)
+    done = stoker("detach")
+    assert done.code == 0 and "continues when its terminal closes" in done.out
+    assert wait_for(lambda: True if any(event["event"] == "detach" for event in stoker.result().events) else None, 10)
+    os.close(terminal)
+    assert wait_for(lambda: True if any(event["event"] == "hangup" for event in stoker.result().events) else None, 10)
+    assert run.poll() is None
+    assert stoker("stop").code == 0 and run.wait(20) == 143
+
+
+def test_a_closed_tmux_saves(stoker: Stoker) -> None:
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    tmux = ["tmux", "-L", f"stoker-test-{os.getpid()}"]
+    command = [sys.executable, "-m", "stoker", *own_script(stoker, "saves")]
+    subprocess.run([*tmux, "new-session", "-d", "-c", str(stoker.cwd), *command], env=stoker.env, check=True)
+    assert wait_for(lambda: is_ready(stoker), 30)
+    subprocess.run([*tmux, "kill-server"], check=True)
+    assert wait_for(lambda: True if (stoker.latest / "verdict.json").exists() else None, 30)
+    assert why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
+
+
+# ---- stoker train ----
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_training_saves_and_continues(stoker: Stoker, text: Path, signum: signal.Signals) -> None:
+    code, said = stopped_with(stoker, training(text), signum)
+    assert code == 128 + signum
+    step = sorted((stoker.latest / "checkpoints").glob("step-*"))[-1].name
+    assert f"stopped by {signum.name} gracefully; saved: checkpoints/{step}" in said and "; saved " in said
+    assert "to continue: stoker train pretrain --name pretrain --data" in said
+    if signum is signal.SIGHUP:
+        first = stoker.latest
+        run = stoker.start("train", "pretrain", "--name", "pretrain", *training(text)[2:], env={"OMP_NUM_THREADS": "1"})
+        log = first / "attempt-1" / "rank-0.log"
+        assert wait_for(lambda: True if log.exists() and b"Step [" in log.read_bytes() else None, 90)
+        run.send_signal(signal.SIGTERM)
+        out, _ = run.communicate(timeout=120)
+        assert stoker.latest == first and f"resuming run {first.name} from" in out.decode() and f"{step}" in log.read_text()
+
+
+def test_training_that_is_killed_twice_says_what_is_lost(stoker: Stoker, text: Path) -> None:
+    code, said = stopped_with(stoker, training(text), signal.SIGQUIT)
+    assert code == 131 and "killed at once" in said and "no checkpoint was seen" in said and "gracefully" not in said
+
+
+# ---- disks ----
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"mounting a small disk takes root: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def fill(place: Path) -> None:
+    with open(place / "filler", "wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+
+
+def on_disk(stoker: Stoker, place: Path, *command: str, **more: Any) -> Done:
+    done = stoker(*command, "--runs-dir", str(place / "runs"), **more)
+    return done
+
+
+FILLS = """
+import os, sys, time
+def fill():
+    with open(os.environ["DISK"] + "/filler", "wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 12, 1):
+            try:
+                while True: file.write(b"x" * size)
+            except OSError: pass
+if "full" in sys.argv: fill()
+print("some output", flush=True)
+if "fails" in sys.argv: raise ValueError("boom")
+if "writes" in sys.argv: open(os.environ["DISK"] + "/more", "w").write("y" * 100000)
+"""
+
+
+@pytest.mark.parametrize(("how", "code", "status", "cause"), [("ends", 0, "completed", "completed"), ("fails", 1, "failed", "rank.exception"), ("writes", 1, "failed", "data.no-space")])
+def test_a_disk_that_fills_during_the_run(stoker: Stoker, small_disk: Path, how: str, code: int, status: str, cause: str) -> None:
+    runs = ["--runs-dir", str(small_disk / "runs")]
+    done = stoker("run", "--no-preflight", *runs, "--name", "x", "--nproc-per-node", "1", stoker.script("own.py", FILLS), "full", how, env={"DISK": str(small_disk)})
+    assert done.code == code
+    verdict = json.loads(stoker("why", "x", *runs, "--json").out)
+    assert (verdict["status"], verdict["cause"], verdict["exit_code"]) == (status, cause, code)
+    if how == "ends":
+        again = stoker("run", "--no-preflight", *runs, "--name", "x", "--nproc-per-node", "1", "own.py", "full", how, env={"DISK": str(small_disk)})
+        assert again.code == 0 and "nothing to do" in again.err  # never runs again because of it
+
+
+def test_a_disk_that_is_full_before_the_start(stoker: Stoker, small_disk: Path) -> None:
+    fill(small_disk)
+    done = stoker("run", "--no-preflight", "--runs-dir", str(small_disk / "runs"), "--nproc-per-node", "1", stoker.script("own.py", FILLS))
+    assert done.code == 73 and "disk or quota is full" in done.err and "Traceback" not in done.err
+
+
+def test_a_full_disk_and_a_stop(stoker: Stoker, small_disk: Path) -> None:
+    runs = ["--runs-dir", str(small_disk / "runs")]
+    run = stoker.start("run", "--no-preflight", *runs, "--nproc-per-node", "1", stoker.script("own.py", SAVES.replace("save(20); ", "")), "saves")
+    assert wait_for(lambda: True if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log")) else None, 30)
+    fill(small_disk)
+    run.send_signal(signal.SIGTERM)
+    out, _ = run.communicate(timeout=30)
+    assert run.returncode == 143 and b"gracefully" not in out
+    assert json.loads(stoker("why", *runs, "--json").out)["summary"].startswith("stopped by SIGTERM")
+
+
+def test_a_checkpoint_that_does_not_fit(stoker: Stoker, small_disk: Path, text: Path) -> None:
+    fill(small_disk)
+    folder = small_disk / "filler"
+    os.truncate(folder, folder.stat().st_size - 300_000)
+    done = stoker(*training(text, steps=3), "--checkpoint.folder", str(small_disk / "c"), env={"OMP_NUM_THREADS": "1"})
+    assert done.code == 73 and done.verdict["cause"] == "data.no-space" and "no space left: rank-00000.safetensors needs 0.6 MB" in done.err + done.out
+
+
+def test_a_read_only_disk(stoker: Stoker, small_disk: Path) -> None:
+    runs = ["--runs-dir", str(small_disk / "runs")]
+    run = stoker.start("run", "--no-preflight", *runs, "--nproc-per-node", "1", stoker.script("own.py", SAVES), env={"SECONDS_TO_RUN": "3"})
+    assert wait_for(lambda: True if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log")) else None, 30)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=False, capture_output=True)
+    out, _ = run.communicate(timeout=60)
+    assert run.returncode == 0 and b"Traceback" not in out
+
+
+def test_a_runs_folder_that_is_deleted(stoker: Stoker) -> None:
+    run = stoker.start(*own_script(stoker), env={"SECONDS_TO_RUN": "3"})
+    assert wait_for(lambda: is_ready(stoker), 30)
+    shutil.rmtree(stoker.cwd / "runs")
+    out, _ = run.communicate(timeout=60)
+    said = out.decode()
+    assert run.returncode == 0 and "verdict.json could not be written: No such file or directory" in said and "Traceback" not in said
