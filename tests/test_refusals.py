@@ -68,7 +68,12 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
         (["--config", "value.yaml", "ok.py"], 78, "max-restarts: 'many' is not a whole number"),
         (["--hosts", "a,a", "ok.py"], 64, "name each host once"),
         (["--hosts", "-oProxyCommand=x", "ok.py"], 64, "expected one argument"),
-        ([], 64, "what shall run?"),
+        (["--no-python", "--module", "ok.py"], 64, "--no-python and --module contradict each other"),
+        (["--logs-specs", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
+        (["--start-method", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
+        (["--event-log-handler", "nope", "ok.py"], 64, "invalid choice: 'nope' (choose from"),
+        (["--prefix", "sometimes", "ok.py"], 64, "invalid choice: 'sometimes' (choose from"),
+        ([], 64, "no script given"),
     ],
 )
 def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> None:

@@ -6,9 +6,9 @@ import argparse
 import os
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_environment
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.request import Request
+from stoker.contract.settings import Parser, add_flags, build
+from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.request import Request, how_to_run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -57,15 +57,15 @@ def split(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
 
 def parse(argv: list[str]) -> Request:
     told, script, args = split(argv)
-    layers = [from_environment(RunOptions, "PET_", os.environ), told]
+    layers = [from_torchrun_environment(os.environ), told]
     if told.get("config"):
         from stoker.cli import configfile
 
         layers.insert(0, configfile.read(RunOptions, told["config"]))
     if not script:
-        raise Refusal("what shall run? stoker run [options] script.py [args]", EX_USAGE)
+        raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
-    return Request(build(RunOptions, *layers), script, tuple(args), given)
+    return Request(how_to_run(build(RunOptions, *layers)), script, tuple(args), given)
 
 
 def main(argv: list[str]) -> int:
