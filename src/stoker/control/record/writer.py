@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -126,6 +127,15 @@ class RunRecord:
     def verdict(self, verdict: Verdict) -> None:
         self.save(os.path.join(self.dir, layout.VERDICT), verdict.to_json())
         self.event("verdict", status=verdict.status, cause=verdict.cause, rank=verdict.rank, exit_code=verdict.exit_code, summary=verdict.summary)
+
+
+def make_private(root: str) -> None:
+    """The folder of private runs (layout.private_runs)."""
+    base = os.path.dirname(os.path.dirname(root))
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    if not layout.users_alone(base):
+        raise PermissionError(errno.EACCES, f"{base} belongs to somebody else")
+    os.makedirs(root, mode=0o700, exist_ok=True)
 
 
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
