@@ -20,6 +20,7 @@ SHIM_TRACER = "STOKER_SHIM_TRACER"  # the agent's pid, where Yama asks whom a pr
 SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
+STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
 
 # Exit codes of Stoker's own refusals: sysexits.h.

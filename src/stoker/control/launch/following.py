@@ -9,7 +9,7 @@ from collections.abc import Callable
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Member
-from stoker.control.launch.muster import Muster
+from stoker.control.launch.muster import STOPS, Muster
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 
@@ -22,7 +22,6 @@ GRACE_STOP_S = 30.0
 UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class Following:
@@ -62,6 +61,7 @@ class Following:
                     self._lost(member)
             if not attempt.stopping and attempt.must_stop(now, SETTLE_S, quiet):
                 attempt.stopping, attempt.stopped_at = True, now
+                attempt.stopped_by_what_was_passed_on()
                 self._stop_rest()
             wanted = self._options.stop_after_steps
             if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted:
@@ -157,13 +157,16 @@ class Following:
                 self._muster.suspend()
                 attempt.watch.resumed(time.monotonic())
                 continue
-            if signum not in STOPS:
+            now = time.time()
+            if signum not in STOPS and signum != signal.SIGKILL:
+                attempt.passed_on[signum] = now
+                self._record.event("signal", signal=name)
+                self._say(f"stoker: {name} passed on to the ranks; the run goes on")
                 self._members.say({"do": "signal", "signal": signum})
                 continue
-            now = time.time()
-            if attempt.stop_signal and signum != signal.SIGINT and now - attempt.stopped_at < TWICE_S:
+            if attempt.stop_signal and signum in (signal.SIGTERM, signal.SIGHUP) and now - attempt.stopped_at < TWICE_S:
                 continue  # a closing terminal sends SIGHUP from the kernel and from its shell
-            again = bool(attempt.stop_signal) or signum == signal.SIGQUIT
+            again = bool(attempt.stop_signal)
             attempt.stop_signal = attempt.stop_signal or signum
             attempt.stopped_at = attempt.stopped_at or now
             attempt.stop_now = again

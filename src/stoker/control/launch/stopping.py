@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from stoker.contract.names import EX_NOPERM, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_NOPERM, EX_UNAVAILABLE, STOP_NOW_SIGNAL, Refusal
 from stoker.control.record.reader import Run, alive
 
 
@@ -20,7 +20,7 @@ def ask_to_stop(run: Run, now: bool) -> None:
     try:
         if not alive(run):  # compared after the handle was taken: the handle can't change its process any more
             raise Refusal(f"run {run.id}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)
-        signal.pidfd_send_signal(handle, signal.SIGQUIT if now else signal.SIGTERM)
+        signal.pidfd_send_signal(handle, STOP_NOW_SIGNAL if now else signal.SIGTERM)
     except PermissionError as problem:
         raise Refusal(f"run {run.id} belongs to another user", EX_NOPERM) from problem
     finally:
