@@ -33,7 +33,7 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
           73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     made = Parser(
         prog="stoker run", usage="stoker run [options] script.py [args]", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags.",
@@ -44,15 +44,46 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def split(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
-    """(the options that flags gave, the script, its arguments)."""
-    made = parser()
-    found, extra = made.parse_known_args(argv)
+def split(words: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
+    """(the options that flags gave, the script, its arguments).
+
+    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of --debug-retry begin so.
+    """
+    made, argv = parser(), list(words)
+    at = _script_at(made, argv)
+    found, extra = made.parse_known_args(argv[:at])
     if extra:
-        assert isinstance(made, Parser)
         made.unknown(extra)
-    told = vars(found)
-    return told, told.pop("script"), told.pop("args")
+    given = vars(found)
+    del given["script"], given["args"]
+    return given, argv[at] if at < len(argv) else None, argv[at + 1 :]
+
+
+def _script_at(made: Parser, argv: list[str]) -> int:
+    """Where the script stands: the first word that is neither a flag nor a flag's value."""
+    at = 0
+    while at < len(argv):
+        word = argv[at]
+        if word == "--":
+            del argv[at]
+            return at
+        if not word.startswith("-") or word == "-":
+            return at
+        at += 2 if _takes_next(made, word) else 1
+    return len(argv)
+
+
+def _takes_next(made: Parser, word: str) -> bool:
+    flags = made._option_string_actions
+    if word.startswith("--"):
+        name, equals, _ = word.partition("=")
+        meant = [flags[name]] if name in flags else [action for flag, action in flags.items() if flag.startswith(name)]
+        return not equals and any(action.nargs != 0 for action in meant)
+    for position, letter in enumerate(word[1:], 2):
+        action = flags.get(f"-{letter}")
+        if action is None or action.nargs != 0:
+            return action is not None and position == len(word)  # -r 3; in -r3 the value is in the word
+    return False
 
 
 def parse(argv: list[str]) -> Request:

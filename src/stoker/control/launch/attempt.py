@@ -36,7 +36,6 @@ class Attempt:
         self.stopping = False
         self.stop_signal = 0
         self.stop_now = False
-        self.passed_on: dict[int, float] = {}  # signals that the ranks got from the launcher and that stop nothing by themselves, and when
         self.stopped_at = 0.0
         self.steps_reached = 0
         self.regrouping = ""  # the host that is to join: the attempt was ended for that
@@ -88,13 +87,6 @@ class Attempt:
         if not self.unwatched:
             self.watch.failing()
         return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
-
-    def stopped_by_what_was_passed_on(self) -> None:
-        """A rank that dies of a signal the launcher passed on (SIGUSR1, and nobody handles it) was stopped by whoever sent it: no rank is guilty."""
-        for end in self.ends.values():
-            when = self.passed_on.get(-end.code, 0.0) if end.code is not None and not self.trouble else 0.0
-            if when and when < end.time:
-                self.stop_signal, self.stopped_at = -(end.code or 0), when
 
     def left_early(self, now: float, seconds: float) -> list[int]:
         """Ranks that ended with 0 a while ago while others go on."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Member
-from stoker.control.launch.muster import STOPS, Muster
+from stoker.control.launch.muster import Muster
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 
@@ -22,6 +22,7 @@ GRACE_STOP_S = 30.0
 UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
+HASTY = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
 
 
 class Following:
@@ -61,7 +62,6 @@ class Following:
                     self._lost(member)
             if not attempt.stopping and attempt.must_stop(now, SETTLE_S, quiet):
                 attempt.stopping, attempt.stopped_at = True, now
-                attempt.stopped_by_what_was_passed_on()
                 self._stop_rest()
             wanted = self._options.stop_after_steps
             if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted:
@@ -114,7 +114,7 @@ class Following:
             self._members.pump(0.25)
             if self._signals:
                 signum = self._signals.pop(0)
-                if not clean and signum in STOPS:  # what is over can't be stopped, but it must not start again
+                if not clean and signum != signal.SIGTSTP:  # what is over can't be stopped, but it must not start again
                     attempt.stop_signal = attempt.stop_signal or signum
                     attempt.stopped_at = attempt.stopped_at or time.time()
                 self._members.say({"do": "finish", "grace": 0.0})
@@ -158,13 +158,7 @@ class Following:
                 attempt.watch.resumed(time.monotonic())
                 continue
             now = time.time()
-            if signum not in STOPS and signum != signal.SIGKILL:
-                attempt.passed_on[signum] = now
-                self._record.event("signal", signal=name)
-                self._say(f"stoker: {name} passed on to the ranks; the run goes on")
-                self._members.say({"do": "signal", "signal": signum})
-                continue
-            if attempt.stop_signal and signum in (signal.SIGTERM, signal.SIGHUP) and now - attempt.stopped_at < TWICE_S:
+            if attempt.stop_signal and signum not in HASTY and now - attempt.stopped_at < TWICE_S:
                 continue  # a closing terminal sends SIGHUP from the kernel and from its shell
             again = bool(attempt.stop_signal)
             attempt.stop_signal = attempt.stop_signal or signum

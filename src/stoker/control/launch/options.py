@@ -83,7 +83,7 @@ class RunOptions:
     detach: bool = option("run in the background, also after logout", default=False, group=_LIFE)
     notify: str | None = option("shell command that gets the verdict on its stdin when the run ends or restarts", default=None, metavar="CMD", group=_LIFE)
     signals_to_handle: str = option(
-        "signals passed on to the ranks (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT; these four stop the run whether listed or not)",
+        "signals that stop the run: passed on to the ranks, which have --grace to save and end (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, which always do)",
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE,
     )  # fmt: skip
 
