@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from conftest import Stoker, wait_for
+from stoker.cli.run import parser
+from stoker.control.launch.options import TORCHRUN_VARIABLES
 
 ALL = bool(os.environ.get("STOKER_TEST_ALL"))
 every = pytest.mark.skipif(not ALL, reason="one of the long comparisons with torchrun: STOKER_TEST_ALL=1 runs it")
@@ -179,6 +181,29 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+# ---- flags ----
+
+ASK_TORCHRUN = """
+import json
+from torch.distributed import argparse_util
+from torch.distributed.run import get_args_parser
+flags = [(action.dest, action.option_strings, isinstance(action, (argparse_util.env, argparse_util.check_env)), action.choices and list(action.choices), action.nargs) for action in get_args_parser()._actions]
+print(json.dumps(flags))
+"""
+
+
+def test_every_flag_and_variable_of_torchruns() -> None:
+    flags = json.loads(subprocess.run([sys.executable, "-c", ASK_TORCHRUN], capture_output=True, text=True, check=True, timeout=120).stdout)
+    ours = parser()._option_string_actions
+    named = {dest: strings for dest, strings, *_ in flags if strings and dest != "help"}
+    assert not [string for strings in named.values() for string in strings if string not in ours or ours[string].dest not in named]
+    assert {f"PET_{dest.upper()}" for dest, _, variable, *_ in flags if variable} == {name for name in TORCHRUN_VARIABLES if name.startswith("PET_")}
+    for dest, strings, _, choices, nargs in flags:
+        if dest in named:
+            assert (ours[strings[-1]].nargs == 0) == (nargs == 0), dest
+            assert not choices or set(choices) <= set(ours[strings[-1]].choices or choices), dest
 
 
 # ---- starting ----
