@@ -99,7 +99,7 @@ def test_shape_is_frozen_typed_and_comparable() -> None:
 
 
 def test_settings_layers_and_the_near_key() -> None:
-    layers = from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"), from_environment(_Sample, "PET_", {"PET_COUNT": "8", "PET_NAME": "x"}), {"name": "y"}
+    layers = from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"), from_environment(_Sample, {"count": "N"}, {"N": "8", "NAME": "x"}), {"name": "y"}
     assert build(_Sample, *layers) == _Sample(8, "y", True)
     with pytest.raises(Refusal, match="unknown key 'coutn'; did you mean count"):
         from_mapping(_Sample, {"coutn": 1}, "file")

@@ -206,7 +206,7 @@ def test_optional_imports_and_the_scripts_own_path(stoker: Stoker) -> None:
 def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     env = box(4)
     script = stoker.script("t.py", "import os\nprint(os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ['GPU_RANK'])")
-    done = climb(stoker, "--gpus", "any:2", script, env={**env, "PET_MAX_RESTARTS": "3", "PET_NOTIFY": "touch told"})
+    done = climb(stoker, "--gpus", "any:2", "--notify", "touch told", script, env={**env, "PET_MAX_RESTARTS": "3"})
     assert done.code == 0, done.out
     assert records(stoker) == ["t-ladder-1", "t-ladder-2"] and not (stoker.cwd / "told").exists()
     first, last = (stoker.cwd / "runs" / name for name in sorted(os.listdir(stoker.cwd / "runs")) if name.startswith("2"))
@@ -236,7 +236,7 @@ def test_before_a_run(stoker: Stoker) -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "says"), [
-    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "what shall run"),
+    (["--steps", "0", "t.py"], 64, "--steps 0"), (["--stepz", "2", "t.py"], 64, "did you mean --steps"), ([], 64, "no script given"),
     (["--hosts", "a,b", "t.py"], 64, "one machine"), (["--detach", "t.py"], 64, "foreground"),
 ])  # fmt: skip
 def test_refusals(stoker: Stoker, words: list[str], code: int, says: str) -> None:

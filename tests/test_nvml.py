@@ -57,7 +57,7 @@ def test_unsupported_fields_are_none_and_a_lost_card_is_named(half_a_card: Stoke
 def test_a_run_uses_the_half_card_and_leaves_the_lost_one_out(half_a_card: Stoker) -> None:
     script = half_a_card.script("ok.py", "import os; print('ran on', os.environ['GPU_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
     done = half_a_card("run", script)
-    assert done.code == 0 and done.out == "GPU0:ran on 0 GPU-fake-0\n", done.err
+    assert done.code == 0 and done.out == "ran on 0 GPU-fake-0\n", done.err
     assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 does not answer" in done.err
 
 

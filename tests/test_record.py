@@ -134,7 +134,7 @@ def test_stop_now_takes_no_grace(stoker: Stoker) -> None:
     assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-0/rank-0.log")) and done.log(0) else None, 20)
     began = time.monotonic()
     assert stoker("stop", "--now").code == 0 and time.monotonic() - began < 10
-    assert done.verdict["exit_code"] == 131
+    assert done.verdict["exit_code"] == 143
 
 
 def test_stop_without_a_name_ends_one_that_runs(stoker: Stoker) -> None:

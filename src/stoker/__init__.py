@@ -2,9 +2,44 @@
 
 In a training script, four words, all of them no-ops outside a run:
     stoker.beat(step=..., loss=..., tokens=...)   stoker.mark("POST-MODEL")   stoker.phase("eval")   stoker.resume()
+
+From Python, instead of `stoker run`:
+    results = stoker.launch(train, config, nproc=4)     {rank: what train(config) returned there}
 """
 
 from stoker.control.rank.words import beat, mark, phase, resume
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
 __version__ = "0.1.0"
-__all__ = ["__version__", "beat", "mark", "phase", "resume"]
+__all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "resume"]
+
+
+class LaunchFailed(RuntimeError):
+    """A run of stoker.launch that did not end well. `verdict` says why (docs/verdicts.md); the rest are shortcuts into it."""
+
+    def __init__(self, verdict: "Any", run_dir: str, traceback: str) -> None:
+        super().__init__(verdict.summary + (f"; record: {run_dir}" if run_dir else "") + (f"\n\n{traceback}" if traceback else ""))
+        self.verdict = verdict
+        self.cause: str = verdict.cause
+        self.rank: int | None = verdict.rank  # the guilty one
+        self.exit_code: int = verdict.exit_code
+        self.run_dir = run_dir  # empty where the run was refused
+        self.traceback = traceback  # of the guilty rank's exception, as text
+
+
+def launch(
+    function: "Callable[..., Any]", /, *args: "Any", nproc: "int | str | None" = None, env: "dict[str, str] | None" = None, **options: "Any"
+) -> "dict[int, Any]":
+    """Calls function(*args) in every rank of a run on this machine. Returns {rank: its result}; raises LaunchFailed.
+
+    nproc: ranks, or gpu, cpu, auto (default: one per usable GPU). env: variables for the ranks. options: those of `stoker run` with underscores,
+    e.g. gpus="0,1", max_restarts=2, grace="60s", quiet=True, show="none", runs_dir="...". Ctrl-C stops the run. docs/torchrun.md has examples.
+    """
+    from importlib import import_module  # the launcher's modules are loaded when somebody launches
+
+    found: dict[int, Any] = import_module("stoker.calling").launch(function, args, nproc, env, options)
+    return found

@@ -24,7 +24,7 @@ exit codes: 0 if every rung held; else that of the rung that failed, as `stoker 
 _HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print the rungs and start nothing"}
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     made = Parser(
         prog="stoker ladder", usage="stoker ladder [options] [--steps N] script.py [args]", epilog=_EXAMPLES,
         description="Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options.",
@@ -42,15 +42,10 @@ def parser() -> argparse.ArgumentParser:
 def parse(argv: list[str]) -> tuple[Request, int]:
     from stoker.cli import run
 
-    made = parser()
-    found, extra = made.parse_known_args(argv)
-    if extra:
-        assert isinstance(made, Parser)
-        made.unknown(extra)
-    told = vars(found)
-    steps, script, args = told.pop("steps"), told.pop("script"), told.pop("args")
+    told, script, args = run.split(argv, parser())
+    steps = told.pop("steps")
     if not script:
-        raise Refusal("what shall run? stoker ladder [options] script.py [args]", EX_USAGE)
+        raise Refusal("no script given: stoker ladder [options] script.py [args]", EX_USAGE)
     if told.get("detach"):
         raise Refusal("a ladder stays in the foreground: leave --detach out", EX_USAGE)
     return run.parse(ladder.command_words(told, script, args)), steps  # PET_* and --config come in there

@@ -9,9 +9,9 @@ import sys
 import time
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract.settings import Parser, build, from_environment, from_mapping
+from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import Layers, gather
@@ -77,7 +77,7 @@ def _for_gpus(layers: Layers) -> bool:
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True
-    options = build(RunOptions, from_mapping(RunOptions, layers.run, f"config file {layers.path}: run"), from_environment(RunOptions, "PET_", os.environ))
+    options = build(RunOptions, from_mapping(RunOptions, layers.run, f"config file {layers.path}: run"), from_torchrun_environment(os.environ))
     return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))
 
 

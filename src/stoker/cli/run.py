@@ -6,9 +6,9 @@ import argparse
 import os
 
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_environment
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.request import Request
+from stoker.contract.settings import Parser, add_flags, build
+from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.request import Request, how_to_run
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
           73 runs folder can't be written, 75 --wait ran out, 78 bad config value."""
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     made = Parser(
         prog="stoker run", usage="stoker run [options] script.py [args]", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags.",
@@ -44,28 +44,59 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def split(argv: list[str]) -> tuple[dict[str, Any], str | None, list[str]]:
-    """(the options that flags gave, the script, its arguments)."""
-    made = parser()
-    found, extra = made.parse_known_args(argv)
+def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
+    """(the options that flags gave, the script, its arguments). `made`: of a command with more flags than ours.
+
+    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of --debug-retry begin so.
+    """
+    made, argv = made or parser(), list(words)
+    at = _script_at(made, argv)
+    found, extra = made.parse_known_args(argv[:at])
     if extra:
-        assert isinstance(made, Parser)
         made.unknown(extra)
-    told = vars(found)
-    return told, told.pop("script"), told.pop("args")
+    given = vars(found)
+    del given["script"], given["args"]
+    return given, argv[at] if at < len(argv) else None, argv[at + 1 :]
+
+
+def _script_at(made: Parser, argv: list[str]) -> int:
+    """Where the script stands: the first word that is neither a flag nor a flag's value."""
+    at = 0
+    while at < len(argv):
+        word = argv[at]
+        if word == "--":
+            del argv[at]
+            return at
+        if not word.startswith("-") or word == "-":
+            return at
+        at += 2 if _takes_next(made, word) else 1
+    return len(argv)
+
+
+def _takes_next(made: Parser, word: str) -> bool:
+    flags = made._option_string_actions
+    if word.startswith("--"):
+        name, equals, _ = word.partition("=")
+        meant = [flags[name]] if name in flags else [action for flag, action in flags.items() if flag.startswith(name)]
+        return not equals and any(action.nargs != 0 for action in meant)
+    for position, letter in enumerate(word[1:], 2):
+        action = flags.get(f"-{letter}")
+        if action is None or action.nargs != 0:
+            return action is not None and position == len(word)  # -r 3; in -r3 the value is in the word
+    return False
 
 
 def parse(argv: list[str]) -> Request:
     told, script, args = split(argv)
-    layers = [from_environment(RunOptions, "PET_", os.environ), told]
+    layers = [from_torchrun_environment(os.environ), told]
     if told.get("config"):
         from stoker.cli import configfile
 
         layers.insert(0, configfile.read(RunOptions, told["config"]))
     if not script:
-        raise Refusal("what shall run? stoker run [options] script.py [args]", EX_USAGE)
+        raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
-    return Request(build(RunOptions, *layers), script, tuple(args), given)
+    return Request(how_to_run(build(RunOptions, *layers)), script, tuple(args), given)
 
 
 def main(argv: list[str]) -> int:

@@ -13,6 +13,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.control.cluster import submit
 from stoker.control.cluster.submit import SubmitOptions
+from stoker.control.record.writer import make_private
 
 _EXAMPLES = """examples:
   stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
@@ -44,7 +45,9 @@ def main(argv: list[str]) -> int:
             raise Refusal(f"put -- before the run: stoker submit [options] -- {' '.join(extra)}", EX_USAGE)
         made.unknown(extra)
     options = build(SubmitOptions, vars(found))
-    root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ))
+    root = os.path.abspath(layout.runs_root(options.runs_dir, os.environ, write=True))
+    if root == layout.private_runs(os.environ):
+        make_private(root)
     if options.follow is not None:
         if words:
             raise Refusal(f"--follow {options.follow} takes no script: it follows a job that was submitted before", EX_USAGE)

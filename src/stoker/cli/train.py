@@ -10,9 +10,9 @@ from typing import Any
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
+from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import replace
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
@@ -85,7 +85,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     resolved = replace(resolved, config=pinned(resolved.config))
     named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
     outside = _run_layers(named, layers.path, told)  # with the GPU that the file's device_id names, unless --gpus names others
-    options = build(RunOptions, {"module": True}, *outside)
+    options = build(RunOptions, {"module": True, "prefix": "always"}, *outside)  # people grep for GPU0:INFO, with one GPU and in files too
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
@@ -116,8 +116,7 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     for name in _NOT_HERE:
         if name in section:
             raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
-    variables = from_environment(RunOptions, "PET_", {key: text for key, text in os.environ.items() if key[4:].lower() not in _NOT_HERE})
-    return [from_mapping(RunOptions, section, where), variables, told]
+    return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
 
 def _ranks_asked(options: RunOptions) -> str:

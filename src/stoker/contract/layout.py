@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
+
+from stoker.contract.names import EX_CANTCREAT, Refusal
 
 SCHEMA = 1
 SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought
@@ -37,8 +40,44 @@ def stacks(run_dir: str, attempt: int) -> str:
     return os.path.join(attempt_dir(run_dir, attempt), "stacks.txt")
 
 
-def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str]) -> str:
-    return given or environment.get("STOKER_RUNS") or "runs"
+def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str], write: bool = False) -> str:
+    """The folder of the run directories: as named, else ./runs, else (a working directory that can't be written) a private one of this user's for it.
+
+    `write`: a new run goes there. Without, ./runs that can be read only is looked at where the user has no private one.
+    """
+    named = given or environment.get("STOKER_RUNS")
+    if named or _writable("runs"):
+        return named or "runs"
+    private = private_runs(environment)
+    base = os.path.dirname(os.path.dirname(private))
+    if os.path.lexists(base) and not users_alone(base):
+        line = f"{os.getcwd()} can't be written, and {base} belongs to somebody else: name a folder with --runs-dir"
+        raise Refusal(line, EX_CANTCREAT, cause="launch.runs-dir")
+    return "runs" if not write and os.path.isdir("runs") and not os.path.isdir(private) else private
+
+
+def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
+    """Below the user's state folder; where there is no home that can be written, below TMPDIR. One per working directory: names of runs must not clash."""
+    home = environment.get("HOME") or os.path.expanduser("~")
+    state = environment.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state")
+    base = os.path.join(state, "stoker") if os.path.isabs(state) else ""
+    if not base or not _writable(base):
+        base = os.path.join(environment.get("TMPDIR") or "/tmp", f"stoker-runs-{os.geteuid()}")
+    return os.path.join(base, "runs", os.getcwd().strip(os.sep).replace(os.sep, "-") or "root")
+
+
+def users_alone(folder: str) -> bool:
+    """A folder that only this user can write: below TMPDIR anybody may have made it first."""
+    found = os.lstat(folder)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _writable(folder: str) -> bool:
+    """Whether files can be made there, where it isn't there yet: whether it can be made."""
+    folder = os.path.abspath(folder)
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def scratch_files(base: str) -> dict[str, str]:

@@ -23,8 +23,9 @@ SHIM_TRACER = "STOKER_SHIM_TRACER"  # the agent's pid, where Yama asks whom a pr
 SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
 
+STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
-DETACH_SIGNAL = 60  # SIGRTMAX - 4: `stoker detach` tells a launcher to ignore the end of its terminal
+DETACH_SIGNAL = 59  # SIGRTMAX - 5: `stoker detach` tells a launcher to ignore the end of its terminal
 
 # Exit codes of Stoker's own refusals: sysexits.h.
 EX_USAGE = 64  # a flag or a count that can't be

@@ -91,14 +91,13 @@ def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
     return settings(**merged)
 
 
-def from_environment(settings: type[Any], prefix: str, environment: Mapping[str, str]) -> dict[str, Any]:
-    """torchrun reads PET_NPROC_PER_NODE and its like as defaults of its flags; so do we."""
-    found: dict[str, Any] = {}
-    for name, spec in options_of(settings).items():
-        variable = prefix + name.upper()
-        if variable in environment:
-            found[name] = _convert(spec, _kind(settings, name), environment[variable], variable)
-    return found
+def from_environment(settings: type[Any], variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """`variables`: the variable of each setting that has one."""
+    known = options_of(settings)
+    return {
+        name: _convert(known[name], _kind(settings, name), environment[variable], variable)
+        for name, variable in variables.items() if variable in environment
+    }  # fmt: skip
 
 
 def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:

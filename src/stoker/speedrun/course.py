@@ -11,6 +11,7 @@ from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.control.machine.model import Machine
+from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
 from stoker.speedrun.checks import check_options, check_stages
 from stoker.speedrun.code import Code
@@ -69,7 +70,9 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     check_options(options)
     if "/" in options.name or options.name in (".", ".."):
         raise Refusal(f"--name {options.name!r} can't be part of a folder's name", EX_USAGE)
-    root = layout.runs_root(options.runs_dir, dict(environment))
+    root = layout.runs_root(options.runs_dir, dict(environment), write=True)
+    if root == layout.private_runs(dict(environment)):
+        make_private(root)
     folder = os.path.abspath(os.path.join(root, f"speedrun-{preset.name}{f'-{options.name}' if options.name else ''}"))
     data, prepare = _data(options, folder)
     lacking = what_it_lacks(preset, gpus, any(isinstance(place, File) for place in data.places["base"]))

@@ -201,9 +201,6 @@ class Agent:
             self._start(order)
         elif do == "stop":
             self._stop(order)
-        elif do == "signal":
-            for rank in self._by_pid.values():
-                kernel.send(rank.me, order["signal"])
         elif do == "inspect":
             self._looking.inspect(order, self._by_pid.values())
         elif do == "probe":

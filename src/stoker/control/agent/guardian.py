@@ -25,7 +25,7 @@ STALL_S = protocol.SILENCE_S + 2.0
 def main(stdin_fd: int = -1) -> int:
     kernel.become_subreaper()
     kernel.set_name(b"stoker-guard")
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)  # orders come over the protocol; who wants us gone closes it
     heart_read, heart_write = os.pipe()
     life_read, life_write = os.pipe()

@@ -27,9 +27,9 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def die_with_parent(parent: int) -> None:
-    """SIGKILL when the thread that forked us ends. Call right after fork; checks that it did not happen already."""
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
+    """The signal when the thread that forked us ends. Call right after fork; checks that it did not happen already."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 

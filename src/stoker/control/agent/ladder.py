@@ -60,6 +60,6 @@ class StopLadder:
     @staticmethod
     def _send(rank: Rank, signum: int) -> None:
         rank.signalled = True
-        if signum == signal.SIGHUP and not processes.catches(rank.pid, signal.SIGHUP):
+        if signum != signal.SIGKILL and not processes.catches(rank.pid, signum) and processes.catches(rank.pid, signal.SIGTERM):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
         kernel.send(rank.me, signum)

@@ -18,7 +18,7 @@ from stoker.control.machine.processes import Process, process
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ; Python's fcntl has it since 3.10
-_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+_RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD)
 
 
 class Rank:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stoker.contract.shape import replace
 from stoker.control.cluster import copying
-from stoker.control.launch.muster import Interrupted, Muster
+from stoker.control.launch.muster import STOPS, Interrupted, Muster
 from stoker.control.launch.unusable import Unusable
 
 
@@ -24,8 +24,7 @@ class Carrying:
         assert muster.hosts is not None
         there = {member.host for member in muster.members.all if not member.gone}
         hosts = replace(muster.hosts, hosts=tuple(host for host in muster.hosts.hosts if host.name in there))
-        stops = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-        before = {signum: signal.getsignal(signum) for signum in stops}
+        before = {signum: signal.getsignal(signum) for signum in STOPS}
         for signum, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(signum, _interrupt)

@@ -12,7 +12,7 @@ import sys
 import time
 
 from stoker.contract import checkpoints
-from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
+from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
@@ -20,7 +20,7 @@ from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
 from stoker.control.launch.attempts import Attempts
 from stoker.control.launch.console import Console
-from stoker.control.launch.muster import Interrupted, Muster
+from stoker.control.launch.muster import STOPS, Interrupted, Muster
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, program
@@ -66,7 +66,7 @@ class Coordinator:
                 self._muster.members.close()
             if verdict is None:
                 return 0
-            about.notify(self.options.notify, verdict, "ended", self._say, wait=True)
+            self._tell_others(verdict, "ended")
             return verdict.exit_code
         except Interrupted as stop:
             self._say(f"stoker: stopped by {signal.Signals(stop.signum).name} before anything was started")
@@ -76,12 +76,22 @@ class Coordinator:
             return 0
         except Refusal as refusal:
             self._say(f"stoker: {refusal.line}")
+            if self._report is not None:
+                self._report.refused(refusal)
             from stoker.control.verdict import launch
 
-            about.notify(self.options.notify, launch.refused(refusal), "refused", self._say, wait=True)
+            self._tell_others(launch.refused(refusal), "refused")
             return refusal.code
         finally:
             self._console.close()
+
+    def _tell_others(self, verdict: Verdict, what: str) -> None:
+        """Who waits for the end: --notify, and a scheduler that reads torch's error file."""
+        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            from stoker.control.launch.errorfile import tell_launcher
+
+            tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
+        about.notify(self.options.notify, verdict, what, self._say, wait=True)
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -130,6 +140,8 @@ class Coordinator:
             return plan
         self._attempts.equip(plan, place)
         self._open_record(plan, place)
+        if place.elsewhere:
+            self._say(place.elsewhere)
         if self.options.quiet is False:
             for line in ([place.notice] if place.notice else []) + list(plan.lines) + warnings:
                 self._say(line)
@@ -160,7 +172,7 @@ class Coordinator:
         resume = about.continue_command(self.request, place) if verdict.status == "stopped" else ""
         commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
-        shown = os.path.relpath(place.dir, self._cwd)
+        shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
         took = span(time.time() - self._began)
         if verdict.status == "completed":
             self._say(f"✓ {verdict.summary} in {took}; record: {shown}")
@@ -211,17 +223,15 @@ class Coordinator:
     # ---- signals ----
 
     def _catch_signals(self) -> None:
-        for word in self.options.signals_to_handle.split(","):
-            name = word.strip().upper()
-            signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
-            if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
-                raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
+        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and take the ranks' chance to save."""
+        for signum in dict.fromkeys((*STOPS, *_named(self.options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
             signal.signal(signum, self._on_signal)
         signal.signal(DETACH_SIGNAL, self._on_signal)
         if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
             signal.signal(signal.SIGTSTP, self._on_signal)
+        signal.signal(STOP_NOW_SIGNAL, lambda *_: self._signals.extend((signal.SIGTERM, signal.SIGKILL)))
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         self._signals.append(signum)
@@ -229,6 +239,17 @@ class Coordinator:
 
 def _purpose(place: RunPlace) -> str:
     return "to continue" if checkpoints.newest(place.dir) else "to start it again"
+
+
+def _named(text: str) -> list[signal.Signals]:
+    found: list[signal.Signals] = []
+    for word in text.split(","):
+        name = word.strip().upper()
+        signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
+        if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
+            raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
+        found.append(signum)
+    return found
 
 
 def _inline(fix: str) -> str:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.contract.names import Refusal
+
 _STARTED = b"\0started "
 _ENDED = b"\0ended "
 
@@ -25,6 +29,9 @@ class Report:
 
     def started(self, run_dir: str) -> None:
         self._send(_STARTED + run_dir.encode() + b"\n")
+
+    def refused(self, refusal: Refusal) -> None:
+        """The line itself is on stderr, which the shell reads."""
 
     def ended(self, code: int) -> None:
         self._send(_ENDED + str(code).encode() + b"\n")

@@ -24,7 +24,7 @@ GRACE_STOP_S = 30.0
 UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
-STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+HASTY = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
 
 
 class Following:
@@ -118,7 +118,7 @@ class Following:
                 signum = self._signals.pop(0)
                 if signum == DETACH_SIGNAL or (signum == signal.SIGHUP and self._muster.stays_after_hangup):
                     continue
-                if not clean and signum in STOPS:  # what is over can't be stopped, but it must not start again
+                if not clean and signum != signal.SIGTSTP:  # what is over can't be stopped, but it must not start again
                     attempt.stop_signal = attempt.stop_signal or signum
                     attempt.stopped_at = attempt.stopped_at or time.time()
                 self._members.say({"do": "finish", "grace": 0.0})
@@ -168,14 +168,11 @@ class Following:
                 self._say("stoker: the terminal is closed; the run continues in the background")
                 self._record.event("hangup")
                 continue
-            if signum not in STOPS:
-                self._members.say({"do": "signal", "signal": signum})
-                continue
             now, name = time.time(), signal.Signals(signum).name
-            if attempt.stop_signal and signum != signal.SIGINT and now - attempt.stopped_at < TWICE_S:
+            if attempt.stop_signal and signum not in HASTY and now - attempt.stopped_at < TWICE_S:
                 continue  # a closing terminal sends SIGHUP from the kernel and from its shell
-            again = bool(attempt.stop_signal) or signum == signal.SIGQUIT
-            if not attempt.stop_signal:
+            again = bool(attempt.stop_signal)
+            if not again:
                 attempt.checkpoint_before = checkpoints.newest(self._record.dir)
             attempt.stop_signal = attempt.stop_signal or signum
             attempt.stopped_at = attempt.stopped_at or now

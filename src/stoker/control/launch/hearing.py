@@ -137,8 +137,9 @@ class Hearing:
             self._feed(lambda: attempt.watch.failed(rank, told))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
-            own = message["error"] if isinstance(message["error"], dict) else {}
-            record.save(layout.rank_error(record.dir, attempt.number, rank), {**own, "torchelastic": message["elastic"]})
+            kept = {**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]}
+            record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
+            output.keep_error(record, rank, kept)
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 

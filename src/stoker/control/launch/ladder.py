@@ -22,7 +22,7 @@ from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
 from stoker.control.launch.imports import Import, Imported, find_imports, start, try_imports
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
 from stoker.control.record import reader
@@ -296,7 +296,7 @@ class Ladder:
 
     def _stoker(self, words: list[str], aloud: bool, hide: bool = False) -> tuple[int, bytes, str, int]:
         """A `stoker run` to its end: (exit code, stdout, its last word, pid). A refusal is said in any case."""
-        ours = {"PET_" + name.upper() for name in options_of(RunOptions)} | set(_TESTS)  # resolved already; and a rung does not climb a ladder
+        ours = TORCHRUN_VARIABLES | set(_TESTS)  # resolved already; and a rung does not climb a ladder
         env = {name: value for name, value in os.environ.items() if name not in ours}
         if hide:
             env["CUDA_VISIBLE_DEVICES"] = ""

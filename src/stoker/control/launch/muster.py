@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
 MEET_S = 30.0
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
 Listener = Callable[[str, protocol.Message, bytes], None]
 
 

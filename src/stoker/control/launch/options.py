@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from stoker.contract.quantities import duration, size
+from stoker.contract.settings import from_environment
 from stoker.contract.shape import option, shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
 
 _RANKS, _GPUS, _OUT, _LIFE, _RUN, _HOSTS, _TORCHRUN = "ranks", "GPUs", "output", "life of the run", "record", "hosts", "torchrun's, accepted"
 
@@ -37,11 +43,25 @@ class RunOptions:
 
     show: str = option("what the console gets: all, none, errors (stderr only), or ranks like 0,2", default="all", metavar="WHAT", group=_OUT)
     quiet: bool = option("no MEM and LOCK lines on the console", default=False, flags=("-q",), group=_OUT)
-    log_dir: str | None = option("also write torchrun's stdout.log and stderr.log per rank under this folder", default=None, group=_OUT)
+    prefix: str = option(
+        "GPU0: before every line on the console: always, never, or auto (the default: always, except on the stdout of a single rank when stdout goes to a "
+        "pipe or file of its own)", default="auto", choices=("auto", "always", "never"), metavar="WHEN", group=_OUT,
+    )  # fmt: skip
+    log_line_prefix_template: str | None = option(
+        "another prefix, e.g. '[${role_name}${local_rank}]:' or '[rank${rank}]: ' (default: $TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE)",
+        default=None, metavar="TEXT", group=_OUT,
+    )  # fmt: skip
+    log_dir: str | None = option(
+        "torchrun's log folder: ID_XXXXXXXX/attempt_0/LOCAL_RANK/ with error.json, and with the stdout.log and stderr.log that -r and -t ask for",
+        default=None, group=_OUT,
+    )  # fmt: skip
     redirects: str | None = option(
         "streams that go to files and not to the console: 1, 2, 3 or 0:1,1:2", default=None, flags=("-r",), metavar="STD", group=_OUT
     )
-    tee: str | None = option("streams that go to files and to the console (Stoker's default for all)", default=None, flags=("-t",), metavar="STD", group=_OUT)
+    tee: str | None = option(
+        "streams that go to files and to the console: 1, 2, 3 or 0:1,1:2 (the run directory always gets both)", default=None, flags=("-t",), metavar="STD",
+        group=_OUT,
+    )  # fmt: skip
     local_ranks_filter: str | None = option("ranks whose output the console gets, e.g. 0,1", default=None, metavar="RANKS", group=_OUT)
 
     max_restarts: int = option(
@@ -66,7 +86,10 @@ class RunOptions:
         default="stop", choices=("stop", "detach"), metavar="WHAT", group=_LIFE,
     )  # fmt: skip
     notify: str | None = option("shell command that gets the verdict on its stdin when the run ends or restarts", default=None, metavar="CMD", group=_LIFE)
-    signals_to_handle: str = option("signals passed on to the ranks", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE)
+    signals_to_handle: str = option(
+        "signals that stop the run: passed on to the ranks, which have --grace to save and end (default: SIGTERM,SIGINT,SIGHUP,SIGQUIT, which always do)",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", metavar="NAMES", group=_LIFE,
+    )  # fmt: skip
 
     name: str | None = option("name of the run; given again, an unfinished run of that name continues", default=None, group=_RUN)
     again: bool = option("run it again although a run of this name and these settings is complete", default=False, group=_RUN)
@@ -114,10 +137,31 @@ class RunOptions:
     shutdown_timeout: float | None = option("the same as --grace", default=None, metavar="SECONDS", group=_TORCHRUN)
     virtual_local_rank: bool = option("the same as --isolate", default=False, group=_TORCHRUN)
     monitor_interval: float | None = option("not needed: a rank's end is seen at once", default=None, group=_TORCHRUN)
-    start_method: str | None = option("not needed: ranks are always fresh processes", default=None, group=_TORCHRUN)
+    start_method: str | None = option(
+        "not needed: ranks are always fresh processes", default=None, choices=("spawn", "fork", "forkserver"), group=_TORCHRUN
+    )
     run_path: bool = option("not needed: the script always runs as __main__", default=False, group=_TORCHRUN)
     local_addr: str | None = option("not needed: the address is that of the route to the others", default=None, group=_TORCHRUN)
-    event_log_handler: str | None = option("not needed: events are in the run directory", default=None, group=_TORCHRUN)
-    logs_specs: str | None = option("not needed: logs are in the run directory", default=None, group=_TORCHRUN)
+    event_log_handler: str | None = option(
+        "not needed: events are in the run directory", default=None, choices=("null", "console", "dynamic_rendezvous"), group=_TORCHRUN
+    )
+    logs_specs: str | None = option("not needed: logs are in the run directory", default=None, choices=("default",), group=_TORCHRUN)
     duplicate_stdout_filters: str | None = option("not needed: grep the rank's log", default=None, group=_TORCHRUN)
     duplicate_stderr_filters: str | None = option("not needed: grep the rank's log", default=None, group=_TORCHRUN)
+
+
+# The variables that torchrun reads as defaults of its flags, and no others: PET_NAME may be somebody's dog.
+_PET = (
+    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone", "max_restarts", "monitor_interval", "start_method",
+    "event_log_handler", "role", "module", "no_python", "run_path", "log_dir", "redirects", "tee", "local_ranks_filter", "duplicate_stdout_filters",
+    "duplicate_stderr_filters", "node_rank", "master_addr", "master_port", "local_addr", "signals_to_handle", "shutdown_timeout", "virtual_local_rank",
+)  # fmt: skip
+_PET_VARIABLES = {name: f"PET_{name.upper()}" for name in _PET}
+_OTHER_VARIABLES = {"log_line_prefix_template": "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "shutdown_timeout": "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"}
+TORCHRUN_VARIABLES = frozenset((*_PET_VARIABLES.values(), *_OTHER_VARIABLES.values()))
+
+
+def from_torchrun_environment(environment: Mapping[str, str], without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The options that torchrun's variables give; PET_* wins over the others, as in torchrun. `without`: options that are not read."""
+    found = {**from_environment(RunOptions, _OTHER_VARIABLES, environment), **from_environment(RunOptions, _PET_VARIABLES, environment)}
+    return {name: value for name, value in found.items() if name not in without}

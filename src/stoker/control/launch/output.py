@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter
 from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.plan import Place, RunPlan
+from stoker.control.launch.torchlogs import TorchrunLogs
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
@@ -41,28 +43,33 @@ def _std(text: str) -> int:
 
 def wants_split(options: RunOptions) -> bool:
     """One pipe for both streams keeps their order exactly; two are needed only where somebody tells them apart."""
-    if options.redirects or options.tee or options.log_dir or options.show == "errors":
+    if options.redirects or options.tee or options.show == "errors":
         return True
-    if options.detach:
-        return False
+    return not options.detach and _kept_apart()
+
+
+def _kept_apart() -> bool:
+    """Our stdout and stderr go to different places."""
     here = [os.fstat(handle) for handle in (1, 2)]
     return (here[0].st_dev, here[0].st_ino) != (here[1].st_dev, here[1].st_ino)
 
 
-def _make_log_dir(folder: str, run_id: str) -> str:
-    try:
-        os.makedirs(os.path.join(folder, run_id), exist_ok=True)
-    except OSError as problem:
-        raise Refusal(f"--log-dir {folder} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
-    return os.path.join(folder, run_id)
+def line_prefix(options: RunOptions, place: Place) -> bytes:
+    if options.log_line_prefix_template:
+        from string import Template
+
+        text = Template(options.log_line_prefix_template)
+        return text.safe_substitute(role_name=options.role, rank=place.rank, local_rank=place.local_rank).encode()
+    return f"{place.label}:".encode()
 
 
 class Output:
     def __init__(self, options: RunOptions, plan: RunPlan, run_id: str, console: Console) -> None:
         self._console = console
         self._options = options
-        self._log_dir = _make_log_dir(os.path.abspath(options.log_dir), run_id) if options.log_dir else None
-        self._all_streams = options.tee is None and options.redirects is None
+        wanted = options.log_dir not in (None, "", os.devnull)
+        self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if wanted else None
+        self._own_stdout = not options.detach and not os.isatty(1) and _kept_apart()  # nobody but the ranks writes there
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
         self._held: dict[tuple[int, int], tuple[bytes, float]] = {}  # unfinished lines, and since when
@@ -72,7 +79,6 @@ class Output:
     def replan(self, plan: RunPlan) -> None:
         """Whose output is whose: a card that was left out moves the others, a lost host takes ranks away."""
         options = self._options
-        self._labels = {place.rank: place.label for place in plan.places}
         self._locals = {place.rank: place.local_rank for place in plan.places}
         # torchrun's own flags count local ranks, ours the whole job's.
         redirects, tee = (std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee))
@@ -86,11 +92,18 @@ class Output:
         self._shown = frozenset(shown)
         self._several = len({place.host for place in plan.places}) > 1
         self._alone = len(plan.places) == 1
+        self._prefixes = {} if options.prefix == "never" else {place.rank: line_prefix(options, place) for place in plan.places}
+        # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a prefix is asked for.
+        clean = options.prefix == "never" or (options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1)
+        self._raw = self._alone and self._own_stdout and clean
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt
         self._cutters.clear()
         self._tails.clear()
+        if self._logs is not None:
+            folders = {rank: str(rank if self._several else local) for rank, local in self._locals.items()}
+            self._logs.begin(folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals})
 
     def shows(self, rank: int) -> bool:
         return rank in self._shown
@@ -98,10 +111,8 @@ class Output:
     def take(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
         self._keep(record, rank, fd, data)
         self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL:])[-_TAIL:]
-        if self._log_dir is not None and fd:
-            wanted = 3 if self._all_streams else self._redirects.get(rank, 0) | self._tee.get(rank, 0)
-            if wanted & fd:
-                self._write_torchrun_log(record, rank, fd, data)
+        if self._logs is not None:
+            self._logs.write(record, rank, fd, data)
         if self._goes_to_console(rank, fd):
             self._show(rank, fd, data)
 
@@ -128,13 +139,13 @@ class Output:
                 del self._held[owner, fd]
                 record.output(layout.rank_log(record.dir, self._attempt, owner), held)
 
-    def _write_torchrun_log(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
-        assert self._log_dir is not None
-        folder = os.path.join(self._log_dir, f"attempt_{self._attempt}", str(rank if self._several else self._locals[rank]))
-        path = os.path.join(folder, "stdout.log" if fd == 1 else "stderr.log")
-        if not os.path.isdir(folder):
-            os.makedirs(folder, exist_ok=True)
-        record.output(path, data)
+    def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
+        """`kept`: what the record holds of the rank's exception."""
+        from stoker.control.launch.errorfile import rank_report
+
+        report = rank_report(kept) if self._logs is not None else None
+        if self._logs is not None and report is not None:
+            self._logs.error(record, rank, report)
 
     def _goes_to_console(self, rank: int, fd: int) -> bool:
         if rank not in self._shown or (self._only_errors and fd == 1):
@@ -143,9 +154,12 @@ class Output:
 
     def _show(self, rank: int, fd: int, data: bytes) -> None:
         stream = 2 if fd == 2 else 1
+        if self._raw and stream == 1:
+            self._console.put(stream, data)
+            return
         cutter = self._cutters.get((rank, fd))
         if cutter is None:
-            cutter = self._cutters[rank, fd] = LineCutter(f"{self._labels[rank]}:".encode())
+            cutter = self._cutters[rank, fd] = LineCutter(self._prefixes.get(rank, b""))
         if self._console.full and len(data) > SMALL:
             # Too far behind to show anything: count the lines instead of cutting them.
             cut = data.rfind(b"\n") + 1

@@ -177,6 +177,7 @@ def common_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_RUN_ID": options.rdzv_id or run_id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         names.RUN_ID: run_id,
         names.RUN_DIR: run_dir,

@@ -25,7 +25,7 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     """Warnings, a line each. A failure that would end the job is a refusal."""
     cards = {place.gpu.uuid for place in plan.places if place.gpu}
     used = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid in cards))
-    runs_dir = layout.runs_root(options.runs_dir, os.environ)
+    runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
     fast = [one for one in check.load(fast=True).values() if one.fast and one.id not in _PLANNED]

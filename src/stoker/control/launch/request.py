@@ -6,7 +6,7 @@ import os
 import sys
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.contract.shape import options_of, shape
+from stoker.contract.shape import options_of, replace, shape
 from stoker.control.launch.options import RunOptions
 
 # Flags that are taken and change nothing, with the reason that is printed.
@@ -27,6 +27,15 @@ class Request:
     args: tuple[str, ...]
     given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
     identity: tuple[str, ...] | None = None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
+
+
+def how_to_run(options: RunOptions) -> RunOptions:
+    """Script, module or program: one of them. torchrun lets --run-path win over the other two."""
+    if options.run_path:
+        return replace(options, no_python=False, module=False)
+    if options.no_python and options.module:
+        raise Refusal("--no-python and --module contradict each other: a module is run by Python; leave one of them out", EX_USAGE)
+    return options
 
 
 def by_hand(options: RunOptions) -> bool:
@@ -106,7 +115,8 @@ def python_flags(typed: list[str]) -> tuple[list[str], str]:
 def program(request: Request) -> list[str]:
     """The command of a rank. Refuses what can't start, before anything does."""
     options, script = request.options, request.script
-    python = options.python or sys.executable
+    other_python = options.python or os.environ.get("PYTHON_EXEC")  # torchrun's variable
+    python = other_python or sys.executable
     remote = options.hosts is not None
     flags, _ = python_flags(sys.orig_argv)
     if options.no_python:
@@ -116,11 +126,11 @@ def program(request: Request) -> list[str]:
             raise Refusal(f"--no-python: no program {script!r} on the PATH", EX_NOINPUT, cause="launch.script-missing")
         return [script, *request.args]
     if options.module:
-        if not remote and not options.no_preflight and options.python is None:  # another Python has other modules
+        if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
         return [python, *flags, "-m", script, *request.args]
     if not remote and not options.no_preflight:
-        _check_script(script, own_python=options.python is None)
+        _check_script(script, own_python=other_python is None)
     return [python, *flags, script, *request.args]
 
 

@@ -11,16 +11,16 @@ from collections.abc import Mapping
 
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.shape import as_json, shape
+from stoker.contract.shape import as_json, replace, shape
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
-from stoker.control.record.writer import cannot_write
+from stoker.control.record.writer import cannot_write, make_private
 
 # What may differ between two starts of one run without making it another run.
 _VOLATILE = {"ladder", "detach", "notify", "show", "quiet", "dry_run", "json", "runs_dir", "name", "wait", "grace", "max_restarts", "no_preflight", "config",
              "master_port", "tee", "redirects", "log_dir", "local_ranks_filter", "gpus", "gpu", "shutdown_timeout", "hang_timeout", "on_nan", "debug_retry",
-             "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option"}  # fmt: skip
+             "again", "on_hangup", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "prefix", "log_line_prefix_template"}  # fmt: skip
 
 
 @shape
@@ -31,6 +31,7 @@ class RunPlace:
     first_attempt: int
     reopened: bool
     notice: str = ""
+    elsewhere: str = ""  # said where the record is not in the working directory
     made: bool = False  # by us, just now
     made_root: bool = False
 
@@ -49,8 +50,20 @@ def config_hash(request: Request) -> str:
 
 
 def find_place(request: Request, environment: dict[str, str] | os._Environ[str]) -> RunPlace:
-    """Decides, and makes nothing yet."""
-    root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment))
+    """Decides, and makes the folder of a new run."""
+    root = os.path.abspath(layout.runs_root(request.options.runs_dir, environment, write=True))
+    if root != layout.private_runs(environment):
+        return _find(request, environment, root)
+    if not request.options.dry_run:
+        try:
+            make_private(root)
+        except OSError as problem:
+            raise cannot_write(os.path.abspath("runs"), problem) from problem
+    line = f"stoker: {os.getcwd()} can't be written: the record goes to {root} (--runs-dir names another folder)"
+    return replace(_find(request, environment, root), elsewhere=line)
+
+
+def _find(request: Request, environment: dict[str, str] | os._Environ[str], root: str) -> RunPlace:
     name = request.options.name or default_name(request)
     if name in (layout.LATEST, ".", "..") or "/" in name or "\0" in name or len(name) > 100:
         raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 
-from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, STOP_NOW_SIGNAL, Refusal
 from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive
 
 
 def ask_to_stop(run: Run, now: bool) -> None:
-    _tell(run, signal.SIGQUIT if now else signal.SIGTERM)
+    _tell(run, STOP_NOW_SIGNAL if now else signal.SIGTERM)
 
 
 def ask_to_detach(run: Run) -> None:

@@ -182,6 +182,15 @@ def _reserve(path: str) -> int:
     return handle
 
 
+def make_private(root: str) -> None:
+    """The folder of private runs (layout.private_runs)."""
+    base = os.path.dirname(os.path.dirname(root))
+    os.makedirs(base, mode=0o700, exist_ok=True)
+    if not layout.users_alone(base):
+        raise PermissionError(errno.EACCES, f"{base} belongs to somebody else")
+    os.makedirs(root, mode=0o700, exist_ok=True)
+
+
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
     full = problem.errno in FULL
     why = "its disk or quota is full" if full else problem.strerror or str(problem)

@@ -1,0 +1,149 @@
+"""`stoker.launch`: a function instead of a script, from a script, a REPL or a notebook. `stoker run` in a child process does the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import IO, Any
+
+from stoker import LaunchFailed
+from stoker.contract import layout
+from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.settings import suggest
+from stoker.contract.shape import options_of
+from stoker.contract.shapes import Verdict
+from stoker.control.cluster.transport import ROOT
+from stoker.control.launch import byvalue
+from stoker.control.launch.ladder import flag_words
+from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
+from stoker.control.rank import call
+from stoker.control.record import reader
+from stoker.control.verdict.launch import lost
+
+# The program is the function, results come back through this machine's disk, and the caller waits.
+_NOT_HERE = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
+             "dry_run", "json", "config", "ladder", "nproc_per_node", "env")  # fmt: skip
+_LAUNCHER = "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.called import entry\nentry()"
+_RANK = "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.call import main\nmain({folder!r})\n"
+
+
+def launch(function: Callable[..., Any], args: tuple[Any, ...], nproc: int | str | None, env: dict[str, str] | None, options: dict[str, Any]) -> dict[int, Any]:
+    """See stoker.launch, which has the words for people."""
+    if call.importing_main:
+        raise RuntimeError("stoker.launch runs while its ranks import this script: put the call below  if __name__ == '__main__':")
+    words = _words(nproc, options)
+    folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
+    try:
+        script = _write_call(folder, function, args)
+        report = os.path.join(folder, "report.json")
+        code = _run([str(os.getpid()), report, *words, "--", script], {**os.environ, **(env or {})})
+        if code == 0:
+            return _results(folder, report)
+        raise _failure(code, report)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _words(nproc: int | str | None, options: dict[str, Any]) -> list[str]:
+    known = [name for name in options_of(RunOptions) if name not in _NOT_HERE]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"stoker.launch has no option {name!r}{suggest(name, known)}")
+    given = {name: value for name, value in options.items() if value is not None and value is not False}
+    return flag_words({**given, **({} if nproc is None else {"nproc_per_node": nproc})})
+
+
+def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> str:
+    """The call, and the script of the ranks: named after the function, and so is the run."""
+    from multiprocessing import spawn
+
+    caller = spawn.get_preparation_data("rank")
+    main = {key: caller[key] for key in ("init_main_from_name", "init_main_from_path") if key in caller}
+    if not os.path.exists(main.get("init_main_from_path", __file__)):  # `python - < script` calls it <stdin>
+        main = {}
+    data = byvalue.dumps((function, args), bool(main))
+    if b"__main__" not in data:  # nothing of the caller's script is needed: it is not imported
+        main = {}
+    with open(os.path.join(folder, call.MAIN), "w", encoding="utf-8") as file:
+        json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
+    with open(os.path.join(folder, call.CALL), "wb") as pickled:
+        pickled.write(data)
+    name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-") or "call"
+    script = os.path.join(folder, f"{name}.py")
+    with open(script, "w", encoding="utf-8") as file:
+        file.write(_RANK.format(root=ROOT, folder=folder))
+    return script
+
+
+def _run(words: list[str], environment: dict[str, str]) -> int:
+    """To its end. Ctrl-C goes to the run, which ends its ranks, and then to the caller."""
+    env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}  # they are of a torchrun command
+    # A notebook's cell shows what is written to sys.stdout, which is no file there.
+    captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
+    stream = subprocess.PIPE if captured else None
+    argv = [sys.executable, "-c", _LAUNCHER.format(root=ROOT), *words]
+    for own in (sys.stdout, sys.stderr):
+        own.flush()  # what the caller printed before comes before
+    # stdin stays the caller's: it may be the very script that is being read. A session of its own: the terminal's Ctrl-C comes here alone.
+    child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
+    relays = [threading.Thread(target=_relay, args=pair, daemon=True) for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)) if captured]
+    for thread in relays:
+        thread.start()
+    interrupted = False
+    try:
+        while True:
+            try:
+                code = child.wait()
+                break
+            except KeyboardInterrupt:
+                interrupted = True
+                child.send_signal(signal.SIGINT)
+    finally:
+        if child.poll() is None:  # something else than Ctrl-C ends the caller
+            child.terminate()
+            child.wait()
+        for thread in relays:
+            thread.join()
+    if interrupted:
+        raise KeyboardInterrupt
+    return code
+
+
+def _relay(source: IO[bytes], target: IO[str]) -> None:
+    for line in source:
+        target.write(line.decode("utf-8", "replace"))
+        target.flush()
+
+
+def _results(folder: str, report: str) -> dict[int, Any]:
+    run = reader.load(reader.read_json(report)["run_dir"])
+    assert run is not None
+    found = [tuple(int(part) for part in name[: -len(".pickle")].split("-")[1:]) for name in os.listdir(folder) if name.startswith("result-")]
+    last = max((restarts for restarts, _ in found), default=0)
+    results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))  # None of a rank that left with sys.exit(0)
+    for restarts, rank in found:
+        if restarts == last:
+            with open(call.result_file(folder, restarts, rank), "rb") as file:
+                results[rank] = pickle.load(file)
+    return dict(sorted(results.items()))
+
+
+def _failure(code: int, report: str) -> LaunchFailed:
+    told = reader.read_json(report) or {}
+    if told.get("refused"):
+        return LaunchFailed(Verdict("refused", told["cause"], told["refused"], told["code"]), "", "")
+    run = reader.load(told["run_dir"]) if "run_dir" in told else None
+    if run is None:
+        what = f"the launcher ended with {code} before the run began; what it printed says why"
+        return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
+    verdict = run.verdict or lost(run.id)
+    kept = reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank)) if verdict.rank is not None else None
+    return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))
