@@ -348,3 +348,24 @@ def test_a_host_that_sends_fuzz(evil: Any, seed: int) -> None:
     data = mutated(rng, b"".join(encode(rng.choice(GOOD[:-4])) for _ in range(10))) + b"{not json\n"
     done, _ = evil("start", data)
     assert b"Traceback" not in done.stderr and done.returncode == 70, done.stderr.decode()
+
+
+PROBES = [
+    ("probe-route", b"[]"), ("probe-route", b"[" * 50_000), ("probe-route", b'{"routes": 7}'), ("probe-route", b'{"routes": {}, "addresses": {}, "hostname": 7}'),
+    ("probe-builds", b'{"hostname": "x", "resolves": [], "torch": 1}'), ("probe-builds", b'{"hostname": "x", "resolves": {}, "torch": {"version": []}}'),
+    ("probe-examine", b'{"machine": {"schema": 1}, "schema": 1}'), ("probe-clock", b'{"time": "now"}'), ("probe-names", b'{"links": {"a": 1}, "resolves": 2}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("at", "payload"), PROBES, ids=range(len(PROBES)))
+def test_a_check_of_a_host_that_answers_nonsense(stoker: Stoker, tmp_path: Path, at: str, payload: bytes) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(Path(__file__).with_name('hostile_agent.py'))!r}, run_name='x')\n")
+    (folder / "ssh").chmod(0o755)
+    what = at.partition("-")[2]
+    (tmp_path / "hostile").write_bytes(b'{"is": "probe", "ask": "%%ASK%%", "what": "%s", "size": %d}\n' % (what.encode(), len(payload)) + payload)
+    env = {"PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": at, "HOSTILE_FILE": str(tmp_path / "hostile")}
+    done = stoker("cluster", "check", "--hosts", "evil.example", "--quick", env=env, timeout=90)
+    assert "Traceback" not in done.err and done.code in (1, 2, 3), done.err
+    assert "evil.example" in done.out

@@ -26,9 +26,8 @@ from stoker.control.cluster.ssh_words import explain
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 SSH = """#!/bin/sh
-HOME={home}; export HOME
 for word; do last=$word; done
-cd {home} && exec sh -c "$last"
+cd {home} && exec env -i HOME={home} PATH="$PATH" sh -c "$last"
 """
 
 
@@ -154,6 +153,15 @@ def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[by
     done = subprocess.run(argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False)
     assert done.returncode == 1 and bundle.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
     assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
+
+
+def test_exactly_these_variables_travel(far: Callable[..., Done], stoker: Stoker) -> None:
+    """As docs/cluster.md lists them."""
+    travel = ["NCCL_X", "GLOO_X", "TORCH_X", "PYTORCH_X", "CUDA_X", "HF_TOKEN", "OMP_X"]
+    stay = ["CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "STOKER_RDZV_SECRET", "PYTHONPATH", "LD_PRELOAD", "HUGGING_FACE_HUB_TOKEN", "MINE"]
+    stoker.script("ok.py", "import os\nprint(*sorted(name for name, value in os.environ.items() if value == 'mark'))\n")
+    done = far("--env", "GIVEN=mark", **dict.fromkeys([*travel, *(name for name in stay if name not in ("PYTHONPATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"))], "mark"))
+    assert done.code == 0 and done.out.split(":", 1)[1].split() == sorted([*travel, "GIVEN"]), done.out + done.err
 
 
 # ---- what a host prints before its agent ----

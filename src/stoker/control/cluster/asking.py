@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from stoker.contract import protocol
 from stoker.control.cluster.answers import read_answer, read_word
 
-MOST_WORDS = 10_000  # of one probe: --tune asks for some hundred measurements
-
 
 class Agent(Protocol):
     """One host's agent, as control/launch's Member is."""
@@ -30,6 +28,7 @@ class Question:
         self.what = what
         self.hosts = hosts
         self.asked = time.time()
+        self.received = dict.fromkeys(hosts, 0)  # bytes
         self.more: dict[str, list[Any]] = {host: [] for host in hosts}  # what a probe said before its end
         self.answers: dict[str, Any] = {}
         self.heard: dict[str, float] = {}  # when the answer came, by our clock
@@ -56,13 +55,14 @@ class Asking:
             return False
         if host not in question.more:
             raise protocol.ProtocolError(f"it answers {question.what!r}, which it was not asked")
+        question.received[host] += len(payload)
+        if question.received[host] > protocol.PAYLOAD_LIMIT:
+            raise protocol.ProtocolError(f"it does not come to an end about {question.what!r}")
         if not message.get("more"):
             question.answers[host] = read_answer(question.what, payload)
             question.heard[host] = time.time()
-        elif len(question.more[host]) < MOST_WORDS:
-            question.more[host].append(read_word(payload))
         else:
-            raise protocol.ProtocolError(f"it does not come to an end about {question.what!r}")
+            question.more[host].append(read_word(payload))
         return True
 
     def ask(self, what: str, args: Mapping[str, Mapping[str, Any]], seconds: float) -> Question:

@@ -63,7 +63,7 @@ class Checking:
         self.asking.hear(member.host, message, payload)
 
     def _complain(self, member: Any, line: str) -> None:
-        self._complaints[member.host].append(line)
+        self._complaints[member.host] = [line]  # the last one is shown
 
     def __enter__(self) -> Checking:
         return self
