@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 from stoker.contract.secretnames import NO, rate
-from stoker.contract.secretshapes import spans
+from stoker.contract.secretshapes import merged, spans
 from stoker.contract.secretvalues import HIDDEN, Span, plain, secret_value, word_spans
 
 TYPE_CHECKING = False
@@ -102,7 +102,8 @@ def _is_telling(value: str) -> bool:
 
 def _forms(value: str) -> set[str]:
     """As it is, as Python and JSON quote it, as a URL has it, and each of its lines."""
-    quoted = "".join(chr(byte) if chr(byte).isalnum() or byte in b"-_.~" else f"%{byte:02X}" for byte in value.encode("utf-8", "surrogateescape"))
+    raw = value.encode("utf-8", "surrogateescape")
+    quoted = "".join(chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in b"-_.~") else f"%{byte:02X}" for byte in raw)
     lines = {line for line in value.splitlines() if len(line) >= _SHORTEST_LINE and not line.startswith("-----")} if "\n" in value else set()
     return {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"), quoted, *lines}
 
@@ -110,7 +111,8 @@ def _forms(value: str) -> set[str]:
 def _without(value: str, hidden: list[Span]) -> str:
     if not hidden:
         return value
-    pieces, at = [], 0
+    pieces: list[str] = []
+    at = 0
     for begin, end in hidden:
         pieces += (value[at:begin], HIDDEN)
         at = end
@@ -140,11 +142,13 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
             found.append(_assignment(word, 0))
         flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
     starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
-    for begin, end in word_spans(list(zip(words, starts, strict=True))):
-        number = bisect_right(starts, begin) - 1
-        if not found[number]:
-            found[number] = [(begin - starts[number], end - starts[number])]
-    return found
+    across = [*spans(" ".join(words)), *word_spans(list(zip(words, starts, strict=True)))]  # `curl -u`, and what a shell without quotes took apart
+    for begin, end in across:
+        for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+            first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])
+            if first < last:
+                found[number].append((first, last))
+    return [merged(hidden) for hidden in found]
 
 
 def _assignment(word: str, at: int) -> list[Span]:

@@ -6,7 +6,7 @@ twice) or has a bounded length, and no pattern can fail after an unbounded run a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from stoker.contract.secretvalues import Span, commands, compiled, elements, opaque, pairs, plain
 
@@ -88,7 +88,7 @@ def _back(text: str, at: int, limit: int) -> int:
 
 _HEADER = (
     r"""(?i)(?:authorization|cookie)\\{0,8}["'`]?\s{0,3}[:=]\s{0,3}(?:\\{0,8}["'`])?"""
-    r"""(?:(?:bearer|basic|token|digest|negotiate|apikey|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*)"""
+    r"""(?:(?:bearer|basic|token|apikey)\s{1,3}([^\s"'`\\]*)|(?:(?:digest|negotiate|oauth|sharedkey|aws4-hmac-sha256)\s{1,3})?([^\r\n"'`\\]*))"""
 )
 
 
@@ -97,8 +97,8 @@ def _headers(text: str) -> Iterator[Span]:
     small = text.lower()
     if "authorization" in small or "cookie" in small:
         for found in compiled(_HEADER).finditer(text):
-            if not plain(found[1].strip()):
-                yield found.span(1)
+            if not plain((found[1] or found[2] or "").strip()):
+                yield found.span(1 if found[1] else 2)
     if "bearer" in small or "basic" in small:
         for found in compiled(r"(?i)\b(bearer|basic)\s{1,3}([\w.~+/=:%\-]{8,})").finditer(text):
             if opaque(found[2]) if found[1].lower() == "bearer" else _is_user_and_password(found[2]):
@@ -187,10 +187,14 @@ _DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (_private_keys, _urls,
 
 def spans(text: str) -> list[Span]:
     """What to hide, in order and without overlaps."""
-    merged: list[Span] = []
-    for begin, end in sorted(span for detector in _DETECTORS for span in detector(text) if span[0] < span[1]):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+    return merged(span for detector in _DETECTORS for span in detector(text) if span[0] < span[1])
+
+
+def merged(found: Iterable[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for begin, end in sorted(found):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
         else:
-            merged.append((begin, end))
-    return merged
+            joined.append((begin, end))
+    return joined

@@ -128,8 +128,8 @@ def commands(text: str) -> Iterator[Span]:
         return
     words = []
     for found in compiled(r"\S+").finditer(text):
-        word = found[0].lstrip("\"'`")
-        words.append((word.rstrip("\"'`"), found.end() - len(word)))
+        word = found[0].lstrip("\"'`([{")
+        words.append((word.rstrip("\"'`)]},"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]
         closing = text.find(quote, end, end + 400) if quote in ('"', "'") else -1
@@ -159,7 +159,7 @@ def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()
 
 def _program(running: str, word: str) -> str:
     """Whose flags count behind this word."""
-    name = word.rpartition("/")[2]
+    name = word.rpartition("=")[2].rpartition("/")[2]
     if name in _PROGRAMS or f"{name} login" in _PROGRAMS:
         return name
     if word == "login" and f"{running} login" in _PROGRAMS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from stoker.contract import layout, protocol
+from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
@@ -76,7 +76,7 @@ class Hearing:
         self._attempt.trouble.append(launch.not_started(message["rank"], message["text"]))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
-        error = read_error(message["error"])
+        error = read_error(redact.data(message["error"]))  # before a verdict quotes a part of it: half a token is not known by its shape
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
@@ -87,10 +87,10 @@ class Hearing:
         attempt, record, output = self._attempt, self._record, self._output
         rank = message["rank"]
         output.ended(record, rank)
-        error = read_error(message.get("error")) or attempt.errors.get(rank)
+        error = read_error(redact.data(message.get("error"))) or attempt.errors.get(rank)
         if error is not None and error.late and message["code"] != 1:
             error = None
-        stack = message.get("stack") or ""
+        stack = redact.whole(message.get("stack") or "")
         end = RankEnd(
             rank, host, self._label(rank), attempt.up.get(rank, 0), message["code"], message["time"], bool(message["ours"]), error, output.tail(rank),
             int(message["steps"]), stack, bool(message["oom_killed"]), bool(message["core"]), read_around(message.get("around")),

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterable
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter
@@ -51,7 +51,7 @@ def wants_split(options: RunOptions) -> bool:
 
 def _make_log_dir(folder: str, run_id: str) -> str:
     try:
-        os.makedirs(os.path.join(folder, run_id), exist_ok=True)
+        os.makedirs(os.path.join(folder, run_id), 0o700, exist_ok=True)  # as torchrun's
     except OSError as problem:
         raise Refusal(f"--log-dir {folder} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
     return os.path.join(folder, run_id)
@@ -168,4 +168,8 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        return self._tails.get(rank, b"").decode("utf-8", "replace")
+        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a token is not known by its shape."""
+        last = self._tails.get(rank, b"")
+        if len(last) == _TAIL:
+            last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]
+        return redact.whole(last.decode("utf-8", "replace"))

@@ -1,4 +1,7 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole."""
+"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole.
+
+No secret passes here (contract/redact.py), except in what the ranks print: their logs are kept as they came.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import layout, names, redact
 from stoker.contract.shapes import Verdict
+
+OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys whose values are never a user's words: readers compare them
 
 
 def write_json(path: str, data: Any, durable: bool = True) -> None:
@@ -48,7 +53,7 @@ class RunRecord:
     def begin(self, run: dict[str, Any]) -> None:
         """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
         try:
-            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **run}, durable=False)  # ranks wait for this one
+            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
             self._point_latest()
         except OSError as problem:
@@ -67,14 +72,14 @@ class RunRecord:
             os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
-        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **more}
+        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **redact.data(more, OURS)}
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
         self._append(self._events, self._line(kind, more), layout.EVENTS)
 
     def say(self, line: str) -> None:
-        self._append(self._console, line.encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
+        self._append(self._console, redact.whole(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
     def attempt(self, number: int) -> None:
         try:
@@ -117,9 +122,9 @@ class RunRecord:
         try:
             if isinstance(data, str):
                 with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(data)
+                    file.write(redact.whole(data))
             else:
-                write_json(path, data, durable)
+                write_json(path, redact.data(data, OURS), durable)
         except OSError:
             self._lost[path] = self._lost.get(path, 0) + 1
 
