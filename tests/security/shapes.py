@@ -1,64 +1,76 @@
-"""Made-up secrets, as people carry them: text -> the part that must not be seen. Put together from pieces, so that no scanner takes this file for a leak."""
+"""Made-up secrets, as people carry them: (text, the part that must not be seen). Put together from pieces, so that no scanner takes this file for a leak."""
 
 from __future__ import annotations
 
-BODY = "Zx7Qp2Lm9Vt4Rw8K"
-LONG = BODY + "s3Hd6Fj1Gn5Bc0Y" + "Ua7Ie2"
-HEX = "0f3a9c" * 6 + "7b21"  # 40 digits
-PEM = "".join(f"MIIEvQ{row}{BODY}{LONG}\n" for row in range(4))
+import base64
+import hashlib
 
-SHAPES: dict[str, tuple[str, str]] = {
-    "private key": ("-----BEGIN RSA " + "PRIVATE KEY-----\n" + PEM + "-----END RSA " + "PRIVATE KEY-----", BODY),
-    "private key, cut": ("-----BEGIN " + "PRIVATE KEY-----\n" + PEM, BODY),
-    "private key, escaped": ('{"private_key": "-----BEGIN ' + "PRIVATE KEY-----\\n" + PEM.replace("\n", "\\n") + "-----END " + 'PRIVATE KEY-----\\n"}', BODY),
-    "azure account": ("DefaultEndpointsProtocol=https;AccountName=me;AccountKey=" + LONG + "==;EndpointSuffix=core.windows.net", LONG),
-    "azure sas": ("https://me.blob.core.windows.net/c/x?sv=2023-01-03&se=2026-01-01&sr=b&sig=" + LONG + "%3D", LONG),
-    "s3 signature": ("https://bucket.s3.amazonaws.com/x?X-Amz-Algorithm=A&X-Amz-Date=20260101T000000Z&X-Amz-Signature=" + HEX, HEX),
-    "basic auth": ("Authorization: Basic " + "dXNlcjpodW50ZXIyaHVudGVy", "dXNlcjpodW50ZXIyaHVudGVy"),
-    "basic auth, bare": ("sent Basic " + "dXNlcjpodW50ZXIyaHVudGVy", "dXNlcjpodW50ZXIyaHVudGVy"),
-    "bearer": ("Authorization: Bearer " + BODY, BODY),
-    "cookie": ("Cookie: id=" + BODY + "; theme=dark", BODY),
-    "curl -u": ("curl -s -u me:" + BODY + " https://example.org", BODY),
-    "curl -uNAME": ("curl -ume:" + BODY + " https://example.org", BODY),
-    "sshpass": ("sshpass -p " + BODY + " ssh node1", BODY),
-    "mysql": ("mysql -h db -p" + BODY + " runs", BODY),
-    "redis-cli": ("redis-cli -a " + BODY + " ping", BODY),
-    "telegram": ("curl https://api.telegram.org/bot" + "123456789:AA" + LONG[:33] + "/sendMessage", LONG[:33]),
-    "slack": ("https://hooks.slack.com/" + "services/T0123/B0456/" + BODY, BODY),
-    "discord": ("https://discord.com/api/" + "webhooks/1234567890/" + LONG, LONG),
-    "teams": ("https://me.webhook.office.com/webhookb2/" + BODY + "@x/IncomingWebhook/" + LONG, LONG),
-    "token as user": ("https://" + LONG + "@github.com/me/repo", LONG),
-    "token as password": ("git+https://oauth2:" + BODY + "@gitlab.com/me/repo", BODY),
-    "password in a url": ("postgres://me:" + BODY + "@db:5432/x", BODY),
-    "password with a slash": ("redis://:p/" + BODY + "@cache:6379/0", BODY),
-    "proxy": ("me:" + BODY + "@proxy.example.org:3128", BODY),
-    "google": ("AI" + "za" + LONG, LONG),
-    "stripe": ("sk_" + "live_" + LONG, LONG),
-    "openai": ("sk-" + "proj-" + LONG, LONG),
-    "hugging face": ("hf_" + "Qwertzuiopasdfghjklyxcvbnm", "Qwertzuiopasdfghjklyxcvbnm"),
-    "github": ("ghp_" + LONG, LONG),
-    "github, fine": ("github_" + "pat_" + LONG, LONG),
-    "gitlab": ("gl" + "pat-" + LONG, LONG),
-    "aws id": ("AKIA" + "QWERTZUIOPAS2345", "QWERTZUIOPAS2345"),
-    "slack token": ("xox" + "b-" + LONG, LONG),
-    "jwt": ("ey" + "J" + BODY + ".ey" + "J" + BODY + "." + LONG, LONG),
-    "npmrc": ("//registry.npmjs.org/:_auth" + "Token=" + BODY, BODY),
-    "pypi": ("py" + "pi-AgEIcHlwaS5vcmc" + LONG, LONG),
-    "netrc": ("machine api.wandb.ai\n  login user\n  password " + HEX, HEX),
-    "netrc, one line": ("machine api.wandb.ai login user password " + HEX, HEX),
-    "api_key=": ("Client(host='x', api_key=" + BODY + ")", BODY),
-    "json key": ('{"key":"' + BODY + '"}', BODY),
-    "json in json": ('{"body": "{\\"api_key\\": \\"' + BODY + '\\"}"}', BODY),
-    "yaml": ("user: me\npassword: correct horse " + BODY + "\n", BODY),
-    "ini": ("[default]\naws_secret_access_" + "key = " + LONG, LONG),
-    "xml": ("<server><password>" + BODY + "</password></server>", BODY),
-    "flag": ("deploy --password " + BODY + " now", BODY),
-    "flag in quotes": ("deploy --password 'two " + BODY + "' now", BODY),
-    "python": ("os.environ['OPENAI_API_KEY'] = '" + BODY + "'", BODY),
-    "bytes": ("connect(password=b'" + BODY + "')", BODY),
-    "digits": ("login with PASSWORD=4711081547110815", "4711081547110815"),
-    "digits, pin": ("card_pin: 90817263", "90817263"),
-}
+
+def body_of(place: str) -> str:
+    return "Zx7" + hashlib.sha256(place.encode()).hexdigest()[:10] + "qRw"
+
+
+def shapes(place: str) -> dict[str, tuple[str, str]]:
+    """Others for each place: what is known from one must not help to hide the other."""
+    body = body_of(place)
+    seed = hashlib.sha256(body.encode()).hexdigest()
+    long, hex = body + "S3" + seed[:20] + "Y", seed[:40]
+    digits, letters = str(int(seed, 16))[:16], "".join(chr(ord("a") + int(sign, 16)) for sign in seed[:26])
+    basic = base64.b64encode(f"user:{body}".encode()).decode()
+    pem = "".join(f"MIIEvQ{row}{body}{long}\n" for row in range(4))
+    return {
+        "private key": ("-----BEGIN RSA " + "PRIVATE KEY-----\n" + pem + "-----END RSA " + "PRIVATE KEY-----", body),
+        "private key, cut": ("-----BEGIN " + "PRIVATE KEY-----\n" + pem, body),
+        "private key, escaped": ('{"private_key": "-----BEGIN ' + "PRIVATE KEY-----\\n" + pem.replace("\n", "\\n") + "-----END " + 'PRIVATE KEY-----\\n"}', body),
+        "azure account": ("DefaultEndpointsProtocol=https;AccountName=me;AccountKey=" + long + "==;EndpointSuffix=core.windows.net", long),
+        "azure sas": ("https://me.blob.core.windows.net/c/x?sv=2023-01-03&se=2026-01-01&sr=b&sig=" + long + "%3D", long),
+        "s3 signature": ("https://bucket.s3.amazonaws.com/x?X-Amz-Algorithm=A&X-Amz-Date=20260101T000000Z&X-Amz-Signature=" + hex, hex),
+        "basic auth": ("Authorization: Basic " + basic, basic),
+        "basic auth, bare": ("sent Basic " + basic, basic),
+        "bearer": ("Authorization: Bearer " + body, body),
+        "cookie": ("Cookie: id=" + body + "; theme=dark", body),
+        "curl -u": ("curl -s -u me:" + body + " https://example.org", body),
+        "curl -uNAME": ("curl -ume:" + body + " https://example.org", body),
+        "sshpass": ("sshpass -p " + body + " ssh node1", body),
+        "mysql": ("mysql -h db -p" + body + " runs", body),
+        "redis-cli": ("redis-cli -a " + body + " ping", body),
+        "telegram": ("curl https://api.telegram.org/bot" + "123456789:AA" + long[:33] + "/sendMessage", long[:33]),
+        "slack": ("https://hooks.slack.com/" + "services/T0123/B0456/" + body, body),
+        "discord": ("https://discord.com/api/" + "webhooks/1234567890/" + long, long),
+        "teams": ("https://me.webhook.office.com/webhookb2/" + body + "@x/IncomingWebhook/" + long, long),
+        "token as user": ("https://" + long + "@github.com/me/repo", long),
+        "token as password": ("git+https://oauth2:" + body + "@gitlab.com/me/repo", body),
+        "password in a url": ("postgres://me:" + body + "@db:5432/x", body),
+        "password with a slash": ("redis://:p/" + body + "@cache:6379/0", body),
+        "proxy": ("me:" + body + "@proxy.example.org:3128", body),
+        "google": ("AI" + "za" + long, long),
+        "stripe": ("sk_" + "live_" + long, long),
+        "openai": ("sk-" + "proj-" + long, long),
+        "hugging face": ("hf_" + letters, letters),
+        "github": ("ghp_" + long, long),
+        "github, fine": ("github_" + "pat_" + long, long),
+        "gitlab": ("gl" + "pat-" + long, long),
+        "aws id": ("AKIA" + letters.upper()[:16], letters.upper()[:16]),
+        "slack token": ("xox" + "b-" + long, long),
+        "jwt": ("ey" + "J" + body + ".ey" + "J" + body + "." + long, long),
+        "npmrc": ("//registry.npmjs.org/:_auth" + "Token=" + body, body),
+        "pypi": ("py" + "pi-AgEIcHlwaS5vcmc" + long, long),
+        "netrc": ("machine api.wandb.ai\n  login user\n  password " + hex, hex),
+        "netrc, one line": ("machine api.wandb.ai login user password " + hex, hex),
+        "api_key=": ("Client(host='x', api_key=" + body + ")", body),
+        "json key": ('{"key":"' + body + '"}', body),
+        "json in json": ('{"body": "{\\"api_key\\": \\"' + body + '\\"}"}', body),
+        "yaml": ("user: me\npassword: correct horse " + body + "\n", body),
+        "ini": ("[default]\naws_secret_access_" + "key = " + long, long),
+        "xml": ("<server><password>" + body + "</password></server>", body),
+        "flag": ("deploy --password " + body + " now", body),
+        "flag in quotes": ("deploy --password 'two " + body + "' now", body),
+        "python": ("os.environ['OPENAI_API_KEY'] = '" + body + "'", body),
+        "bytes": ("connect(password=b'" + body + "')", body),
+        "digits": ("login with PASSWORD=" + digits, digits),
+        "digits, pin": ("card_pin: " + digits[:8], digits[:8]),
+    }
+
 
 # Names under which any value is a secret, for the environment and for flags.
 NAMES = (

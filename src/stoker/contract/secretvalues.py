@@ -48,7 +48,7 @@ def secret_value(rating: int, value: str) -> bool:
 
 # ---- names and their values ----
 
-_SEPARATOR = r"""\\{0,8}["'`]?\]?\s{0,3}(?:=>|:=|==|=|:(?!:|//))\s{0,3}"""
+_SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?\s{0,3}(?:=>|:=|==|=|:(?!:|//))\s{0,3}"""
 _VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400
 
@@ -76,13 +76,19 @@ def pairs(text: str) -> Iterator[Span]:
 
 def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
     """(begin, end, was it in quotes)."""
-    quote = compiled(r"""[bBrRuUfF]{0,2}(\\{0,8})(["'`])""").match(text, at)
+    quote = compiled(r"""[bBrRuUfF]{0,2}((\\{0,8})(["'`])(?:\\{0,8}["'`])*)""").match(text, at)
     if quote is None:
         found = compiled(_VALUE_END).search(text, at, limit)
         return at, found.start() if found else limit, False
+    escape, mark = quote[2], quote[3]
     begin = quote.end()
+    if quote[1] in (2 * mark, 2 * (escape + mark)):
+        return begin, begin, True  # nothing in it
+    if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
+        found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
+        return begin, found.end() if found else limit, True
     # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the line.
-    inner = r"[^\r\n]*?(?=" + re.escape(quote[1] + quote[2]) + r"|[\r\n]|$)" if quote[1] else rf"(?:[^{quote[2]}\\\r\n]|\\.)*"
+    inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
     found = compiled(inner).match(text, begin, limit)
     return begin, found.end() if found else limit, True
 

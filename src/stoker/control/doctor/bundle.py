@@ -13,13 +13,14 @@ from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import parse_json, printable
+from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
 from stoker.control.record.writer import OURS
 
 COMMANDS = {
     "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
-    "processes.txt": ["ps", "-eo", "pid,ppid,user,stat,etime,rss,args"], "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
+    "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }  # fmt: skip
 LIMIT_S = 5.0
 LONGEST = 1 << 20  # characters of what a command says
@@ -31,8 +32,8 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
         "environment.json": json.dumps(redact.environment(os.environ), indent=1),
     }  # fmt: skip
     for name, argv in COMMANDS.items():
-        said = _said(argv)[-LONGEST:]  # of a log the end
-        files[name] = "\n".join(map(redact.command, said.splitlines())) + "\n" if name == "processes.txt" else redact.whole(said)
+        files[name] = redact.whole(_said(argv)[-LONGEST:])  # of a log the end
+    files["processes.txt"] = _processes()
     for name in ("run.json", "verdict.json", "events.jsonl", "stoker.log"):
         last = os.path.join(runs_dir, "latest", name)
         if os.path.exists(last):
@@ -48,6 +49,17 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
                 archive.addfile(entry, io.BytesIO(data))
     except OSError as problem:
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def _processes() -> str:
+    """Not by `ps`: it shows a command line as one text, in which words can't be told apart."""
+    lines = ["pid parent user state start memory command"]
+    for one in processes.all_processes():
+        owner, resident = processes.owner(one.pid), processes.resident(one.pid)
+        started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
+        who = processes.user_name(owner) if owner is not None else "?"
+        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {printable(processes.command(one.pid) or f'[{one.name}]')}")
+    return "\n".join(lines) + "\n"
 
 
 def _of_a_run(name: str, text: str) -> str:
