@@ -137,7 +137,7 @@ def _read(path: str) -> Examination:
 
 def _write(path: str, text: str) -> None:
     try:
-        with open(path, "w", encoding="utf-8") as file:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
             file.write(text)
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

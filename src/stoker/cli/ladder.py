@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
+from stoker.contract import redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb, span
 from stoker.contract.settings import Parser, add_flags
@@ -15,6 +16,7 @@ from stoker.contract.shape import as_json
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
+from stoker.control.record.writer import OURS
 
 _EXAMPLES = """examples:
   stoker ladder train.py --lr 3e-4                  imports, then 1 rank, half, all of them, 20 steps each
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> int:
         _dump(to_json(request, climb))
     else:
         for line in report(climb):
-            print(line)
+            _to_stdout(line)
     return climb.exit_code
 
 
@@ -130,13 +132,13 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    json.dump(data, sys.stdout, indent=1)
+    json.dump(redact.data(data, OURS), sys.stdout, indent=1)
     print()
 
 
 def _to_stdout(line: str) -> None:
-    print(line, flush=True)
+    print(redact.whole(line), flush=True)
 
 
 def _to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(redact.whole(line), file=sys.stderr, flush=True)

@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
 
         return int(import_module(f"stoker.cli.{command}").main(rest))
     except Refusal as refusal:
-        print(f"stoker: {refusal.line}", file=sys.stderr)
+        from stoker.contract import redact
+
+        print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr)
         return refusal.code
     except BrokenPipeError:
         # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
@@ -74,7 +76,9 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except OSError as problem:
-        print(f"stoker: {problem}", file=sys.stderr)
+        from stoker.contract import redact
+
+        print(redact.whole(f"stoker: {problem}"), file=sys.stderr)
         return EX_OSERR
 
 

@@ -9,7 +9,7 @@ import shutil
 import sys
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import names
+from stoker.contract import names, redact
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
 from stoker.speedrun.options import SpeedrunOptions
@@ -87,13 +87,13 @@ def _plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
-        print(json.dumps(plan.as_data(course), indent=1, ensure_ascii=False))
+        print(json.dumps(redact.data(plan.as_data(course), frozenset(("key",))), indent=1, ensure_ascii=False))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []
-    print("\n".join((*course.lines, *refused, "", plan.as_text(course, columns))))
+    print(redact.whole("\n".join((*course.lines, *refused, "", plan.as_text(course, columns)))))
     return 0
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    print(redact.whole(line), flush=True)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import names
+from stoker.contract import names, redact
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import replace
@@ -106,7 +106,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     if options.dry_run and not options.json and not code:
         from stoker.training.config.yamlform import as_yaml
 
-        print(as_yaml(resolved.config), end="", flush=True)
+        print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
     return code
 
 
@@ -218,4 +218,4 @@ def _check_weights(load: str, rows: int, ready: Prepared) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(redact.whole(line), file=sys.stderr, flush=True)

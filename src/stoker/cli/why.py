@@ -8,11 +8,12 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import checkpoints, layout
+from stoker.contract import checkpoints, layout, redact
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
 from stoker.control.record import reader
+from stoker.control.record.writer import OURS
 from stoker.control.verdict.launch import lost
 
 
@@ -51,19 +52,20 @@ def main(argv: list[str]) -> int:
         return 0
     print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
     for event in _suspicions(run.dir):
-        print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+        print(redact.whole(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}"))
         for line in event.get("evidence") or ():
-            print(f"    {line}")
+            print(redact.whole(f"    {line}"))
     return 0
 
 
 def _dump(data: dict[str, Any]) -> None:
-    json.dump(data, sys.stdout, indent=1)
+    json.dump(redact.data(data, OURS), sys.stdout, indent=1)
     print()
 
 
-def _show(verdict: Verdict, title: str, run_dir: str, as_json: bool) -> int:
+def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     """`run_dir`: empty for a job in which no run began."""
+    verdict = Verdict.from_json(redact.data(found.to_json(), OURS))  # of a record that an older Stoker wrote
     if as_json:
         _dump(verdict.to_json())
         return 0

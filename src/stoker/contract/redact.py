@@ -1,69 +1,176 @@
-"""No secret in a record: what in an environment looks like one is replaced."""
+"""No secret in what Stoker writes or sends.
+
+A secret is known in three ways: by the name beside it (secretnames), by its shape (secretshapes), or because this process was given it: each
+value that is hidden in the environment or in the arguments is hidden wherever it turns up later, whatever stands around it.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+import os
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Mapping
+from itertools import accumulate
 
-HIDDEN = "<redacted>"
-_NAME = re.compile(
-    r"KEY|TOKEN|SECRET|PASS|PWD|CREDENTIAL|AUTH|COOKIE|SESSION|PRIVATE|DSN|WEBHOOK|SIGNATURE|CONNECTION_STRING|(^|_|-)(PAT|PW|CREDS?)(_|-|$)", re.IGNORECASE
-)
-_OURS = re.compile(r"tokenizer\.|text[_-]key", re.IGNORECASE)  # keys of our own configuration
-_HARMLESS = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XDG_SESSION_ID", "XDG_SESSION_TYPE", "XDG_SESSION_CLASS", "DESKTOP_SESSION", "TOKENIZERS_PARALLELISM"}
-_VALUE = re.compile(
-    r"(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|AKIA[A-Z0-9]{12,}|xox[abprs]-[\w-]{10,}"
-    r"|(?<=Bearer )[^\s'\"]{8,}|(?<=hooks\.slack\.com/services/)[\w/-]+|(?<=discord\.com/api/webhooks/)[\w/-]+"
-    r"|glpat-[\w-]{16,}|eyJ[\w-]{8,4000}\.[\w-]{8,4000}\.[\w-]{1,4000}|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
-)
-_URL_PASSWORD = re.compile(r"(://[^/\s:@]{0,200}):[^/\s@]{1,400}@")  # begins with a literal: linear on any input
+from stoker.contract.secretnames import NO, rate
+from stoker.contract.secretshapes import merged, spans
+from stoker.contract.secretvalues import HIDDEN, Span, plain, secret_value, word_spans
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["HIDDEN", "arguments", "command", "data", "environment", "learn", "text", "whole"]
+
 LONGEST = 8192  # of one value: a record is no place for more
+_SHORTEST_KNOWN = 8  # shorter values turn up by chance
+_SHORTEST_NUMBER = 12  # dates and times have up to 10 digits
+_SHORTEST_LINE = 16
+_DEPTH = 64
 
-
-def environment(found: Mapping[str, str]) -> dict[str, str]:
-    return {name: HIDDEN if _NAME.search(name) and name not in _HARMLESS else text(value) for name, value in sorted(found.items())}
+_known: list[str] | None = None  # values to hide wherever they turn up, longest first
 
 
 def text(value: str) -> str:
-    """Tokens of known shapes and passwords inside URLs, wherever they stand."""
-    if len(value) > LONGEST:
-        value = value[:LONGEST] + f"... ({len(value)} characters)"
-    return whole(value)
+    """Without its secrets, and cut where it is long: for one value of many."""
+    shown = whole(value)
+    return shown if len(shown) <= LONGEST else shown[:LONGEST] + f"... ({len(shown)} characters)"
 
 
 def whole(value: str) -> str:
     """The same of a text of any length."""
-    return _URL_PASSWORD.sub(r"\1:" + HIDDEN + "@", _VALUE.sub(HIDDEN, value))
+    if len(value) < 4:
+        return value
+    for known in _known if _known is not None else _own():
+        if known in value:
+            value = value.replace(known, HIDDEN)
+    return _without(value, spans(value))
 
 
-def arguments(argv: list[str]) -> list[str]:
-    """A command line: the value after a flag, or in NAME=VALUE, goes where the name sounds secret."""
-    shown: list[str] = []
-    hide_next = False
-    for word in argv:
-        name, equals, value = word.partition("=")
-        inner, inner_equals, inner_value = value.partition("=")
-        secret = sounds_secret(name)
-        if hide_next and not word.startswith("-"):
-            shown.append(word if _number(word) else HIDDEN)
-        elif secret and equals and not _number(value):
-            shown.append(f"{name}={HIDDEN}")
-        elif inner_equals and sounds_secret(inner) and not _number(inner_value):  # --env=API_KEY=...
-            shown.append(f"{name}={inner}={HIDDEN}")
-        else:
-            shown.append(text(word))
-        hide_next = secret and not equals and name.startswith("-")
-    return shown
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    return {name: _value(name, value) for name, value in sorted(variables.items())}
+
+
+def arguments(argv: Iterable[str]) -> list[str]:
+    """A command line: the value after a flag, or in NAME=VALUE, goes where the name stands for a secret."""
+    words = list(argv)
+    return [text(_without(word, found)) for word, found in zip(words, _argument_spans(words), strict=True)]
 
 
 def command(line: str) -> str:
-    """A command line as one string, as /proc shows it."""
+    """A command line as one string, as `ps` shows it."""
     return " ".join(arguments(line.split(" ")))
 
 
-def sounds_secret(name: str) -> bool:
-    return bool(_NAME.search(_OURS.sub("", name))) and not name.lower().endswith(("tokens", "tokenizer", "keys", "passes"))
+def data(value: Any, keep: frozenset[str] = frozenset(), depth: int = _DEPTH) -> Any:
+    """The same for what becomes JSON: names and values. `keep`: keys whose values are words of ours, and stay as they are."""
+    if isinstance(value, str):
+        return whole(value)
+    if isinstance(value, Mapping):
+        return {key: item if key in keep else _entry(str(key), item, keep, depth) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [data(item, keep, depth - 1) for item in value] if depth else HIDDEN
+    return value
 
 
-def _number(word: str) -> bool:
-    return word.replace(".", "").isdigit()
+def learn(variables: Mapping[str, str], argv: Iterable[str] = ()) -> None:
+    """Secrets among these are hidden from now on wherever they turn up."""
+    global _known
+    found = set(_known if _known is not None else _own())
+    for name, value in variables.items():
+        found.update(value[begin:end] for begin, end in _value_spans(name, value))
+    words = list(argv)
+    for word, hidden in zip(words, _argument_spans(words), strict=True):
+        found.update(word[begin:end] for begin, end in hidden or spans(word))
+    _known = sorted({form for value in found if _is_telling(value) for form in _forms(value)}, key=len, reverse=True)
+
+
+def _own() -> list[str]:
+    """Learned at the first use: what this process was started with."""
+    global _known
+    _known = []
+    learn(os.environ, sys.argv)
+    return _known
+
+
+def _is_telling(value: str) -> bool:
+    """Long enough not to turn up by chance; no path to a file that holds the secret."""
+    if plain(value) or len(value) < (_SHORTEST_NUMBER if value.isdigit() else _SHORTEST_KNOWN) or len(set(value)) < 4:
+        return False
+    return not (value.startswith(("/", "~", "./")) and os.path.exists(os.path.expanduser(value)))
+
+
+def _forms(value: str) -> set[str]:
+    """As it is, as Python and JSON quote it, as a URL has it, and each of its lines."""
+    raw = value.encode("utf-8", "surrogateescape")
+    quoted = "".join(chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in b"-_.~") else f"%{byte:02X}" for byte in raw)
+    lines = {line for line in value.splitlines() if len(line) >= _SHORTEST_LINE and not line.startswith("-----")} if "\n" in value else set()
+    return {value, repr(value)[1:-1], value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"), quoted, *lines}
+
+
+def _without(value: str, hidden: list[Span]) -> str:
+    if not hidden:
+        return value
+    pieces: list[str] = []
+    at = 0
+    for begin, end in hidden:
+        pieces += (value[at:begin], HIDDEN)
+        at = end
+    return "".join(pieces) + value[at:]
+
+
+def _value(name: str, value: str) -> str:
+    return text(_without(value, _value_spans(name, value)))
+
+
+def _value_spans(name: str, value: str) -> list[Span]:
+    if secret_value(rate(name), value):
+        return [(0, len(value))]
+    if name.lower().endswith("proxy") and "@" in value and "://" not in value:  # user:password@proxy:3128
+        return [(begin - 3, end - 3) for begin, end in spans("://" + value)]
+    return spans(value)
+
+
+def _argument_spans(words: list[str]) -> list[list[Span]]:
+    """Of each word, what its own name or the words before it make a secret."""
+    found: list[list[Span]] = []
+    flag = ""
+    for word in words:
+        if flag and not word.startswith("-") and secret_value(rate(flag), word):
+            found.append([(0, len(word))])
+        else:
+            found.append(_assignment(word, 0))
+        flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
+    starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
+    across = [*spans(" ".join(words)), *word_spans(list(zip(words, starts, strict=True)))]  # `curl -u`, and what a shell without quotes took apart
+    for begin, end in across:
+        for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
+            first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])
+            if first < last:
+                found[number].append((first, last))
+    return [merged(hidden) for hidden in found]
+
+
+def _assignment(word: str, at: int) -> list[Span]:
+    """NAME=VALUE, --name=VALUE, --env=NAME=VALUE."""
+    for _ in range(3):
+        equals = word.find("=", at)
+        if equals < 0 or equals - at > 200:
+            break
+        name, value = word[at:equals].lstrip("-+~"), word[equals + 1 :]
+        if rate(name) != NO and secret_value(rate(name), value) and "?" not in name:  # a URL's query has its own rules
+            return [(equals + 1, len(word))]
+        at = equals + 1
+    return []
+
+
+def _entry(key: str, value: Any, keep: frozenset[str], depth: int) -> Any:
+    if not depth:
+        return HIDDEN
+    rating = rate(key)
+    if rating != NO:
+        if isinstance(value, (str, int, float)) and not isinstance(value, bool) and secret_value(rating, str(value)):
+            return HIDDEN
+        if isinstance(value, (list, tuple)):
+            return [_entry(key, item, keep, depth - 1) for item in value]
+    return data(value, keep, depth - 1)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.quantities import span
 from stoker.control.record import reader
 from stoker.speedrun.gather import number_at
@@ -76,7 +76,7 @@ def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, s
         return str(said.get("summary", "")), str(fix[0]) if isinstance(fix, list) and fix else ""
     if code > 128:
         return f"its launcher was ended by {_signal(code - 128)}, and no verdict was written", ""
-    lines = [line for line in _tail(log, log_from).splitlines() if line.strip()]
+    lines = [line for line in redact.whole(_tail(log, log_from)).splitlines() if line.strip()]
     named = [line for line in lines if line.startswith(_OURS)]
     return (named or lines or ["it ended without a word"])[-1].removeprefix(_OURS).strip(), ""
 

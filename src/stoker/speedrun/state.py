@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.control.record import reader
@@ -141,12 +141,16 @@ def seen(folder: str, entry: Entry) -> Entry:
 
 def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
     """Not durable: what a power cut takes of it, the run directories still tell."""
-    write_json(os.path.join(folder, CHAIN), {"schema": SCHEMA, **about, "stages": [as_json(entry) for entry in found.values()]}, durable=False)
+    write_json(os.path.join(folder, CHAIN), {"schema": SCHEMA, **redact.data(about), "stages": [as_json(entry) for entry in found.values()]}, durable=False)
 
 
 def hold(folder: str) -> int:
-    """Makes the folder and locks it for this process's life: two chains in one would run each stage twice. The file stays: unlinking it would race."""
+    """Makes the folder, for its owner alone, and locks it for this process's life: two chains in one would run each stage twice.
+
+    The file stays: unlinking it would race.
+    """
     try:
+        os.makedirs(folder, 0o700, exist_ok=True)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import protocol
+from stoker.contract import protocol, redact
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.untrusted import open_regular, read_json
 from stoker.control.agent import kernel, spawn
@@ -67,6 +67,7 @@ class Agent:
         self._last_heard = self._last_ping = time.monotonic()
         self._suspended = False
         self._closing = False
+        self._learned = False
         self._seen: list[protocol.Message] = []  # answers a look has, for the loop to send
         self._kills_before = host.oom_kills()
 
@@ -333,7 +334,7 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            self._relay.say({"is": "error", "rank": rank.rank, "error": _read_json(rank.files["error"])})
+            self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(_read_json(rank.files["error"]))})
             self._vitals.note_holders(rank, self._nvml, self._sweeper.run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
@@ -381,11 +382,19 @@ class Agent:
             kills = host.oom_kills()
             self._relay.say({
                 "is": "exit", "rank": rank.rank, "code": end[0], "time": time.time(), "ours": rank.signalled,
-                "error": _read_json(rank.files["error"]), "elastic": _read_json(rank.files["elastic"]), "stack": _read_text(rank.files["stack"]),
+                "error": self._without_secrets(_read_json(rank.files["error"])), "elastic": self._without_secrets(_read_json(rank.files["elastic"])),
+                "stack": self._without_secrets(_read_text(rank.files["stack"])),
                 "steps": rank.steps, "core": end[1],
                 "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
                 "around": self._vitals.around(rank, self._nvml, self._sweeper.run_id) if end[0] != 0 and not rank.signalled else {},
             })  # fmt: skip
+
+    def _without_secrets(self, report: Any) -> Any:
+        """The coordinator takes out what it knows; of the variables that only this host has, we alone know. Not at the start: ranks wait for that."""
+        if report and not self._learned:
+            self._learned = True
+            redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
+        return redact.data(report)
 
     # ---- stopping ----
 

@@ -21,7 +21,7 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:
-        os.makedirs(run_dir, exist_ok=True)
+        os.makedirs(run_dir, 0o700, exist_ok=True)
         if not os.access(run_dir, os.W_OK):
             unwritable = "not writable"
     except OSError as problem:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
@@ -42,7 +43,7 @@ class Answer:
         if not cards:
             cards = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
         torch = f"torch {self.torch} (Python {self.python_version})" if self.torch else f"no torch in {self.python}" if self.python else "no Python"
-        return " ".join(f"{cards}, {torch}".split())
+        return redact.whole(" ".join(f"{cards}, {torch}".split()))
 
 
 def main_part(

@@ -215,7 +215,8 @@ def write(script: JobScript, root: str, base: str) -> str:
     """The script's path. Nothing is left half-written."""
     folder = os.path.join(root, job.FOLDER)
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(root, 0o700, exist_ok=True)
+        os.makedirs(folder, 0o700, exist_ok=True)
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:

@@ -1,4 +1,4 @@
-"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict. No secret in it."""
+"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict. contract/redact.py takes secrets out."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import parse_json, printable
+from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
+from stoker.control.record.writer import OURS
 
 COMMANDS = {
     "nvidia-smi.txt": ["nvidia-smi", "-q"], "topology.txt": ["nvidia-smi", "topo", "-m"], "kernel-log.txt": ["dmesg", "--ctime"],
-    "processes.txt": ["ps", "-eo", "pid,ppid,user,stat,etime,rss,args"], "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
+    "limits.txt": ["sh", "-c", "ulimit -a; df -h; free -m; uname -a"],
 }  # fmt: skip
 LIMIT_S = 5.0
 LONGEST = 1 << 20  # characters of what a command says
@@ -25,26 +28,52 @@ LONGEST = 1 << 20  # characters of what a command says
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
     files = {
-        "examination.json": json.dumps(found.to_json(), indent=1), "findings.json": json.dumps(as_json(findings), indent=1),
+        "examination.json": json.dumps(redact.data(found.to_json()), indent=1), "findings.json": json.dumps(redact.data(as_json(findings)), indent=1),
         "environment.json": json.dumps(redact.environment(os.environ), indent=1),
     }  # fmt: skip
     for name, argv in COMMANDS.items():
-        said = _said(argv)[-LONGEST:]  # of a log the end
-        files[name] = "\n".join(map(redact.command, said.splitlines())) + "\n" if name == "processes.txt" else redact.whole(said)
+        files[name] = redact.whole(_said(argv)[-LONGEST:])  # of a log the end
+    files["processes.txt"] = _processes()
     for name in ("run.json", "verdict.json", "events.jsonl", "stoker.log"):
         last = os.path.join(runs_dir, "latest", name)
         if os.path.exists(last):
             with open(last, encoding="utf-8", errors="replace") as file:
-                files[f"latest-run/{name}"] = redact.whole(file.read())
+                files[f"latest-run/{name}"] = _of_a_run(name, file.read())
     try:
-        with tarfile.open(path, "w:gz") as archive:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
                 data = text.encode("utf-8", "backslashreplace")
                 entry = tarfile.TarInfo(f"stoker-doctor/{name}")
-                entry.size, entry.mtime = len(data), int(time.time())
+                entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
                 archive.addfile(entry, io.BytesIO(data))
     except OSError as problem:
         raise Refusal(f"the bundle {path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
+
+
+def _processes() -> str:
+    """Not by `ps`: it shows a command line as one text, in which words can't be told apart."""
+    lines = ["pid parent user state start memory command"]
+    for one in processes.all_processes():
+        owner, resident = processes.owner(one.pid), processes.resident(one.pid)
+        started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
+        who = processes.user_name(owner) if owner is not None else "?"
+        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {printable(processes.command(one.pid) or f'[{one.name}]')}")
+    return "\n".join(lines) + "\n"
+
+
+def _of_a_run(name: str, text: str) -> str:
+    """An older Stoker may have written it. JSON is read, so that names count as well as values; a line that is cut off is text."""
+    if name.endswith(".json"):
+        return _of_json(text, 1)
+    return "".join(_of_json(line, None) for line in text.splitlines(keepends=True)) if name.endswith(".jsonl") else redact.whole(text)
+
+
+def _of_json(text: str, indent: int | None) -> str:
+    try:
+        return json.dumps(redact.data(parse_json(text), OURS), indent=indent, ensure_ascii=False) + "\n"
+    except ValueError:
+        return redact.whole(text)
 
 
 def _said(argv: list[str]) -> str:

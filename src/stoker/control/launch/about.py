@@ -17,6 +17,7 @@ from stoker.control.launch.runplace import RunPlace, config_hash
 from stoker.control.machine.model import Machine
 from stoker.control.machine.processes import process
 from stoker.control.record.reader import read_json
+from stoker.control.record.writer import OURS
 
 NOTIFY_S = 30.0
 
@@ -24,14 +25,12 @@ NOTIFY_S = 30.0
 def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
     me = process(os.getpid())
     told = as_json(request.options)
-    options = {key: redact.text(told[key]) if isinstance(told[key], str) else told[key] for key in request.given}
-    if "env" in options:
-        options["env"] = [f"{name}={value}" for name, value in redact.environment(dict(word.partition("=")[::2] for word in request.options.env)).items()]
+    options = {key: redact.arguments(told[key]) if isinstance(told[key], list) else told[key] for key in request.given}
     return {
         "run": place.id, "name": place.name, "started": began, "cwd": os.getcwd(),
         "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
         "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
-        "script": redact.text(request.script), "args": redact.arguments(list(request.args)),
+        "script": request.script, "args": redact.arguments(list(request.args)),
         "plan": _planned(plan),
         "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
         "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
@@ -132,7 +131,7 @@ def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str]
             ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
             env=env, start_new_session=True,
         )  # fmt: skip
-        text = json.dumps(verdict.to_json()).encode()
+        text = json.dumps(redact.data(verdict.to_json(), OURS)).encode()
         if not wait:
             assert child.stdin is not None
             child.stdin.write(text)  # a verdict is smaller than a pipe: this does not block

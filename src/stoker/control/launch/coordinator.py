@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 
-from stoker.contract import checkpoints
+from stoker.contract import checkpoints, redact
 from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
@@ -58,6 +58,7 @@ class Coordinator:
     def run(self) -> int:
         try:
             host.raise_files_limit()  # a log file a rank
+            self._learn_secrets()
             self._muster = Muster(self.request, self._link, self._signals, self._say, self._hosts)
             try:
                 self._catch_signals()
@@ -92,6 +93,11 @@ class Coordinator:
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
         about.notify(self.options.notify, verdict, what, self._say, wait=True)
+
+    def _learn_secrets(self) -> None:
+        """Those that came by a config file or a hosts file: the environment and the command line are known already."""
+        told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
+        redact.learn({**told, **(self._hosts.env if self._hosts is not None else {})}, (*self.request.args, self.options.notify or ""))
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -191,10 +197,10 @@ class Coordinator:
         import json
 
         if self.options.json:
-            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
+            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json(), "argv": redact.arguments(plan.argv)}, indent=1)
         else:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
-            start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(plan.argv)}"
+            start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.argv))}"
             text = "\n".join([*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"])
         self._console.put(1, text.encode("utf-8", "backslashreplace") + b"\n")
 
@@ -212,6 +218,7 @@ class Coordinator:
     def _say(self, line: str) -> None:
         if self._output is not None and not self._output.between_lines():
             line = "\n" + line
+        line = redact.whole(line)
         self._console.put(2, line.encode("utf-8", "backslashreplace") + b"\n")
         if self._record is not None:
             self._record.say(line)
@@ -263,12 +270,12 @@ def run(request: Request, link: transport.Link | None, report: detach.Report | N
     try:
         code = Coordinator(request, link, report, hosts).run()
     except (OSError, RuntimeError) as problem:  # no thread, no descriptor, no working directory
-        print(f"stoker: the system refuses: {problem}", file=sys.stderr)
+        print(redact.whole(f"stoker: the system refuses: {problem}"), file=sys.stderr)
         code = EX_OSERR
     except Exception:
         import traceback
 
-        traceback.print_exc()
+        print(redact.whole(traceback.format_exc()), end="", file=sys.stderr)
         code = EX_SOFTWARE
     if report is not None:
         report.ended(code)

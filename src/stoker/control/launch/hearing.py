@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from stoker.contract import layout, protocol
+from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import RankEnd
 from stoker.contract.untrusted import printable
@@ -109,7 +109,7 @@ class Hearing:
         self._attempt.trouble.append(launch.not_started(message["rank"], printable(message["text"], 1000)))
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
-        error = read_error(message["error"])
+        error = read_error(redact.data(message["error"]))  # before a verdict quotes a part of it: half a token is not known by its shape
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
@@ -122,10 +122,10 @@ class Hearing:
         if not -64 <= code <= 255:
             raise protocol.ProtocolError(f"rank {rank} ended with {code}, which no process does")
         output.ended(record, rank)
-        error = read_error(message.get("error")) or attempt.errors.get(rank)
+        error = read_error(redact.data(message.get("error"))) or attempt.errors.get(rank)
         if error is not None and error.late and code != 1:
             error = None
-        stack = message["stack"]
+        stack = redact.whole(message["stack"])
         end = RankEnd(
             rank, host, self._label(rank), attempt.up.get(rank, 0), code, message["time"], message["ours"], error, output.tail(rank),
             message["steps"], stack, message["oom_killed"], message["core"], read_around(message["around"]),
@@ -137,7 +137,7 @@ class Hearing:
             self._feed(lambda: attempt.watch.failed(rank, told))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
-            kept = {**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]}
+            kept = redact.data({**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]})
             record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
             output.keep_error(record, rank, kept)
         if stack:

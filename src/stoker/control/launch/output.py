@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter
@@ -182,4 +182,8 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        return self._tails.get(rank, b"").decode("utf-8", "replace")
+        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a token is not known by its shape."""
+        last = self._tails.get(rank, b"")
+        if len(last) == _TAIL:
+            last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]
+        return redact.whole(last.decode("utf-8", "replace"))

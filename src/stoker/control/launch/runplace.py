@@ -124,8 +124,8 @@ def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:
                 continue
             return RunPlace(path, id, name, 0, False, notice)
         try:
-            os.makedirs(root, exist_ok=True)
-            os.mkdir(path)
+            os.makedirs(root, 0o700, exist_ok=True)
+            os.mkdir(path, 0o700)
         except FileExistsError:
             if not os.path.isdir(root):
                 raise cannot_write(root, NotADirectoryError(20, "Not a directory")) from None

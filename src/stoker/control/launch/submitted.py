@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import job as jobs
+from stoker.contract import redact
 from stoker.contract.job import Job
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
@@ -179,4 +180,4 @@ def verdict_of(root: str, task: str) -> Verdict:
 def _last_lines(path: str) -> list[str]:
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 4096))
-        return [line for line in file.read().decode("utf-8", "replace").splitlines() if line.strip()][-5:]
+        return [line for line in redact.whole(file.read().decode("utf-8", "replace")).splitlines() if line.strip()][-5:]

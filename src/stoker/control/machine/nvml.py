@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import redact
 from stoker.control.machine import kernellog, processes
 from stoker.control.machine.facts import Health
 from stoker.control.machine.model import Gpu, Holder
@@ -236,7 +235,7 @@ def _holder(entry: Any) -> Holder:
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)
     return Holder(
-        pid, memory, redact.command(processes.command(pid) or one.name), processes.user_name(uid) if uid is not None else None, tag[0] if tag else None,
+        pid, memory, processes.command(pid) or one.name, processes.user_name(uid) if uid is not None else None, tag[0] if tag else None,
         round(max(0.0, time.time() - processes.started_at(one.start)), 1),
     )  # fmt: skip
 

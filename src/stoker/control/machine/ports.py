@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract import redact
 from stoker.control.machine import processes
 
 _LISTEN = "0A"
@@ -39,5 +38,5 @@ def listener(port: int) -> str | None:
         except OSError:
             continue
         if any(link == f"socket:[{inode}]" for inode in inodes for link in links):
-            return f"pid {pid} ({redact.command(' '.join((processes.command(pid) or '?').split()))[:200]})"
+            return f"pid {pid} ({' '.join((processes.command(pid) or '?').split())[:200]})"
     return "a process that is not ours to see"

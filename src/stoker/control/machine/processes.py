@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract import names
+from stoker.contract import names, redact
 from stoker.contract.shape import shape
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -75,11 +75,14 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def command(pid: int) -> str | None:
+    """Its command line, without secrets."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read().replace(b"\0", b" ").decode("utf-8", "replace").strip() or None
+            words = file.read().decode("utf-8", "replace").split("\0")
     except OSError:
         return None
+    shown = redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]  # setproctitle writes one line
+    return " ".join(shown).strip() or None
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole."""
+"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole.
+
+No secret passes here (contract/redact.py), except in what the ranks print: their logs are kept as they came.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ import os
 import time
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import layout, names, redact
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
+OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys whose values are never a user's words: readers compare them
 
 
 def write_json(path: str, data: Any, durable: bool = True) -> None:
@@ -64,7 +68,7 @@ class RunRecord:
     def begin(self, run: dict[str, Any]) -> None:
         """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
         try:
-            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **run}, durable=False)  # ranks wait for this one
+            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
             self._point_latest()
         except OSError as problem:
@@ -83,14 +87,14 @@ class RunRecord:
             os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
-        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **more}
+        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **redact.data(more, OURS)}
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
         self._append(self._events, self._line(kind, more), layout.EVENTS)
 
     def say(self, line: str) -> None:
-        self._append(self._console, line.encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
+        self._append(self._console, redact.whole(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
     def attempt(self, number: int) -> None:
         try:
@@ -146,16 +150,16 @@ class RunRecord:
         try:
             if isinstance(data, str):
                 with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-                    file.write(data)
+                    file.write(redact.whole(data))
             else:
-                write_json(path, data, durable)
+                write_json(path, redact.data(data, OURS), durable)
         except OSError as problem:
             self._lose(path, 1, problem)
 
     def verdict(self, verdict: Verdict) -> None:
         """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
         path = os.path.join(self.dir, layout.VERDICT)
-        data = (json.dumps(verdict.to_json(), indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        data = (json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
         if len(data) > VERDICT_ROOM:
             self.save(path, verdict.to_json())
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 
+from stoker.contract import redact
 from stoker.contract.shape import shape
 
 IN_A_ROW = 3
@@ -15,6 +16,7 @@ EXPLODING = 100.0  # times the largest of the first losses; a change of stage or
 SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a loss of 0
 EXPLODING_IN_A_ROW = 5
 FIRST = 10
+_QUOTED = 200  # characters of a line
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
 # "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
@@ -52,7 +54,7 @@ class Losses:
 
     def heard(self, rank: int, step: int, loss: float) -> BadNumber | None:
         self._beaten.add(rank)
-        return self._take(rank, step, loss, "beat", "")
+        return self._take(rank, step, loss, "beat", b"")
 
     def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
         """(step, rank, loss) of several ranks, in the order of their steps: averaging spreads a NaN, and the first to have it is the one."""
@@ -81,16 +83,16 @@ class Losses:
                 value = float(match["value"])
             except ValueError:
                 continue
-            number, text = int(step[1]) if step else 0, line.decode("utf-8", "replace")[:200]
+            number = int(step[1]) if step else 0
             if which in _TRAINING:
-                one = self._take(rank, number, value, "line", text)
+                one = self._take(rank, number, value, "line", line)
             else:
-                one = None if math.isfinite(value) else self._once("loss", rank, number, value, "line", text, firm=False, stops=False)
+                one = None if math.isfinite(value) else self._once("loss", rank, number, value, "line", line, firm=False, stops=False)
             if one is not None:
                 found.append(one)
         return found
 
-    def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
+    def _take(self, rank: int, step: int, loss: float, source: str, line: bytes) -> BadNumber | None:
         if math.isfinite(loss):
             self._bad[rank] = 0
             first = self._first.setdefault(rank, [])
@@ -105,9 +107,9 @@ class Losses:
             self._since[rank] = step
         return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
 
-    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: str, firm: bool, stops: bool = True) -> BadNumber | None:
+    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: bytes, firm: bool, stops: bool = True) -> BadNumber | None:
         """Said when it is first seen and when it is certain, not for every step between."""
         if (rank, kind, firm) in self._said or (kind == "exploding" and not firm):
             return None
         self._said.add((rank, kind, firm))
-        return BadNumber(kind, rank, step, f"{loss:g}", source, line, firm, stops)
+        return BadNumber(kind, rank, step, f"{loss:g}", source, redact.whole(line.decode("utf-8", "replace"))[:_QUOTED], firm, stops)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import stoker
-from stoker.contract import layout, names
+from stoker.contract import layout, names, redact
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import as_json, replace
 from stoker.training.balance import comm
@@ -53,8 +53,8 @@ class Job:
         self.folder = where_runs_go(c)
         self.voice = Voice(group, c.train.log_every)
         if group.first:
-            os.makedirs(self.folder, exist_ok=True)
-            write_whole(os.path.join(self.folder, "config.yaml"), as_yaml(c).encode())
+            os.makedirs(self.folder, 0o700, exist_ok=True)
+            write_whole(os.path.join(self.folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
         self.last: Loop | None = None  # once it has run
         self.dtype = ready.dtype_of(c.compute, group.device)
         ready.arithmetic(c.compute, self.dtype)

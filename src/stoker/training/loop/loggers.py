@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from stoker.contract import redact
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
@@ -67,6 +68,7 @@ def check_loggers(log_to: str) -> list[str]:
 
 
 def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable[[str], None]) -> list[Logger]:
+    config = redact.data(config)  # it leaves this machine
     found: list[Logger] = []
     for word in check_loggers(log_to):
         if word == "tensorboard":

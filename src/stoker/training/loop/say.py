@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import stoker
-from stoker.contract import names
+from stoker.contract import names, redact
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.config.resolve import flags
@@ -52,7 +52,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         self._wipe()
-        print(f"INFO | [{self._group.label}] {text}", flush=True)
+        print(f"INFO | [{self._group.label}] {redact.whole(text)}", flush=True)
 
     def say_once(self, text: str) -> None:
         """Of the whole job: rank 0 says it."""

@@ -69,7 +69,7 @@ def _weigh(c: Config, prompts: Prompts, vectors: Vectors) -> None:
     for number, index in enumerate(prompts.places):
         lines[index] = {"index": index, "weight": float(weight[number]), "density": float(density[number]), "cluster": int(label[number])}
     where = where_runs_go(c)
-    os.makedirs(where, exist_ok=True)
+    os.makedirs(where, 0o700, exist_ok=True)
     write_whole(os.path.join(where, WEIGHTS), "".join(json.dumps(line) + "\n" for line in lines).encode())
     from_rank_0(
         f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, drawn by weight {found['gini_weighted']:.3f}; "

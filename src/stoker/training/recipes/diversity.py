@@ -114,7 +114,7 @@ def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers
     from_rank_0(found["verdict"])
 
     where = where_runs_go(c)
-    os.makedirs(where, exist_ok=True)
+    os.makedirs(where, 0o700, exist_ok=True)
     lines = [
         {"model": name, "index": index, "prompt": prompt, "answers": texts}
         for name, answers in (("baseline", baseline), ("compared", compared))

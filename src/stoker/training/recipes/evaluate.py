@@ -97,7 +97,7 @@ def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
     for line in scores.table(found):
         from_rank_0(line)
     where = where_runs_go(c)
-    os.makedirs(where, exist_ok=True)
+    os.makedirs(where, 0o700, exist_ok=True)
     write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode())
     finish(c, "evaluate", found, more={"samples": scores.samples(outcomes)})
 

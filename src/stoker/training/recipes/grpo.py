@@ -13,6 +13,7 @@ import os
 import sys
 
 import stoker
+from stoker.contract import redact
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import as_json
 from stoker.training.checkpoint.folders import write_whole
@@ -55,8 +56,8 @@ def main(argv: list[str]) -> int:
     for line in left_out:
         voice.say_once(line)
     if group.first:
-        os.makedirs(folder, exist_ok=True)
-        write_whole(os.path.join(folder, "config.yaml"), as_yaml(c).encode())
+        os.makedirs(folder, 0o700, exist_ok=True)
+        write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
 
     # Model and optimizer. The reference: the weights it all begins with, in the activations' dtype. The reward model, where there is one.
     model = stage.open_model(c, weights, group.device)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from stoker.contract import redact
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.control.record.metrics import read_metrics
 from stoker.training.checkpoint.folders import write_whole
@@ -117,7 +118,7 @@ def _newest(folder: str) -> dict[str, Any]:
 
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(redact.whole(line), flush=True)
 
 
 def guarded(main: Callable[[], int]) -> int:
@@ -127,7 +128,7 @@ def guarded(main: Callable[[], int]) -> int:
     except NonFinite as found:
         raise found.with_traceback(None) from None
     except Refusal as refusal:
-        print(f"stoker: {refusal.line}", file=sys.stderr, flush=True)
+        print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
 
 

@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
     words = load(prepared.tokenizer)
     text, tokens = held_out(prepared, words)
     told = {"vocab_size": words.vocab_size, "bytes_per_token": len(text) / tokens, "words_bytes_per_token": len(text) / len(WORD.findall(text))}
+    os.makedirs(where_runs_go(c), 0o700, exist_ok=True)
     folder = os.path.join(where_runs_go(c), "tokenizer")
     os.makedirs(folder, exist_ok=True)
     words.save(folder)

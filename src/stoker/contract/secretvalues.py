@@ -1,0 +1,195 @@
+"""Secrets that are known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc. See secretshapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from stoker.contract import secretnames
+from stoker.contract.secretnames import MAYBE, SURE, word_set
+
+Span = tuple[int, int]
+
+HIDDEN = "<redacted>"
+_SWITCHES = word_set("0 1 true false yes no on off none null nil *** ****")
+# What stands behind a secret's name in messages and in source code, and is none.
+_PROSE = word_set(
+    "a an and any are as at bool but by bytes can default dict empty expected float for from has if in int invalid is it list may missing must needs not "
+    "number object of optional or required self should str string tensor that the to tuple undefined unset was when with ... …"
+)
+
+
+def plain(value: str) -> bool:
+    """No secret under whatever name: nothing, a switch, a variable's name, or what has been hidden already."""
+    return not value or value.lower() in _SWITCHES or value.startswith(HIDDEN) or _variable(value)
+
+
+def _variable(value: str) -> bool:
+    """$TOKEN, ${TOKEN}, %TOKEN% and {token}, which stand for a value."""
+    for begin, end in (("${", "}"), ("$", ""), ("%", "%"), ("{", "}")):
+        inner = value[len(begin) : len(value) - len(end)]
+        named = inner.replace("_", "a").isalnum() and not inner[0].isdigit() and (inner.isupper() or begin == "{")
+        if named and value.startswith(begin) and value.endswith(end):
+            return True
+    return False
+
+
+def opaque(value: str) -> bool:
+    """Made by a machine, by the look of it: letters and digits mixed, or very long."""
+    return len(value) >= 20 or (len(value) >= 8 and any(sign.isdigit() for sign in value) and any(sign.isalpha() for sign in value))
+
+
+def secret_value(rating: int, value: str) -> bool:
+    """Of a value that is known to be one as a whole: of a variable, an argument, an entry of JSON."""
+    if plain(value):
+        return False
+    return rating == SURE or (rating == MAYBE and not value.replace(".", "").replace("-", "").isdigit())
+
+
+# ---- names and their values ----
+
+_SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?\s{0,3}(?:=>|:=|==|=|:(?!:|//))\s{0,3}"""
+_VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
+_MOST_MAYBE = 400
+
+
+def pairs(text: str) -> Iterator[Span]:
+    """NAME=VALUE, name: value, "name": "value", ?name=value& and --name=value within a text."""
+    small = text.lower()
+    if not any(seed in small for seed in secretnames.SEEDS):
+        return
+    done = 0
+    for found in compiled(rf"(?<![\w.\-])([\w.\-]+)({_SEPARATOR})").finditer(text):
+        rating = secretnames.rate(found[1])
+        if rating == secretnames.NO or found.start() < done or text.startswith(HIDDEN, found.end()) or _is_of_others(text, found):
+            continue
+        begin, end, quoted = _value(text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE))
+        value = text[begin:end]
+        if not secret_value(rating, value) or (not quoted and value.lower().rstrip(".,:;)") in _PROSE):
+            continue
+        if rating == SURE and not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
+            end = compiled(r"[^\r\n]*").match(text, end).end()  # type: ignore[union-attr]  # YAML's `password: several words`
+        if rating == SURE or quoted or text[found.start() - 1 : found.start()] in ("?", "&", ";") or opaque(value):
+            yield begin, end
+            done = end
+
+
+def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
+    """(begin, end, was it in quotes)."""
+    quote = compiled(r"""[bBrRuUfF]{0,2}((\\{0,8})(["'`])(?:\\{0,8}["'`])*)""").match(text, at)
+    if quote is None:
+        found = compiled(_VALUE_END).search(text, at, limit)
+        return at, found.start() if found else limit, False
+    escape, mark = quote[2], quote[3]
+    begin = quote.end()
+    if quote[1] in (2 * mark, 2 * (escape + mark)):
+        return begin, begin, True  # nothing in it
+    if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
+        found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
+        return begin, found.end() if found else limit, True
+    # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the line.
+    inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
+    found = compiled(inner).match(text, begin, limit)
+    return begin, found.end() if found else limit, True
+
+
+def _is_of_others(text: str, found: re.Match[str]) -> bool:
+    """auth.example.com:8080/path; headers and a URL's user, which secretshapes reads."""
+    if found[1].lower().endswith(("authorization", "cookie")) or text[found.start() - 2 : found.start()] == "//":
+        return True
+    return found[2] == ":" and "." in found[1] and compiled(r"\d{1,5}(?=[/\s,;)\"']|$)").match(text, found.end()) is not None
+
+
+def _begins_line(text: str, at: int) -> bool:
+    before = text[max(0, at - 40) : at]
+    return before.rpartition("\n")[2].strip() in ("", "-") and ("\n" in before or at <= 40)
+
+
+def elements(text: str) -> Iterator[Span]:
+    """<password>value</password>, as XML has it."""
+    if "</" not in text:
+        return
+    for found in compiled(r"<([\w.\-]{1,100})>([^<]*)</").finditer(text):
+        if secret_value(secretnames.rate(found[1]), found[2].strip()):
+            yield found.span(2)
+
+
+# ---- command lines ----
+
+# Flags that carry a secret under a name that does not say so. "user": NAME:SECRET.
+_PROGRAMS = {
+    "curl": {"-u": "user", "--user": "user", "-U": "user", "--proxy-user": "user"},
+    "http": {"-a": "user", "--auth": "user"}, "https": {"-a": "user", "--auth": "user"},
+    "sshpass": {"-p": "value"}, "redis-cli": {"-a": "value"}, "smbclient": {"-U": "user"},
+    "mysql": {"-p": "attached"}, "mysqldump": {"-p": "attached"}, "mysqladmin": {"-p": "attached"}, "mariadb": {"-p": "attached"},
+    "ldapsearch": {"-w": "value"}, "ldapmodify": {"-w": "value"}, "mosquitto_pub": {"-P": "value"}, "mosquitto_sub": {"-P": "value"},
+    "docker login": {"-p": "value"}, "podman login": {"-p": "value"}, "helm login": {"-p": "value"},
+}  # fmt: skip
+_COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "mysql", "mariadb", "ldap", "mosquitto", "docker", "podman", "helm", "login")
+
+
+def commands(text: str) -> Iterator[Span]:
+    """--password VALUE, curl -u NAME:VALUE and .netrc's `login NAME password VALUE`, word by word."""
+    if not any(mark in text for mark in _COMMAND_MARKS):
+        return
+    words = []
+    for found in compiled(r"\S+").finditer(text):
+        word = found[0].lstrip("\"'`([{")
+        words.append((word.rstrip("\"'`)]},"), found.end() - len(word)))
+    for begin, end in word_spans(words, _PROSE):
+        quote = text[begin - 1 : begin]
+        closing = text.find(quote, end, end + 400) if quote in ('"', "'") else -1
+        yield begin, closing if closing > 0 else end  # several words in quotes
+
+
+def word_spans(words: list[tuple[str, int]], prose: frozenset[str] = frozenset()) -> Iterator[Span]:
+    """`words`: each with its place. `prose`: words that are not taken for a flag's value."""
+    program = ""
+    previous = ["", "", ""]
+    for word, place in words:
+        flags = _PROGRAMS.get(program, {})
+        before = previous[-1]
+        if before == "password" and previous[-3] in ("login", "account"):
+            yield from _flag_value("value", word, place)
+        elif before in flags and not word.startswith("-"):
+            yield from _flag_value(flags[before], word, place)
+        elif before.startswith("-") and "=" not in before and not word.startswith("-") and word.lower() not in prose:
+            rating = secretnames.rate(before.lstrip("-"))
+            if rating == SURE or (rating == MAYBE and opaque(word)):
+                yield from _flag_value("value", word, place)
+        elif word[:2] in flags and len(word) > 2:
+            yield from _flag_value(flags[word[:2]].replace("attached", "value"), word[2:], place + 2)
+        program = _program(program, word)
+        previous = [*previous[1:], word]
+
+
+def _program(running: str, word: str) -> str:
+    """Whose flags count behind this word."""
+    name = word.rpartition("=")[2].rpartition("/")[2]
+    if name in _PROGRAMS or f"{name} login" in _PROGRAMS:
+        return name
+    if word == "login" and f"{running} login" in _PROGRAMS:
+        return f"{running} login"
+    return "" if word in ("|", "||", "&&", "&") or word.endswith(";") else running
+
+
+def _flag_value(kind: str, word: str, place: int) -> Iterator[Span]:
+    if kind == "value" and not plain(word):
+        yield place, place + len(word)
+    elif kind == "user":
+        name, colon, secret = word.partition(":" if ":" in word else "%")  # smbclient's -U NAME%SECRET
+        if colon and not plain(secret):
+            yield place + len(name) + 1, place + len(word)
+
+
+_patterns: dict[str, re.Pattern[str]] = {}
+
+
+def compiled(pattern: str) -> re.Pattern[str]:
+    """Once, and only where a text needs it: a launch needs few."""
+    made = _patterns.get(pattern)
+    if made is None:
+        made = _patterns[pattern] = re.compile(pattern)
+    return made
+
+

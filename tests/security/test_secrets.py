@@ -1,0 +1,164 @@
+"""What is a secret and what only looks like one; and that looking costs no more than the text is long."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from security.shapes import HARMLESS, NAMES, body_of, shapes
+from stoker.contract import redact, secretnames
+from stoker.contract.redact import HIDDEN
+
+BODY, SHAPES = body_of("here"), shapes("here")
+LONG = SHAPES["github"][1]
+AROUND = {
+    "alone": "{}", "within a sentence": "ValueError: it said {} and ended", "in quotes": "run 'sh -c \"{}\"' failed",
+    "in a line of several": "first line\n{}\nlast line", "in brackets": "[1] ({})", "as a list's repr": "['a', '{}', 'b']",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redact, "_known", [])
+
+
+@pytest.mark.parametrize("place", AROUND)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_hidden_in_a_text(shape: str, place: str) -> None:
+    text, secret = SHAPES[shape]
+    shown = redact.whole(AROUND[place].format(text))
+    assert secret not in shown and HIDDEN in shown
+    assert redact.whole(shown) == shown, "a record that is read and written again must not change"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_is_hidden_as_a_value(shape: str) -> None:
+    text, secret = SHAPES[shape]
+    shown = [
+        *redact.environment({"SETTINGS": text}).values(), *redact.arguments(["train.py", text]), *redact.arguments(["train.py", f"--setting={text}"]),
+        *redact.arguments(["train.py", "--setting", text]), str(redact.data({"setting": [{"deep": text}]})), redact.command(f"python train.py {text}"),
+        *redact.arguments([f"--env=SETTINGS={text}"]), *(redact.arguments(text.split()) if "\n" not in text else ()),
+    ]  # fmt: skip
+    assert not [line for line in shown if secret in line]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("value", ["hunter2", "12345678", BODY, "two words", "/not/a/path", "-starts-with-a-dash"])
+def test_any_value_is_hidden_under_a_secret_name(name: str, value: str) -> None:
+    assert redact.environment({name: value}) == {name: HIDDEN}
+    flag = f"--{name.lower()}"
+    for line, shown in (
+        ([f"{name}={value}"], [f"{name}={HIDDEN}"]), ([f"--env={name}={value}"], [f"--env={name}={HIDDEN}"]), ([f"{flag}={value}"], [f"{flag}={HIDDEN}"]),
+        (["--env", f"{name}={value}"], ["--env", f"{name}={HIDDEN}"]),
+    ):  # fmt: skip
+        assert redact.arguments(line) == shown
+    if not value.startswith("-"):
+        assert redact.arguments([flag, value]) == [flag, HIDDEN]
+    assert redact.data({name: value, "other": {name: [value]}}) == {name: HIDDEN, "other": {name: [HIDDEN]}}
+    assert value not in redact.whole(f'{{"{name}": "{value}"}}')
+
+
+def test_numbers_and_switches_under_secret_names() -> None:
+    assert redact.data({"password": 47110815, "token": 123, "pin": 9081}) == dict.fromkeys(("password", "token", "pin"), HIDDEN)
+    readable = {"use_auth_token": True, "token": None, "password": "", "secret": "false", "pad_token_id": 50256, "key": 5, "max_tokens": 512}
+    assert redact.data(readable) == readable
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_look_alikes_stay_readable(text: str) -> None:
+    assert redact.whole(text) == text and redact.whole(f"first\n{text}\nlast") == f"first\n{text}\nlast"
+    assert redact.arguments(text.split()) == text.split() and redact.command(text) == text
+    name, equals, value = text.partition("=")
+    if equals and name.isidentifier():
+        assert redact.environment({name: value}) == {name: value} and redact.data({name: value}) == {name: value}
+
+
+def test_our_own_names_are_not_taken_for_secrets() -> None:
+    from stoker.contract.shape import options_of
+    from stoker.control.launch.options import RunOptions
+    from stoker.training.config.keys import KEYS
+
+    for name in (*KEYS, *options_of(RunOptions)):
+        assert secretnames.rate(name) == secretnames.NO and secretnames.rate(name.replace("_", "-")) == secretnames.NO, name
+
+
+@pytest.mark.parametrize("name, words", [
+    ("AWSAccessKeyId2", "aws access key id 2"), ("api_key", "api key"), ("--max-tokens", "max tokens"), ("optim.learningRate", "optim learning rate"),
+    ("HFToken", "hf token"), ("_authToken", "auth token"), ("", ""), ("___", ""), ("X", "x"),
+])  # fmt: skip
+def test_words_of_a_name(name: str, words: str) -> None:
+    assert secretnames.words_of(name) == words.split()
+
+
+def test_what_a_process_was_given_is_hidden_wherever_it_turns_up() -> None:
+    odd, quoted, many = "swordfish-of-no-shape", 'with "quotes" & spaces/и', f"first {BODY}\nsecond {LONG}"
+    redact.learn({"MY_PASSWORD": odd, "DB_PASS": quoted, "CA_SECRET": many, "COUNT_TOKEN": "1234567", "TOKEN": "true", "SHELL": "/bin/sh-and-more"},
+                 ["train.py", "--notify", f"curl -u me:{BODY}x https://x", "--api-key", "argumentsvalue"])  # fmt: skip
+    text = f"{odd} {quoted!r} {quoted} second {LONG} and {BODY}x and argumentsvalue, 1234567 true /bin/sh-and-more with%20%22quotes%22%20%26%20spaces%2F%D0%B8"
+    shown = redact.whole(text)
+    for secret in (odd, quoted, LONG, f"{BODY}x", "argumentsvalue", "%22quotes%22"):
+        assert secret not in shown, shown
+    assert "1234567 true /bin/sh-and-more" in shown  # short, a switch, and not a secret's name
+
+
+def test_a_path_to_a_secret_is_none() -> None:
+    redact.learn({"API_TOKEN": sys.executable})
+    assert redact.whole(f"no file {sys.executable}") == f"no file {sys.executable}"
+
+
+def test_a_text_is_cut_after_its_secrets_are_out() -> None:
+    shown = redact.text("x " * 4090 + "ghp_" + LONG * 3)
+    assert LONG not in shown and "ghp_" not in shown
+    assert len(redact.text("x" * 20_000)) < 9_000 < len(redact.whole("x" * 20_000))
+
+
+def test_deep_data_ends() -> None:
+    deep: object = "hf_" + "a" * 20
+    for _ in range(200):
+        deep = {"a": [deep]}
+    assert "hf_" not in str(redact.data(deep))
+
+
+HOSTILE = (
+    "://", "://a/", "://a:b", "://a@", "://hooks.slack.com/services/", "eyJ", "eyJ.", "eyJa.b", "hf_", "sk-", "sk-a-", "password=", "password=true ",
+    f"password={HIDDEN}", 'password="', "password='\\'", 'password=\\"', "key=", "key=a,", "token: ", "a", "a.", "-", "_", "=", ":", '"', "\\", '\\"', "'", "`",
+    " ", "\n", "@", "a:b@", "Bearer ", "Basic YTpi", "authorization: ", "Cookie: true ", "<a>", "<password>", "</", "-----BEGIN " + "PRIVATE KEY-----",
+    "-----BEGIN " + "PRIVATE KEY-----\n", "-----END " + "PRIVATE KEY-----", "curl -u ", "login x password ", "docker login -p x ", "--password ", "123456:", "M-",
+    "M" * 25 + ".", "secret.x:1/", "a.b:1,", "aB", "AbC=", "$A=", "password=$A", "\npassword: a b", "password=,a", "password=),;&", "é", "\ud800", "AKIA", "?sig=1&",
+)  # fmt: skip
+SIZE = 1 << 20
+
+
+def _hostile() -> Iterator[str]:
+    for piece in HOSTILE:
+        yield piece * (SIZE // len(piece))
+    for head in ("password=", 'password="', "Authorization: ", "://", "eyJ", "-----BEGIN " + "PRIVATE KEY-----\n", "<password>", "curl -u a:"):
+        for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@"):
+            yield head + piece * (SIZE // 16 // len(piece))
+
+
+def test_a_megabyte_of_hostile_text_takes_no_longer_than_it_is() -> None:
+    """Of processor time, not of the clock. What is quadratic takes hours here."""
+    for text in _hostile():
+        began = time.process_time()
+        redact.whole(text)
+        assert time.process_time() - began < 20, text[:40]
+
+
+def test_a_long_command_line_is_read_once() -> None:
+    for piece in ("curl -u ", " ", "--password ", "docker login -p x "):
+        began = time.process_time()
+        redact.command(piece * (SIZE // 16 // len(piece)))
+        assert time.process_time() - began < 20, piece
+
+
+def test_importing_it_compiles_no_pattern() -> None:
+    """Every launch and every agent imports it."""
+    code = "import re\nreal = re._compiler.compile if hasattr(re, '_compiler') else None\ncount = []\n" \
+           "old = re.compile\nre.compile = lambda *a, **k: (count.append(a), old(*a, **k))[1]\nimport stoker.contract.redact\nprint(len(count))"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0\n"
