@@ -21,12 +21,12 @@ import pytest
 
 from conftest import Stoker, gpu_json, wait_for
 from stoker.cli import clean as command
+from stoker.contract.process import process, send
 from stoker.contract.shape import replace
 from stoker.control.doctor import caches, clean, debris, leftovers
-from stoker.control.machine import processes
+from stoker.control.machine import origin, processes
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
-from stoker.control.machine.processes import process
 
 Start = Callable[..., subprocess.Popen[bytes]]
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
@@ -60,7 +60,12 @@ def dead_run(root: Path, name: str = "20260101-000000-dead", **launcher: Any) ->
     folder.mkdir(parents=True)
     who = {"pid": gone.pid, "start": before.start, "host": os.uname().nodename, "uid": os.getuid(), **launcher}
     (folder / "run.json").write_text(json.dumps({"schema": 1, "name": name, "started": 1.0, "launcher": who}))
-    return {"STOKER_RUN_ID": name, "STOKER_RUN_DIR": str(folder)}
+    return tag_of(name, folder)
+
+
+def tag_of(name: str, folder: Path) -> dict[str, str]:
+    """As an agent gives it to its ranks; the agent is this process."""
+    return {"STOKER_RUN_ID": name, "STOKER_RUN_DIR": str(folder), "STOKER_RUN_ORIGIN": origin.of_this_process(os.environ).text()}
 
 
 def alive(one: subprocess.Popen[bytes]) -> bool:
@@ -125,7 +130,7 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
 
 
 def test_run_directory_gone(stoker: Stoker, start: Start) -> None:
-    gone = start(["sleep", "600"], {"STOKER_RUN_ID": "20260101-gone", "STOKER_RUN_DIR": str(stoker.cwd / "runs" / "20260101-gone")})
+    gone = start(["sleep", "600"], tag_of("20260101-gone", stoker.cwd / "runs" / "20260101-gone"))
     code, said = look(stoker, "--yes")
     assert code == 0 and said["leftovers"][0]["why"] == "its run directory is gone"
     assert gone.wait(30) == -signal.SIGTERM
@@ -153,7 +158,7 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
 
 @pytest.mark.parametrize(
     ("launcher", "why"),
-    [({"host": "elsewhere"}, "on host elsewhere"), ({"pid": 0}, "does not say"), ({"start": 0}, "does not say"), ({"pid": "?"}, "does not say")],
+    [({"host": "elsewhere"}, "on host elsewhere"), ({"pid": 0}, "does not say"), ({"start": 0}, "does not say"), ({"pid": "?"}, "pid is not a number")],
 )
 def test_what_cannot_be_told_is_left_alone(stoker: Stoker, start: Start, launcher: dict[str, Any], why: str) -> None:
     unsure = start(["sleep", "600"], dead_run(stoker.cwd, **launcher))
@@ -166,7 +171,7 @@ def test_what_cannot_be_told_is_left_alone(stoker: Stoker, start: Start, launche
 def test_whom_an_agent_looks_after_is_left_alone(stoker: Stoker, start: Start) -> None:
     """A run that was started from another host has its directory there: its agent here is the proof that it lives."""
     (stoker.cwd / "stoker-agent").symlink_to("/bin/sh")
-    tag = {"STOKER_RUN_ID": "20260101-far", "STOKER_RUN_DIR": str(stoker.cwd / "runs" / "20260101-far")}
+    tag = tag_of("20260101-far", stoker.cwd / "runs" / "20260101-far")
     agent = start([str(stoker.cwd / "stoker-agent"), "-c", 'env "$@" sleep 600 & echo $!; wait', "x", *(f"{k}={v}" for k, v in tag.items())], stdout=subprocess.PIPE)
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
@@ -201,7 +206,7 @@ def foreigners(root: Path, dead: dict[str, str], living: dict[str, str], count: 
         (root / name).symlink_to("/bin/sleep")
         named.append(str(root / name))
     tags: list[dict[str, str]] = [
-        {}, living, {"STOKER_RUN_ID": dead["STOKER_RUN_ID"]}, {"STOKER_RUN_DIR": dead["STOKER_RUN_DIR"]},
+        {}, living, {"STOKER_RUN_ID": dead["STOKER_RUN_ID"]}, {"STOKER_RUN_DIR": dead["STOKER_RUN_DIR"]}, {**dead, "STOKER_KEEP": "1"},
         {**dead, "STOKER_RUN_ID": living["STOKER_RUN_ID"]}, {**dead, "STOKER_RUN_DIR": living["STOKER_RUN_DIR"]},
         {**dead, "STOKER_RUN_DIR": "runs/" + dead["STOKER_RUN_ID"]}, {**dead, "STOKER_RUN_DIR": ""}, {"STOKER_RUN_ID": "", "STOKER_RUN_DIR": ""},
         {"TORCHELASTIC_RUN_ID": dead["STOKER_RUN_ID"], "RANK": "0", "WORLD_SIZE": "2"}, {"MY_" + key: value for key, value in dead.items()},
@@ -246,14 +251,14 @@ def test_a_reused_pid_is_not_hit(start: Start, monkeypatch: pytest.MonkeyPatch) 
     me = process(one.pid)
     assert me is not None
     another = replace(me, start=me.start - 1)  # what was listed; its pid is somebody else's by now
-    assert not clean.signal_exactly(another, signal.SIGKILL)
+    assert not send(another, signal.SIGKILL)
     assert clean.stop_ladder([another], 0.1).survivors == () and alive(one)
     with monkeypatch.context() as patch:
-        patch.setattr(processes, "owner", lambda pid: 12345)
-        assert not clean.signal_exactly(me, signal.SIGKILL)
+        patch.setattr("stoker.contract.process.owner", lambda pid: 12345)
+        assert not send(me, signal.SIGKILL)
     assert alive(one)
-    assert clean.signal_exactly(me, signal.SIGKILL) and one.wait(30) == -signal.SIGKILL
-    assert not clean.signal_exactly(me, signal.SIGKILL)
+    assert send(me, signal.SIGKILL) and one.wait(30) == -signal.SIGKILL
+    assert not send(me, signal.SIGKILL)
 
 
 def test_the_ladder_asks_parents_first(start: Start, tmp_path: Path) -> None:

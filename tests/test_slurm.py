@@ -16,10 +16,12 @@ from conftest import Done, Stoker, tagged, wait_for
 from slurmcluster import SlurmCluster
 from stoker.contract.job import Job
 from stoker.contract.names import Refusal
+from stoker.contract.process import process
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import slurm as engine
 from stoker.control.cluster import slurmjob
 from stoker.control.cluster.submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
+from stoker.control.machine.origin import Origin
 from stoker.control.verdict import slurm as words
 
 ALL_REDUCE = """
@@ -94,6 +96,20 @@ def test_the_guilty_ranks_exit_code_is_the_jobs_and_the_commands(stoker: Stoker,
     assert "ExitCode=7:0" in slurm.ask("scontrol", "show", "job", job) and slurm.state(job) == "FAILED"
     why = stoker("why", f"slurm:{job}", env=slurm.env)
     assert "cause: rank.exit, rank 1 on host node2" in why.out and f"Slurm: job {job} is FAILED" in why.out
+
+
+def test_a_job_that_a_rank_submits_has_its_own_nodes_and_outlives_the_run(stoker: Stoker, slurm: SlurmCluster) -> None:
+    """By plain sbatch, which hands the rank's whole environment on: the job is neither a rank of that run nor stopped with it."""
+    inner = "import os, time\nprint('inner', os.environ['RANK'], os.environ['SLURMD_NODENAME'], flush=True)\ntime.sleep(5)\n"
+    outer = "import os, subprocess\nif os.environ['RANK'] == '0': print(subprocess.run(['sbatch', '--parsable', 'job.sh'], capture_output=True, text=True, check=True).stdout, flush=True)\n"
+    stoker.script("inner.py", inner)
+    stoker.script("job.sh", f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=job.out\nexec {sys.executable} -m stoker run --name inner inner.py\n")
+    done = stoker("run", "--name", "outer", stoker.script("outer.py", outer), env=slurm.env)
+    assert done.code == 0, done.err
+    job = next(stoker.cwd.glob("runs/*-outer/attempt-0/rank-0.log")).read_text().split()[0]
+    assert wait_for(lambda: slurm.state(job) if slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING") else None, 60) == "COMPLETED", (stoker.cwd / "job.out").read_text()
+    logs = sorted(path.read_text() for path in stoker.cwd.glob("runs/*-inner/attempt-0/rank-*.log"))
+    assert logs == ["inner 0 node1\n", "inner 1 node2\n"], (stoker.cwd / "job.out").read_text()
 
 
 def test_a_cancelled_job_leaves_nothing_and_its_verdict_says_who_ended_it(stoker: Stoker, slurm: SlurmCluster) -> None:
@@ -367,6 +383,12 @@ def test_the_words_slurm_uses_are_read() -> None:
     assert job == Job("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
+_PARENT = process(os.getppid())
+assert _PARENT is not None
+IN_A_RANK = Origin(_PARENT.pid, _PARENT.start, "7", (1,), "").text()
+NOT_BELOW_IT = Origin(_PARENT.pid, _PARENT.start - 1, "7", (1,), "").text()
+
+
 @pytest.mark.parametrize(
     ("given", "whole"),
     [
@@ -374,7 +396,9 @@ def test_the_words_slurm_uses_are_read() -> None:
         ({"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1"}, True),  # salloc's shell on the first node
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "4711"}, True),  # srun --pty bash
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n1: its own share, on its own node
-        ({"STOKER_RUN_ID": "20260101-x"}, False),  # in a rank
+        ({"STOKER_RUN_ID": "20260101-x", "STOKER_RUN_ORIGIN": IN_A_RANK}, False),
+        ({"STOKER_RUN_ID": "20260101-x", "STOKER_RUN_ORIGIN": NOT_BELOW_IT}, True),  # a rank's sbatch handed its environment on
+        ({"STOKER_RUN_ID": "20260101-x"}, True),
     ],
 )
 def test_who_asks_decides_whether_the_whole_job_is_meant(given: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:

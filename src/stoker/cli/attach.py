@@ -9,6 +9,7 @@ import time
 
 from stoker.contract import layout
 from stoker.contract.settings import Parser
+from stoker.contract.untrusted import open_regular
 from stoker.control.launch.lines import LineCutter
 from stoker.control.record import follow, reader
 
@@ -58,7 +59,11 @@ def main(argv: list[str]) -> int:
 
 def _start_of_last(path: str, lines: int) -> int:
     """Where the last `lines` lines of a file begin, looking back 64 KB at most."""
-    with open(path, "rb") as file:
+    try:
+        handle = open_regular(path, follow=False)
+    except OSError:
+        return 0  # following it reports why it can't be read
+    with os.fdopen(handle, "rb") as file:
         size = file.seek(0, os.SEEK_END)
         begin = max(0, size - (1 << 16))
         file.seek(begin)

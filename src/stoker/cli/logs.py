@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     if attempt not in attempts:
         raise Refusal(f"run {run.id} has no attempt {attempt}; there are {attempts[0]} to {attempts[-1]}", EX_NOINPUT)
     ranks = [rank for number, rank, _ in follow.rank_logs(run) if number == attempt]
-    planned = (run.data.get("plan") or {}).get("world_size", 0) if attempt == attempts[-1] else 0  # the newest plan is the newest attempt's
+    planned = run.ranks if attempt == attempts[-1] else 0  # the newest plan is the newest attempt's
     world = max([planned, *(rank + 1 for rank in ranks)])
     if not 0 <= told.rank < world:
         where = f" in attempt {attempt}" if len(attempts) > 1 else ""

@@ -11,12 +11,14 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
+from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 
 
 def parser() -> Parser:
     made = Parser(prog="stoker runs", description="Lists the runs, newest last.")
     made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument("--all", action="store_true", help="other users' runs in this folder, too (default: your own)")
     made.add_argument("--json", action="store_true", help="one JSON object with all of them")
     return made
 
@@ -24,27 +26,36 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    rows = [_row(run) for run in reader.all_runs(root)]
+    listing = reader.look(root, everybody=told.all)
+    rows = [_row(run) for run in listing.runs]
+    if listing.skipped:
+        print(f"stoker: {listing.skipped}", file=sys.stderr)
     if told.json:
         json.dump({"schema": 1, "runs": rows}, sys.stdout, indent=1)
         print()
         return 0
+    more = f"{listing.others} folder{'s' if listing.others > 1 else ''} of other users: `stoker runs --all`" if listing.others else ""
     if not rows:
-        print(f"no runs in {root}")
+        print(f"no runs in {printable(root)}" + (f"; {more}" if more else ""))
         return 0
-    print(f"{'RUN':<36} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
+    users = f" {'USER':<12}" if told.all else ""
+    print(f"{'RUN':<36}{users} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
     for row in rows:
         took = span(row["seconds"]) if row["seconds"] is not None else ""
-        print(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {row['cause'] or ''}")
+        user = f" {printable(row['user'], 12):<12}" if told.all else ""
+        status, cause = printable(row["status"], 10), printable(row["cause"] or "", 60)
+        print(f"{printable(row['run'], 200):<36}{user} {status:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {cause}")
+    if more:
+        print(more)
     return 0
 
 
 def _row(run: reader.Run) -> dict[str, Any]:
     status = reader.status(run)
-    last = max((float(event.get("time", 0.0)) for event in reader.events(run.dir)), default=run.started)
-    seconds = (time.time() if status == "running" else last) - run.started
+    last = time.time() if status == "running" else reader.last_time(run.dir)
+    seconds = max(0.0, (last or run.started) - run.started)
     return {
-        "run": run.id, "name": run.name, "status": status, "ranks": (run.data.get("plan") or {}).get("world_size", 0), "attempts": len(run.attempts),
+        "run": run.id, "name": run.name, "status": status, "ranks": run.ranks, "attempts": len(run.attempts), "user": run.user,
         "started": run.started, "seconds": round(seconds, 3) if run.started else None, "dir": run.dir,
         "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
         "exit_code": run.verdict.exit_code if run.verdict else None,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 
 from stoker.contract import layout
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
+from stoker.contract.untrusted import printable
 from stoker.control.launch.stopping import ask_to_stop
 from stoker.control.record import reader
 
@@ -25,12 +27,11 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    run = reader.find(told.run, root, exact=True)
-    if told.run is None:
-        run = _newest_running(root) or run
-    if reader.status(run) not in ("running", "unknown"):
+    run = reader.find(told.run, root, exact=True) if told.run else _newest(root)
+    status = reader.status(run)
+    if run.mine and status not in ("running", "unknown"):
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
-        print(f"{which}: {reader.status(run)}")
+        print(printable(f"{which}: {status}"))
         return 0
     ask_to_stop(run, now=told.now)
     deadline = time.monotonic() + told.wait
@@ -43,7 +44,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _newest_running(root: str) -> reader.Run | None:
-    """One that runs here before one on another host, of which nobody here knows whether it does."""
-    runs = [(reader.status(run), run) for run in reversed(reader.all_runs(root))]
-    return next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
+def _newest(root: str) -> reader.Run:
+    """One that runs here before one on another host, of which nobody here knows whether it does; else the newest of all."""
+    listing = reader.look(root)
+    runs = [(reader.status(run), run) for run in reversed(listing.runs)]
+    found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
+    if found is None:
+        return reader.find(None, root)
+    if listing.skipped:
+        print(f"stoker: {listing.skipped}", file=sys.stderr)
+    return found

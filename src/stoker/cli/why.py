@@ -12,6 +12,7 @@ from stoker.contract import checkpoints, layout, redact
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable, printable_lines
 from stoker.control.record import reader
 from stoker.control.record.writer import OURS
 from stoker.control.verdict.launch import lost
@@ -40,22 +41,31 @@ def main(argv: list[str]) -> int:
     status = reader.status(run)
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
-        verdict = lost(run.id, checkpoints.newest(run.dir))
-    if (run.data.get("environment") or {}).get("SLURM_JOB_ID") and status not in ("running", "completed"):
+        verdict = lost(run.id, checkpoints.newest(run.dir) if run.mine else None)
+    if run.mine and (run.data.get("environment") or {}).get("SLURM_JOB_ID") and status not in ("running", "completed"):
         from stoker.control.launch import submitted
 
         verdict = submitted.with_slurm(os.path.dirname(run.dir), run, verdict)
     if verdict is not None:
-        return _show(verdict, f"run {run.id}", run.dir, told.json)
+        return _show(verdict, f"run {run.id}{_whose(run)}", run.dir, told.json)
     if told.json:
         _dump({"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)})
         return 0
-    print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+    _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
     for event in _suspicions(run.dir):
-        print(redact.whole(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}"))
-        for line in event.get("evidence") or ():
-            print(redact.whole(f"    {line}"))
+        _print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+        evidence = event.get("evidence")
+        for line in evidence if isinstance(evidence, list) else ():
+            _print(f"    {line}")
     return 0
+
+
+def _whose(run: reader.Run) -> str:
+    return "" if run.mine else f" (of {run.user})"
+
+
+def _print(line: str) -> None:
+    print(redact.whole(printable(line)))
 
 
 def _dump(data: dict[str, Any]) -> None:
@@ -69,31 +79,36 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     if as_json:
         _dump(verdict.to_json())
         return 0
-    print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
-    print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
-    print(f"  {verdict.summary}")
+    _print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
+    _print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
+    _print_lines(verdict.summary)
     for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:
             print(f"{heading}:")
             for line in lines:
-                print(f"  {line}")
-    restarts = [event for event in reader.events(run_dir) if event.get("event") == "restart"] if run_dir else []
+                _print_lines(line)
+    restarts = [event for event in reader.events(run_dir) if event["event"] == "restart"] if run_dir else []
     if restarts:
-        print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
+        _print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
         print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
     if run_dir:
-        print(f"record: {run_dir}")
+        _print(f"record: {run_dir}")
     return 0
+
+
+def _print_lines(text: str) -> None:
+    """Evidence may have several lines: those stay."""
+    print(f"  {printable_lines(text)}")
 
 
 def _suspicions(run_dir: str) -> list[dict[str, Any]]:
     """What is suspected of a run that goes on: the newest of each kind, less a stall that is over."""
     found: dict[str, dict[str, Any]] = {}
     for event in reader.events(run_dir):
-        kind = event.get("event")
+        kind = event["event"]
         if kind in ("attempt", "relief"):
             found.pop("suspicion", None)
         elif kind in ("suspicion", "straggler", "numbers") and event.get("summary"):
-            found[str(kind)] = event
+            found[kind] = event
     return list(found.values())

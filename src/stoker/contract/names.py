@@ -4,6 +4,8 @@ from __future__ import annotations
 
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
+RUN_ORIGIN = "STOKER_RUN_ORIGIN"  # which agent started the rank, and where (control/machine/origin.py)
+KEEP = "STOKER_KEEP"  # set by a user inside a rank: what has it is not stopped when the run ends
 HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several: two of them may be one machine
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
@@ -22,6 +24,10 @@ SHIM_FILES = "STOKER_SHIM_FILES"  # the base of layout.scratch_files
 SHIM_TRACER = "STOKER_SHIM_TRACER"  # the agent's pid, where Yama asks whom a process allows to read its stack
 SHIM_GATED = "STOKER_SHIM_GATED"
 SHIM_PYTHONPATH = "STOKER_SHIM_PYTHONPATH"
+
+# What a rank has because it is one: a new job that a rank submits is none.
+OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICRO_BATCH_HALVINGS, GPU_RANK,
+             SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
 
 STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
 STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.

@@ -129,7 +129,29 @@ class Verdict:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Verdict:
-        known = {k: v for k, v in data.items() if k in fields_of(Verdict)}
+        """TypeError for what a verdict can't be: the file may be damaged, or another user's."""
+        if not isinstance(data, dict):
+            raise TypeError("a verdict is an object")
+        known = {name: value for name, value in data.items() if name in fields_of(Verdict)}
         for name in ("evidence", "fix"):
-            known[name] = tuple(known.get(name) or ())
+            lines = known.get(name) or ()
+            known[name] = tuple(lines) if isinstance(lines, list) else lines
+        for name, value in known.items():
+            if not _fits(value, _VERDICT[name]):
+                raise TypeError(f"{name} of a verdict can't be {type(value).__name__}")
         return Verdict(**known)
+
+
+_TEXT, _MAYBE = (str,), type(None)
+_VERDICT: dict[str, tuple[type, ...]] = {
+    "status": _TEXT, "cause": _TEXT, "summary": _TEXT, "exit_code": (int,), "rank": (int, _MAYBE), "host": (str, _MAYBE), "gpu": (str, _MAYBE),
+    "evidence": (tuple,), "retryable": (bool,), "fix": (tuple,), "detected_s": (int, float, _MAYBE), "run": _TEXT, "attempt": (int,), "schema": (int,),
+}  # fmt: skip
+
+
+def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
+    if isinstance(value, bool) and bool not in kinds:
+        return False
+    if isinstance(value, (int, float)) and not -1e12 < value < 1e12:  # nor NaN
+        return False
+    return isinstance(value, kinds) and (not isinstance(value, tuple) or all(isinstance(line, str) for line in value))

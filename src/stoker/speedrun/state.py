@@ -11,7 +11,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.shape import as_json, replace, shape
-from stoker.control.record import reader
+from stoker.control.record import ownership, reader
 from stoker.control.record.writer import write_json
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
@@ -151,9 +151,11 @@ def hold(folder: str) -> int:
     """
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
+        if not ownership.is_mine(os.stat(folder).st_uid, os.path.dirname(folder)):
+            raise Refusal(f"the speedrun folder {folder} belongs to another user: give yours a --name of its own", EX_CANTCREAT)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
-        handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as problem:
         raise Refusal(f"the speedrun folder {folder} can't be written: {problem.strerror}; choose another with --runs-dir", EX_CANTCREAT) from problem
     try:

@@ -19,6 +19,7 @@ from typing import Any
 
 from stoker.contract import protocol, redact
 from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, read_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
@@ -32,11 +33,10 @@ from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.sweep import Sweeper, ending, reap
 from stoker.control.agent.vitals import BEATS_S, Vitals
-from stoker.control.machine import host
+from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
-from stoker.control.machine.processes import process
 
 _REPORT = 1 << 20  # bytes of an error report: the shim keeps its own below 100 KB
 
@@ -48,6 +48,7 @@ class Agent:
             os.set_inheritable(stdin_fd, False)  # for rank 0's own stdin only
         self._guardian = guardian
         self._sweeper = Sweeper(os.getpid(), {os.getpid(), guardian})
+        self._run_id = ""  # known once the coordinator has said it
         self._locks = GpuLocks("")
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector)
@@ -76,6 +77,7 @@ class Agent:
     def serve(self) -> int:
         kernel.become_subreaper()
         kernel.set_name(b"stoker-agent")
+        self._origin = origin.of_this_process(os.environ).text()
         self._files = host.raise_files_limit()  # two pipes a rank; the ranks themselves get the old limit back
         wake_read, wake_write = os.pipe()
         for handle in (wake_read, wake_write, 0, 1):
@@ -223,11 +225,8 @@ class Agent:
             raise protocol.ProtocolError(f"unknown order {do!r}")
 
     def _open(self, order: protocol.Message) -> None:
-        sweeper = self._sweeper
-        sweeper.run_id, sweeper.run_dir, sweeper.host = order["run"], order["dir"], order.get("host", "")
-        # The guardian sweeps by the same tag, and our folder.
-        os.write(self._heart, os.fsencode(f"{sweeper.run_id}\0{sweeper.run_dir}\0{self._dir}\0{sweeper.host}\n"))
-        self._locks.run_id = sweeper.run_id
+        os.write(self._heart, os.fsencode(f"{self._dir}\n"))  # the guardian removes our folder where we can't
+        self._run_id = self._locks.run_id = order["run"]
         self._hup_ignored = bool(order.get("hup_ignored"))
         if order.get("packages"):
             sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
@@ -235,7 +234,7 @@ class Agent:
         if order.get("former"):
             from stoker.control.agent.takeover import take_over
 
-            found = take_over(order["former"], sweeper)
+            found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
         self._look_aside({"pid": os.getpid(), "guardian": self._guardian, "selves": selves, "found": found, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
                          order.get("recorded"))  # fmt: skip
@@ -260,7 +259,7 @@ class Agent:
 
     def _to_all(self, signum: int) -> None:
         for one in self._sweeper.leftovers():
-            kernel.send(one, signum)
+            send(one, signum)
 
     # ---- ranks ----
 
@@ -303,7 +302,7 @@ class Agent:
             self._relay.say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
 
     def _spawn(self, number: int, gated: bool) -> None:
-        spec = {**self._specs[number], "gated": gated}
+        spec = {**self._specs[number], "gated": gated, "origin": self._origin}
         if spec.get("numa") and spec.get("pci"):
             spec["cpus"] = cpus_near(spec["pci"])
         null = os.open(os.devnull, os.O_RDONLY)
@@ -335,7 +334,7 @@ class Agent:
         if kind == "error":
             rank.reported = time.monotonic()
             self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(_read_json(rank.files["error"]))})
-            self._vitals.note_holders(rank, self._nvml, self._sweeper.run_id)
+            self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
         elif kind == "note":
@@ -386,7 +385,7 @@ class Agent:
                 "stack": self._without_secrets(_read_text(rank.files["stack"])),
                 "steps": rank.steps, "core": end[1],
                 "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
-                "around": self._vitals.around(rank, self._nvml, self._sweeper.run_id) if end[0] != 0 and not rank.signalled else {},
+                "around": self._vitals.around(rank, self._nvml, self._run_id) if end[0] != 0 and not rank.signalled else {},
             })  # fmt: skip
 
     def _without_secrets(self, report: Any) -> Any:

@@ -46,10 +46,10 @@ def main(stdin_fd: int = -1) -> int:
     os.close(life_read)
     _let_go_of_protocol(stdin_fd)
     sweeper = Sweeper(os.getpid(), {os.getpid()})
-    status = _wait(child, heart_read, sweeper)
+    status, scratch = _wait(child, heart_read)
     survivors = sweeper.kill() if status or sweeper.leftovers() else []
-    if sweeper.scratch:
-        shutil.rmtree(sweeper.scratch, ignore_errors=True)  # an agent that was killed could not
+    if scratch:
+        shutil.rmtree(scratch, ignore_errors=True)  # an agent that was killed could not
     for one in survivors:
         print(f"stoker: pid {one.pid} ({one.name}) can't be killed: state {one.state}", file=sys.stderr)
     return os.waitstatus_to_exitcode(status) & 0xFF
@@ -65,25 +65,25 @@ def _let_go_of_protocol(stdin_fd: int) -> None:
         os.close(stdin_fd)
 
 
-def _wait(child: int, heart: int, sweeper: Sweeper) -> int:
-    """The agent's wait status. A stalled agent is killed: ranks it can't watch must not run on."""
+def _wait(child: int, heart: int) -> tuple[int, str]:
+    """The agent's wait status, and its folder on this host. A stalled agent is killed: ranks it can't watch must not run on."""
     last = time.monotonic()
-    words = b""
+    words, scratch = b"", ""
     while True:
         ready, _, _ = select.select([heart], [], [], 1.0)
         if ready:
             data = os.read(heart, 4096)
             if not data:  # end of file: the agent is gone
-                return _reap_for(child)
+                return _reap_for(child), scratch
             last = time.monotonic()
             *lines, words = (words + data).split(b"\n")
             for line in lines:
-                if line:  # an empty one is a heartbeat; this says which run it is
-                    sweeper.run_id, sweeper.run_dir, sweeper.scratch, sweeper.host = os.fsdecode(line).split("\0")
+                if line:  # an empty one is a heartbeat
+                    scratch = os.fsdecode(line)
         elif time.monotonic() - last > STALL_S:
             print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
-            os.kill(child, signal.SIGKILL)
-            return _reap_for(child)
+            os.kill(child, signal.SIGKILL)  # our child, not waited for
+            return _reap_for(child), scratch
 
 
 def _reap_for(child: int) -> int:

@@ -1,4 +1,4 @@
-"""The few Linux calls Python has no word for, and signalling that can't hit a stranger."""
+"""The few Linux calls Python has no word for."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import os
 import signal
-
-from stoker.control.machine.processes import Process, process
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -52,21 +50,3 @@ def allow_tracing_by(agent: int) -> None:
 
 def set_name(name: bytes) -> None:
     _prctl(_PR_SET_NAME, name)
-
-
-def send(who: Process, signum: int) -> bool:
-    """Signals exactly this process: by pidfd, after comparing its start time, so a reused pid is never hit."""
-    try:
-        handle = os.pidfd_open(who.pid)
-    except (ProcessLookupError, PermissionError):
-        return False
-    try:
-        now = process(who.pid)
-        if now is None or now.start != who.start:
-            return False
-        signal.pidfd_send_signal(handle, signum)
-    except (ProcessLookupError, PermissionError):
-        return False
-    finally:
-        os.close(handle)
-    return True

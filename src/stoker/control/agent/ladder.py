@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 
-from stoker.control.agent import kernel
+from stoker.contract.process import send
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.sweep import Sweeper
 from stoker.control.machine import processes
@@ -45,7 +45,7 @@ class StopLadder:
                 self._send(rank, signal.SIGKILL)
             elif rank.pid not in self._asked and not (rank.reported and now - rank.reported < ON_ITS_WAY_S and self._grace > 0):
                 self._asked.add(rank.pid)
-                kernel.send(rank.me, signal.SIGCONT)
+                send(rank.me, signal.SIGCONT)
                 self._send(rank, self._signum)
         if now - self._begun < self._grace or not self.living():
             return
@@ -62,4 +62,4 @@ class StopLadder:
         rank.signalled = True
         if signum != signal.SIGKILL and not processes.catches(rank.pid, signum) and processes.catches(rank.pid, signal.SIGTERM):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
-        kernel.send(rank.me, signum)
+        send(rank.me, signum)

@@ -9,7 +9,7 @@ import signal
 from collections.abc import Callable
 from typing import Any
 
-from stoker.control.agent import kernel
+from stoker.contract.process import send
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import host, processes
 from stoker.control.machine.nvml import Nvml
@@ -39,7 +39,7 @@ class MemoryWatch:
             if taken > self.limit:
                 rank.over = taken
                 rank.signalled = True
-                kernel.send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
+                send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
                 say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": self.limit})
 
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import protocol
+from stoker.contract.process import process, send
 from stoker.control.agent import kernel
-from stoker.control.machine.processes import process
 
 LIMIT_S = 60.0  # where the order does not say
 _MORE, _LAST = b"+", b"="
@@ -73,7 +73,7 @@ class Probe:
     def end(self) -> None:
         """Its answer is not wanted any more. Its pipe closes, and that is told like any other end."""
         if self._me is not None:
-            kernel.send(self._me, signal.SIGKILL)
+            send(self._me, signal.SIGKILL)
 
 
 def _in_child(order: dict[str, Any], told: int, write: int, agent: int) -> None:

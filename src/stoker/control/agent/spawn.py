@@ -51,8 +51,9 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     rank = int(spec["rank"])
     base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
     env = {**os.environ, **spec["env"]}
-    for name in (*spec.get("unset", ()), names.RDZV_SECRET, names.RDZV_SECRET_FILE):
+    for name in (*spec.get("unset", ()), names.RDZV_SECRET, names.RDZV_SECRET_FILE, names.KEEP):  # a rank is never kept: only what it starts
         env.pop(name, None)
+    env[names.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
     held: list[int] = []  # descriptors, for the case that the next one can't be had
     try:

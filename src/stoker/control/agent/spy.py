@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from stoker.contract import names
-from stoker.control.agent import kernel
+from stoker.contract.process import send
 from stoker.control.machine import processes
 
 SPY_S = 2.0
@@ -127,7 +127,7 @@ def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
     if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []
     before = _size(path)
-    if not kernel.send(one, names.STACK_SIGNAL):
+    if not send(one, names.STACK_SIGNAL):
         return []
     deadline = time.monotonic() + ASK_S
     size = before

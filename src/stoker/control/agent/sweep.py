@@ -1,7 +1,7 @@
-"""Finds what a run left behind, and nothing else: our descendants and processes with our run's tag.
+"""Finds what a run left behind, and nothing else: the descendants of its agent and its guardian.
 
-Not by session: orphans below a subreaper stay descendants whatever session they are in, and a session's number, once its rank
-is gone, may be a stranger's.
+Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a session's number,
+once its rank is gone, may be a stranger's. Not by environment: sbatch and at hand it to jobs that are not the run's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import os
 import signal
 import time
 
-from stoker.contract import names
-from stoker.control.agent import kernel
-from stoker.control.machine import processes
+from stoker.contract.process import send
+from stoker.control.machine import origin, processes
 from stoker.control.machine.processes import Process
 
 
@@ -22,34 +21,21 @@ class Sweeper:
     def __init__(self, root: int, spare: set[int]) -> None:
         self.root = root
         self.spare = spare
-        self.run_id = ""  # known once the coordinator has said it
-        self.run_dir = ""
-        self.host = ""  # as the run calls us: another host of the same run may be this very machine
-        self.scratch = ""  # the agent's folder on this host
         self.groups: set[int] = set()  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
         below = processes.descendants(self.root, table)
+        for pid in [pid for pid in below - self.groups - self.spare if origin.kept(pid)]:
+            below -= {pid, *processes.descendants(pid, table)}
         me = os.getuid()
-        return [
-            one for one in table
-            if one.pid not in self.spare and one.state != "Z"
-            and (one.pid in below or self._tagged(one.pid))
-            and processes.owner(one.pid) == me
-        ]  # fmt: skip
-
-    def _tagged(self, pid: int) -> bool:
-        # Kernel threads and other users' processes have no readable environment: run_tag is None for them.
-        if not self.run_id or processes.run_tag(pid) != (self.run_id, self.run_dir):
-            return False
-        return not self.host or processes.environment(pid).get(names.HOST) == self.host
+        return [one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z" and processes.owner(one.pid) == me]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:
             if one.state == "T" and signum != signal.SIGKILL:
-                kernel.send(one, signal.SIGCONT)
-            kernel.send(one, signum)
+                send(one, signal.SIGCONT)
+            send(one, signum)
 
     def kill(self, seconds: float = 3.0) -> list[Process]:
         """SIGKILL until two looks in a row find nothing, for at most `seconds`. Returns what survived: D state."""

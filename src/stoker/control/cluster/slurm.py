@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.control.cluster import bundle, transport
+from stoker.control.machine.origin import run_we_are_in
 
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
@@ -30,7 +30,7 @@ _REQUEST = re.compile(
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
     """The nodes of the job we are in, in Slurm's order. None: no allocation, or a share of it that is one task on one node: an ordinary local run."""
     job = environ.get("SLURM_JOB_ID")
-    if not job or environ.get(names.RUN_ID):
+    if not job or run_we_are_in(environ):
         return None  # a rank's own `stoker run` has its rank's place, not the whole job's
     if not _whole_job(environ):
         return None

@@ -11,9 +11,10 @@ import time
 from collections.abc import Mapping, Sequence
 
 from stoker.contract import job, redact
-from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
+from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write, write_json
 
 _JOB, _LIFE, _MORE = "what the job gets", "life of the job", "this command"
@@ -64,7 +65,8 @@ def make_script(
     `shrinks`: the run goes on without a node that is lost.
     """
     check(options)
-    log = os.path.join(root, job.FOLDER, "%A_%a.out" if options.array_seeds else "%j.out")
+    folder = own_folder(root, job.FOLDER)
+    log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
     lines = [f"--job-name={base}", f"--nodes={options.nodes}", "--ntasks-per-node=1", f"--chdir={cwd}", f"--output={log}", "--open-mode=append", "--export=ALL"]
     for flag, value in (
         ("gpus-per-node", options.gpus_per_node), ("cpus-per-task", options.cpus_per_task), ("mem", options.mem), ("time", slurm_time(options.time)),
@@ -88,10 +90,10 @@ def make_script(
     shown = _bash_name(name)
     run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
     made = _TEMPLATE.format(
-        notice=shlex.quote(os.path.join(root, job.FOLDER, "")) + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
+        notice=shlex.quote(os.path.join(folder, "")) + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
         + job.NOTICE, options="\n".join("#SBATCH " + _sbatch_word(line) for line in lines), name=shown, command=" ".join([*map(shlex.quote, command), *run]),
         needs="".join(f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets),
-        seconds=math.ceil(options.signal_before), requeue=_REQUEUE if options.requeue else "",
+        unset=" ".join(OF_A_RANK), seconds=math.ceil(options.signal_before), requeue=_REQUEUE if options.requeue else "",
     )  # fmt: skip
     return JobScript(made, name, secrets)
 
@@ -100,7 +102,8 @@ _TEMPLATE = """#!/bin/bash
 # Made by `stoker submit`. What sbatch reads:
 {options}
 
-# The job's environment is that of the shell that submitted it; no secret stands here.
+# The job's environment is that of the shell that submitted it, less what a rank has; no secret stands here.
+unset {unset}
 {needs}name={name}
 notice={notice}
 rm -f -- "$notice"
@@ -213,7 +216,7 @@ def check(options: SubmitOptions) -> None:
 
 def write(script: JobScript, root: str, base: str) -> str:
     """The script's path. Nothing is left half-written."""
-    folder = os.path.join(root, job.FOLDER)
+    folder = own_folder(root, job.FOLDER)
     try:
         os.makedirs(root, 0o700, exist_ok=True)
         os.makedirs(folder, 0o700, exist_ok=True)
@@ -233,8 +236,9 @@ def write(script: JobScript, root: str, base: str) -> str:
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
-    # Inside a job (a step that submits the next) its own request must not become the new job's.
+    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the new run's.
     env = {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    env = {name: value for name, value in env.items() if name not in OF_A_RANK}
     try:
         done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, errors="replace", timeout=_SBATCH_S, check=False,
                               stdin=subprocess.DEVNULL, env={**env, **script.secrets})  # fmt: skip
@@ -253,7 +257,7 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
 def note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
     """What belongs to the job, for `stoker why slurm:JOB`."""
     told = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
-    write_json(os.path.join(root, job.FOLDER, f"{number}.json"), told)
+    write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), told)
 
 
 def seeds(text: str) -> list[int]:

@@ -9,13 +9,14 @@ import subprocess
 import tarfile
 import time
 
-from stoker.contract import redact
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import parse_json, printable
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
+from stoker.control.record import reader
 from stoker.control.record.writer import OURS
 
 COMMANDS = {
@@ -34,11 +35,12 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
     for name, argv in COMMANDS.items():
         files[name] = redact.whole(_said(argv)[-LONGEST:])  # of a log the end
     files["processes.txt"] = _processes()
-    for name in ("run.json", "verdict.json", "events.jsonl", "stoker.log"):
-        last = os.path.join(runs_dir, "latest", name)
-        if os.path.exists(last):
-            with open(last, encoding="utf-8", errors="replace") as file:
+    for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
+        try:
+            with os.fdopen(reader.open_in(reader.find(None, runs_dir).dir, name), encoding="utf-8", errors="replace") as file:
                 files[f"latest-run/{name}"] = _of_a_run(name, file.read())
+        except (OSError, Refusal):
+            continue  # no run yet, or none of ours
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(handle, "wb") as out, tarfile.open(mode="w:gz", fileobj=out) as archive:

@@ -14,14 +14,14 @@ import signal
 import time
 from collections.abc import Callable
 
-from stoker.contract import names
+from stoker.contract.process import process, send
 from stoker.contract.shape import shape
 from stoker.control.doctor.caches import Cache, own_folder
 from stoker.control.doctor.debris import Debris, alone_with, folder_in_use, paths_in_use
 from stoker.control.doctor.leftovers import lives, untouchable
 from stoker.control.machine import processes
 from stoker.control.machine.model import Machine
-from stoker.control.machine.processes import Process, process
+from stoker.control.machine.processes import Process
 
 GROUP_S = 1.0  # between a child's SIGTERM and SIGKILL, once its parent's grace is over
 KILL_S = 10.0  # a killed process that held 100 GB of pinned memory takes seconds to end
@@ -39,31 +39,6 @@ class Stopped:
     survivors: tuple[Process, ...]  # as they are now: state D waits in the kernel, and no signal reaches it
 
 
-def signal_exactly(who: Process, signum: int) -> bool:
-    """Signals this process of this uid and no other: by pidfd, with its start time and owner compared after the pidfd is held.
-
-    agent/kernel.py has its like; the agent travels alone and the doctor may not import it.
-    """
-    try:
-        handle = os.pidfd_open(who.pid)
-    except OSError as problem:
-        if problem.errno == errno.ENOSYS:
-            raise names.Refusal(
-                "this kernel has no pidfd (Linux 5.3 has): without it a reused pid could be hit, so nothing is stopped", names.EX_OSERR
-            ) from problem
-        return False
-    try:
-        now = process(who.pid)
-        if now is None or now.start != who.start or processes.owner(who.pid) != os.getuid():
-            return False
-        signal.pidfd_send_signal(handle, signum)
-    except (ProcessLookupError, PermissionError):
-        return False
-    finally:
-        os.close(handle)
-    return True
-
-
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
     """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank turns a clean save into an error.
 
@@ -76,7 +51,7 @@ def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Pr
     killed: set[int] = set()
     kill_at = began + grace
     for one in targets:
-        signal_exactly(one, signal.SIGCONT)
+        send(one, signal.SIGCONT)
     while True:
         left = [one for one in targets if lives(one)]
         now = time.monotonic()
@@ -94,10 +69,10 @@ def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Pr
             kill_at = now + GROUP_S
         for one in due:
             asked.add(one.pid)
-            signal_exactly(one, signal.SIGTERM)
+            send(one, signal.SIGTERM)
         if now >= kill_at:
             for one in left:
-                if signal_exactly(one, signal.SIGKILL):
+                if send(one, signal.SIGKILL):
                     killed.add(one.pid)
         time.sleep(_POLL_S)
 

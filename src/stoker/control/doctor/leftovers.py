@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from stoker.contract import names
 from stoker.contract.shape import shape
-from stoker.control.machine import processes
+from stoker.control.machine import origin, processes
 from stoker.control.machine.model import Holder, Machine, machine_from_json
 from stoker.control.machine.observe import Observer, read_recorded
 from stoker.control.machine.processes import Process, process
@@ -78,7 +78,7 @@ def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
                 told = json.loads(data) if data else {"error": "the process that asks NVML died"}
                 return str(told["error"]) if "error" in told else machine_from_json(told)
             data += more
-    os.kill(child, signal.SIGKILL)  # our own child, not waited for: its pid can't be anyone else's
+    os.kill(child, signal.SIGKILL)  # our child, not waited for
     return f"NVML has not answered within {limit:.0f} s"
 
 
@@ -124,23 +124,12 @@ def lives(one: Process) -> bool:
 def untouchable(table: Iterable[Process]) -> set[int]:
     """This process, all its parents and its session's leader; and pid 1."""
     here = {one.pid: one for one in table}
-    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in _above(os.getpid(), here))}
-
-
-def _above(pid: int, here: Mapping[int, Process]) -> Iterator[Process]:
-    """Its parent, that one's parent, and so on."""
-    seen: set[int] = set()
-    one = here.get(pid)
-    while one is not None and one.pid not in seen:
-        seen.add(one.pid)
-        one = here.get(one.parent)
-        if one is not None:
-            yield one
+    return {1, os.getpid(), os.getppid(), os.getsid(0), *(one.pid for one in origin.above(os.getpid(), here))}
 
 
 def _agent_above(pid: int, here: Mapping[int, Process]) -> int:
     """An agent or guardian that lives and looks after this process; 0 for none. One that is stopped looks after nobody."""
-    return next((one.pid for one in _above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
+    return next((one.pid for one in origin.above(pid, here) if one.name in AGENTS and one.state not in "TtZ"), 0)
 
 
 # ---- leftovers of our runs ----
@@ -164,15 +153,17 @@ def standing(run_id: str, run_dir: str) -> Standing:
     except OSError as problem:
         return Standing(None, f"its run directory can't be read: {problem.strerror}")
     try:
-        run = reader.load(run_dir)
-        pid, start, host = run.launcher if run else (0, 0, "")
-    except (TypeError, ValueError, AttributeError):
-        run, pid, start, host = None, 0, 0, ""
+        run = reader.read(run_dir)
+    except reader.Damaged as problem:
+        return Standing(None, f"its record can't be read: {problem}")
+    pid, start, host = run.launcher if run else (0, 0, "")
     if run is None or pid <= 0 or start <= 0:
         return Standing(None, "its run.json does not say who started it")
+    if not run.mine:
+        return Standing(None, f"its run directory belongs to {run.user}")
     alive = reader.alive(run)
     if alive is None:
-        return Standing(None, f"its launcher is on host {host}")
+        return Standing(None, f"its launcher is on host {host}" if host != os.uname().nodename else f"its launcher (pid {pid}) can't be checked")
     return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
 
 
@@ -181,7 +172,7 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     table = processes.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
-    mine = [one for one in table if processes.owner(one.pid) == me and lives(one)]
+    mine = [one for one in table if processes.owner(one.pid) == me and lives(one) and not origin.kept(one.pid)]
     tags = {one.pid: tag for one in mine if (tag := processes.run_tag(one.pid)) is not None and tag[1]}
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
@@ -227,13 +218,15 @@ def _speaks_against(one: Process, here: Mapping[int, Process], spared: set[int],
     if not _same_container(one.pid):
         return "it runs in another container, where its run may be alive"
     agent = _agent_above(one.pid, here)
-    return f"its agent (pid {agent}) is alive and looks after it" if agent else ""
+    if agent:
+        return f"its agent (pid {agent}) is alive and looks after it"
+    return origin.why_another_started_it(one, here) if tag is not None else ""
 
 
 def _same_container(pid: int) -> bool:
     """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
     try:
-        return all(os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt"))
+        return all(os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt", "cgroup"))
     except OSError:
         return False
 

@@ -145,11 +145,11 @@ class Coordinator:
         if self.options.dry_run:
             return plan
         self._attempts.equip(plan, place)
-        self._open_record(plan, place)
+        notice = self._open_record(plan, place)
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            for line in ([place.notice] if place.notice else []) + list(plan.lines) + warnings:
+            for line in [line for line in (place.notice, notice) if line] + list(plan.lines) + warnings:
                 self._say(line)
         if self._report is not None:
             self._report.started(place.dir)
@@ -206,10 +206,11 @@ class Coordinator:
 
     # ---- the record ----
 
-    def _open_record(self, plan: RunPlan, place: RunPlace) -> None:
+    def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        record.begin(about.describe(self.request, plan, place, self._muster.machines, self._began))
+        notice = record.begin(about.describe(self.request, plan, place, self._muster.machines, self._began))
         self._record = record
+        return notice
 
     def _tell(self, kind: str, **more: object) -> None:
         if self._record is not None:

@@ -24,6 +24,7 @@ from stoker.control.launch.storeport import taken, wanted_port
 from stoker.control.launch.unusable import Unusable
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
+from stoker.control.machine.origin import run_we_are_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -194,7 +195,7 @@ class Muster:
 
     def _lent(self, member: Member) -> list[str]:
         """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
-        ours = tuple(f"run {run} (agent pid " for run in (self._run_id, os.environ.get(names.RUN_ID)) if run)
+        ours = tuple(f"run {run} (agent pid " for run in (self._run_id, run_we_are_in(os.environ)) if run)
         return [uuid for uuid, who in member.answers["host"]["held"].items() if ours and who.startswith(ours)]
 
     def _held(self, member: Member) -> dict[str, str]:

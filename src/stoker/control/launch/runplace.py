@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.untrusted import printable
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
@@ -69,11 +70,13 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
         raise Refusal(f"--name {name!r} can't be the name of a folder", EX_USAGE)
     notice = ""
     if request.options.name is not None:
-        same = [run for run in reader.all_runs(root) if run.name == name]
+        listing = reader.look(root)  # one's own: another user's run of this name is another run
+        same = [run for run in listing.runs if run.name == name]
+        notice = listing.skipped
         if same:
             last = same[-1]
             if reader.alive(last) is None and last.verdict is None and not _requeued(last, environment):
-                raise Refusal(f"run {name} was started on host {last.launcher[2]} and may be running there: stop it there first", EX_UNAVAILABLE)
+                raise Refusal(f"run {name} was started on host {printable(last.launcher[2])} and may be running there: stop it there first", EX_UNAVAILABLE)
             if reader.alive(last):
                 import shlex
 
@@ -82,14 +85,15 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
             if last.verdict is not None and last.verdict.status == "completed":
                 if not request.options.again and last.data.get("config_hash") == config_hash(request):
                     raise Complete(f"run {name} ({last.id}) is complete: {last.verdict.summary}; nothing to do (--again runs it again)")
-                notice = f"run {name} ({last.id}) is complete: this is a new run of that name"
+                notice = _joined(notice, f"run {name} ({last.id}) is complete: this is a new run of that name")
             elif last.data.get("config_hash") != config_hash(request):
-                notice = f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name"
+                notice = _joined(notice, f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of that name")
                 if request.identity is not None and os.path.isdir(os.path.join(last.dir, layout.CHECKPOINTS)):
                     notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} goes on with its weights"
             else:
                 attempts = last.attempts
-                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, _reopening(last, request.identity is not None))
+                notice = _joined(notice, _reopening(last, request.identity is not None))
+                return RunPlace(last.dir, last.id, name, attempts[-1] + 1 if attempts else 0, True, notice)
     return _new(root, name, notice, make=not request.options.dry_run)
 
 
@@ -104,6 +108,10 @@ def _reopening(last: reader.Run, recipe: bool) -> str:
     if recipe:
         return f"resuming run {last.id} from {os.path.relpath(saved.path)}"
     return f"starting run {last.id} again; its newest checkpoint, {os.path.relpath(saved.path)}, is what stoker.resume() gives the script"
+
+
+def _joined(*notices: str) -> str:
+    return "\n".join(notice for notice in notices if notice)
 
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:

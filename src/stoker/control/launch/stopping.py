@@ -6,6 +6,8 @@ import os
 import signal
 
 from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, STOP_NOW_SIGNAL, Refusal
+from stoker.contract.process import process, send
+from stoker.contract.untrusted import printable
 from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive
 
@@ -20,19 +22,15 @@ def ask_to_detach(run: Run) -> None:
 
 def _tell(run: Run, signum: int) -> None:
     pid, _, host = run.launcher
+    shown = printable(run.id)
+    if not run.mine:
+        raise Refusal(f"run {shown} belongs to {run.user}, who alone can stop it", EX_NOPERM)
     if host and host != os.uname().nodename:
-        raise Refusal(f"run {run.id} runs on host {host}: do this there", EX_UNAVAILABLE)
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError as problem:
-        raise Refusal(f"run {run.id}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE) from problem
-    try:
-        if not alive(run):  # compared after the handle was taken: the handle can't change its process any more
-            raise Refusal(f"run {run.id}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)
-        if signum == DETACH_SIGNAL and not processes.catches(pid, signum):
-            raise Refusal(f"run {run.id} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and `disown -h`", EX_UNAVAILABLE)
-        signal.pidfd_send_signal(handle, signum)
-    except PermissionError as problem:
-        raise Refusal(f"run {run.id} belongs to another user", EX_NOPERM) from problem
-    finally:
-        os.close(handle)
+        raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
+    launcher = process(pid)
+    if launcher is not None and alive(run) is None:
+        raise Refusal(f"run {shown}: pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher, so it is not signalled", EX_UNAVAILABLE)
+    if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
+        raise Refusal(f"run {shown} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and `disown -h`", EX_UNAVAILABLE)
+    if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
+        raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from stoker.control.cluster import slurmjob
 from stoker.control.launch.lines import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
+from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import write_json
 from stoker.control.verdict import launch, slurm
 
@@ -102,7 +104,7 @@ class Submitted:
             self._put(cutter.flush())
         if self._note:  # Slurm forgets a job within minutes; `stoker why` may be asked next week
             kept = {**self._note, "ended": {task: as_json(one) for task, one in self._known.items()}}
-            write_json(os.path.join(self._root, jobs.FOLDER, f"{self.number}.json"), kept)
+            write_json(os.path.join(own_folder(self._root, jobs.FOLDER), f"{self.number}.json"), kept)
 
     def _sum_up(self) -> int:
         code = 0
@@ -115,25 +117,26 @@ class Submitted:
 
 
 def log_path(root: str, task: str) -> str:
-    return os.path.join(root, jobs.FOLDER, f"{task}.out")
+    return os.path.join(own_folder(root, jobs.FOLDER), f"{task}.out")
 
 
 def read_note(root: str, task: str) -> dict[str, Any]:
-    found = reader.read_json(os.path.join(root, jobs.FOLDER, f"{task.partition('_')[0]}.json"))
+    path = os.path.join(own_folder(root, jobs.FOLDER), f"{task.partition('_')[0]}.json")
+    found = reader.read_json(path)
     return found if isinstance(found, dict) else {}
 
 
 def job_of(run: reader.Run) -> str:
     """The Slurm job a run was started in; empty where there is none."""
     told = run.data.get("environment") or {}
-    if told.get("SLURM_ARRAY_JOB_ID") and told.get("SLURM_ARRAY_TASK_ID"):
-        return f"{told['SLURM_ARRAY_JOB_ID']}_{told['SLURM_ARRAY_TASK_ID']}"
-    return str(told.get("SLURM_JOB_ID") or "")
+    task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
+    return next((job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
 
 
 def run_of(root: str, task: str) -> reader.Run | None:
     """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from before the job."""
-    since = float(read_note(root, task).get("submitted", 0.0)) - 60.0
+    submitted = read_note(root, task).get("submitted")
+    since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]
     return found[-1] if found else None
 
@@ -149,7 +152,7 @@ def slurms_word(root: str, task: str) -> Job | None:
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
-    noticed = os.path.exists(os.path.join(root, jobs.FOLDER, task + jobs.NOTICE))
+    noticed = os.path.exists(os.path.join(own_folder(root, jobs.FOLDER), task + jobs.NOTICE))
     return replace(found, noticed=noticed) if found else None
 
 

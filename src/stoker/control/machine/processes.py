@@ -5,35 +5,12 @@ from __future__ import annotations
 import os
 
 from stoker.contract import names, redact
-from stoker.contract.shape import shape
+from stoker.contract.process import Process, owner, process
+
+__all__ = ["Process", "owner", "process"]  # and what is defined here
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
-
-
-@shape
-class Process:
-    pid: int
-    parent: int
-    group: int
-    session: int
-    state: str
-    start: int  # clock ticks since boot: with the pid, the identity of a process
-    name: str
-
-
-def process(pid: int) -> Process | None:
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None
-    close = text.rindex(b")")  # the name may hold spaces and brackets
-    fields = text[close + 2 :].split()
-    return Process(
-        pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]),
-        text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
-    )  # fmt: skip
 
 
 def all_processes() -> list[Process]:
@@ -53,13 +30,6 @@ def descendants(root: int, table: list[Process]) -> set[int]:
                 found.add(child)
                 queue.append(child)
     return found
-
-
-def owner(pid: int) -> int | None:
-    try:
-        return os.stat(f"/proc/{pid}").st_uid
-    except (FileNotFoundError, ProcessLookupError):
-        return None
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 from stoker.contract import layout
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.untrusted import open_regular, printable
 from stoker.control.record.reader import Run, events
 
 
@@ -18,11 +21,13 @@ class Tail:
 
     def new(self, limit: int = 1 << 20) -> bytes:
         try:
-            with open(self.path, "rb") as file:
+            with os.fdopen(open_regular(self.path, follow=False), "rb") as file:
                 file.seek(self._at)
                 data = file.read(limit)
         except FileNotFoundError:
             return b""
+        except OSError as problem:
+            raise Refusal(f"{printable(self.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         self._at += len(data)
         return data
 
@@ -31,11 +36,16 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
     """(attempt, rank, path) of every log there is now, in order."""
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
-        ranks = sorted(int(name[5:-4]) for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".log") and name[5:-4].isdigit())
+        try:
+            found = [match[1] for name in os.listdir(folder) if (match := re.fullmatch(r"rank-(0|[1-9]\d{0,6})\.log", name))]
+        except OSError as problem:
+            raise Refusal(f"{printable(folder)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+        ranks = sorted(map(int, found))
         for rank in ranks:
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 
 
 def labels(run: Run, attempt: int) -> dict[int, str]:
     """Of the ranks that have started: a lost host or card gives them to others in the next attempt."""
-    return {int(one["rank"]): str(one["label"]) for one in events(run.dir) if one.get("event") == "rank-up" and one.get("attempt") == attempt}
+    started = [event for event in events(run.dir) if event["event"] == "rank-up" and event.get("attempt") == attempt]
+    return {event["rank"]: printable(str(event.get("label")), 80) for event in started if isinstance(event.get("rank"), int)}

@@ -1,76 +1,135 @@
-"""Reads run directories back, while they are written or after a crash."""
+"""Reads run directories back, while they are written or after a crash. Nothing in them is trusted: they may be damaged, or another user's."""
 
 from __future__ import annotations
 
-import json
+import errno
 import os
-from collections.abc import Iterator
+import re
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import layout, names, untrusted
+from stoker.contract.process import owner, process
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
+from stoker.control.record import ownership
+
+_MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
+_MOST_EVENTS = 256 << 20
+_LONGEST_EVENT = 1 << 20
+
+
+class Damaged(Exception):
+    """A run's record that can't be read, and why: one line, printable."""
 
 
 @shape
 class Run:
     dir: str
     id: str
-    data: dict[str, Any]  # run.json
+    data: dict[str, Any]  # run.json; what is named in _PARTS has the type it should have
     verdict: Verdict | None
+    uid: int
+    mine: bool
 
     @property
     def name(self) -> str:
-        return str(self.data.get("name", ""))
+        return str(self.data.get("name") or "")
 
     @property
     def started(self) -> float:
-        return float(self.data.get("started", 0.0))
+        return float(self.data.get("started") or 0.0)
 
     @property
     def launcher(self) -> tuple[int, int, str]:
-        """(pid, start ticks, host) of the process that runs it."""
+        """(pid, start ticks, host) of the process that runs it, as the record has it."""
         who = self.data.get("launcher") or {}
-        return int(who.get("pid", 0)), int(who.get("start", 0)), str(who.get("host", ""))
+        return who.get("pid") or 0, who.get("start") or 0, who.get("host") or ""
+
+    @property
+    def ranks(self) -> int:
+        return int((self.data.get("plan") or {}).get("world_size") or 0)
+
+    @property
+    def user(self) -> str:
+        return ownership.user_name(self.uid)
 
     @property
     def attempts(self) -> list[int]:
-        found = [name[8:] for name in os.listdir(self.dir) if name.startswith("attempt-")]
-        return sorted(int(number) for number in found if number.isdigit())
+        try:
+            with os.scandir(self.dir) as entries:
+                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError:
+            return []
+        return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"attempt-(0|[1-9]\d{0,5})", name)))
+
+
+@shape
+class Listing:
+    runs: tuple[Run, ...]  # oldest first
+    damaged: tuple[tuple[str, str], ...]  # name of the folder, why
+    others: int  # folders of other users, which were not looked into
+
+    @property
+    def skipped(self) -> str:
+        """One line; empty where nothing was skipped."""
+        if not self.damaged:
+            return ""
+        told = "; ".join(f"{printable(name, 80)}: {why}" for name, why in self.damaged[:3])
+        more = f"; and {len(self.damaged) - 3} more" if len(self.damaged) > 3 else ""
+        return f"skipped {len(self.damaged)} damaged run record{'s' if len(self.damaged) > 1 else ''}: {told}{more}"
+
+
+# ---- one run ----
 
 
 def read_json(path: str) -> Any:
     """None when it isn't there or isn't whole."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return untrusted.read_json(path)
     except (OSError, ValueError):
         return None
 
 
 def load(run_dir: str) -> Run | None:
-    data = read_json(os.path.join(run_dir, layout.RUN))
-    if not isinstance(data, dict):
+    """None where there is no record, or a damaged one."""
+    try:
+        return read(run_dir)
+    except Damaged:
         return None
-    said = read_json(os.path.join(run_dir, layout.VERDICT))
-    verdict = None
-    if isinstance(said, dict):
-        try:
-            verdict = Verdict.from_json(said)
-        except TypeError:
-            verdict = None  # of another version, or damaged: the run is listed without it
-    if verdict is None:
-        verdict = _verdict_in_events(run_dir)
-    return Run(run_dir, os.path.basename(run_dir), data, verdict)
+
+
+def read(run_dir: str) -> Run | None:
+    """None where there is no record."""
+    try:
+        about = os.stat(run_dir)
+        data = _part(run_dir, layout.RUN, about.st_uid)
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        raise Damaged(f"can't be read: {problem.strerror}") from problem
+    _check(data)
+    try:
+        _part(run_dir, layout.EVENTS, about.st_uid, parse=False)
+    except FileNotFoundError:
+        pass  # the run has not begun, or somebody has tidied up
+    verdict: Verdict | None
+    try:
+        verdict = Verdict.from_json(_part(run_dir, layout.VERDICT, about.st_uid))
+    except (FileNotFoundError, TypeError, Damaged):
+        verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
+    return Run(run_dir, os.path.basename(run_dir), data, verdict, about.st_uid, ownership.is_mine(about.st_uid, os.path.dirname(run_dir)))
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
     """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an earlier start."""
     last: dict[str, Any] | None = None
     for event in events(run_dir, tail=1 << 16):
-        if event.get("event") in ("run", "attempt"):
+        if event["event"] in ("run", "attempt"):
             last = None
-        elif event.get("event") == "verdict":
+        elif event["event"] == "verdict":
             last = event
     if last is None:
         return None
@@ -80,74 +139,222 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
     return Verdict(status, cause, summary, code, rank if isinstance(rank, int) else None, evidence=("from events.jsonl: there is no verdict.json",))
 
 
-def all_runs(root: str) -> list[Run]:
-    """Oldest first."""
+def open_in(run_dir: str, *names_: str) -> int:
+    """A descriptor of a regular file in the run directory, by no symbolic link below it: a record opens no file elsewhere."""
+    handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        names_ = sorted(entry.name for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False))
-    except FileNotFoundError:
-        return []
-    found = (load(os.path.join(root, name)) for name in names_)
-    return sorted((run for run in found if run is not None), key=lambda run: run.started)
+        for folder in names_[:-1]:
+            below = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=handle)
+            os.close(handle)
+            handle = below
+        return untrusted.open_regular(names_[-1], dir_fd=handle, follow=False)
+    finally:
+        os.close(handle)
 
 
-def find(which: str | None, root: str, exact: bool = False) -> Run:
-    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all."""
-    for candidate in (which, os.path.join(root, which)) if which else (os.path.join(root, layout.LATEST),):
-        if os.path.exists(os.path.join(candidate, layout.RUN)):
-            run = load(os.path.realpath(candidate))
-            if run is not None:
-                return run
-    runs = all_runs(root)
-    if which is None:
-        if runs:
-            return runs[-1]
-        raise names.Refusal(f"no runs in {root}; name another folder with --runs-dir", names.EX_NOINPUT)
-    match = [run for run in runs if run.name == which]
-    if match:
-        return match[-1]
-    begins = [run for run in runs if run.id.startswith(which) or run.name.startswith(which)]
-    if len(begins) == 1 and not exact:
-        return begins[0]
-    import difflib
+def _part(run_dir: str, name: str, uid: int, parse: bool = True) -> Any:
+    """A JSON file of the record. FileNotFoundError, or Damaged."""
+    try:
+        with os.fdopen(open_in(run_dir, name), "rb") as file:
+            of = os.fstat(file.fileno()).st_uid
+            if of != uid:
+                raise Damaged(f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}")
+            data = file.read(_MOST + 1) if parse else b""
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
+    except OSError as problem:
+        link = problem.errno == errno.ELOOP
+        raise Damaged(f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}") from problem
+    if len(data) > _MOST:
+        raise Damaged(f"{name} is larger than {_MOST >> 20} MiB")
+    if not parse:
+        return None
+    try:
+        return untrusted.parse_json(data)
+    except ValueError as problem:
+        raise Damaged(f"{name} is not JSON: {printable(str(problem), 80)}") from problem
 
-    near = difflib.get_close_matches(which, [run.id for run in runs] + [run.name for run in runs], 1, 0.4)
-    hint = f"; did you mean {near[0]}?" if near else f"; `stoker runs` lists the {len(runs)} there" if runs else ""
-    raise names.Refusal(f"no run {which!r} in {root}{hint}", names.EX_NOINPUT)
+
+def _check(data: Any) -> None:
+    """Of run.json: what Stoker reads again has its type, or is missing."""
+    if not isinstance(data, dict):
+        raise Damaged(f"{layout.RUN} is not a JSON object")
+    for name in ("launcher", "plan", "environment", "hosts", "versions", "request"):
+        if not isinstance(data.get(name), (dict, type(None))):
+            raise Damaged(f"{layout.RUN}: {name} is not an object")
+    launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
+    for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
+        if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
+            raise Damaged(f"{layout.RUN}: {name} is not a short text")
+    for where, name, most in ((data, "started", 1e11), (launcher, "pid", 1 << 22), (launcher, "start", 1 << 62), (plan, "world_size", 1e7)):
+        value = where.get(name)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not ((whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most):
+            raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may still be being written. `tail`: those of the last so many bytes."""
+    """Whole lines only: the last one may still be being written. Each has a kind and a time. `tail`: those of the last so many bytes."""
     try:
-        with open(os.path.join(run_dir, layout.EVENTS), "rb") as file:
-            if tail and file.seek(0, os.SEEK_END) > tail:
-                file.seek(-tail, os.SEEK_END)
-                file.readline()
-            elif tail:
-                file.seek(0)
-            for line in file:
-                if line.endswith(b"\n"):
-                    try:
-                        event = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(event, dict):
-                        yield event
+        handle = open_in(run_dir, layout.EVENTS)
+    except OSError:
+        return  # none yet; or a damaged record, which read() reports
+    with os.fdopen(handle, "rb") as file:
+        if tail and os.fstat(handle).st_size > tail:
+            file.seek(-tail, os.SEEK_END)
+            file.readline(_LONGEST_EVENT)
+        most = file.tell() + _MOST_EVENTS
+        while file.tell() < most and (line := file.readline(_LONGEST_EVENT)):
+            event = _event(line)
+            if event is not None:
+                yield event
+
+
+def last_time(run_dir: str) -> float | None:
+    """Of its newest event."""
+    try:
+        with os.fdopen(open_in(run_dir, layout.EVENTS), "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 16)))
+            lines = file.read(1 << 16).splitlines(keepends=True)
+    except OSError:
+        return None
+    return next((float(event["time"]) for event in map(_event, reversed(lines)) if event is not None), None)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        event = untrusted.parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(event, dict) or not isinstance(event.get("event"), str):
+        return None
+    when = event.get("time")
+    return event if isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when <= 1e11 else None
+
+
+# ---- the runs of a folder ----
+
+
+def look(root: str, everybody: bool = False) -> Listing:
+    """One's own runs; other users' folders are opened with `everybody` only."""
+    runs: list[Run] = []
+    damaged: list[tuple[str, str]] = []
+    others = 0
+    try:
+        with os.scandir(root) as entries:
+            folders = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
     except FileNotFoundError:
-        return
+        folders = []
+    except OSError as problem:
+        raise names.Refusal(f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir", names.EX_NOINPUT) from problem
+    for name in folders:
+        try:
+            if not everybody and not ownership.is_mine(os.lstat(os.path.join(root, name)).st_uid, root):
+                others += 1
+                continue
+            run = read(os.path.join(root, name))
+        except FileNotFoundError:
+            continue  # removed meanwhile
+        except Damaged as problem:
+            damaged.append((name, str(problem)))
+        else:
+            runs += [run] if run is not None else []
+    return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
+
+
+def all_runs(root: str) -> list[Run]:
+    """One's own, oldest first."""
+    return list(look(root).runs)
+
+
+def _to_stderr(line: str) -> None:
+    print(f"stoker: {line}", file=sys.stderr)
+
+
+def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = _to_stderr) -> Run:
+    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all. Another user's by path only."""
+    if which is None or which == layout.LATEST:
+        return _newest(root, say)
+    if os.path.basename(which) == layout.LATEST and os.path.islink(which):
+        return _newest(os.path.dirname(which), say)
+    by_path = os.sep in which
+    for candidate in (which, os.path.join(root, which)):
+        if not by_path and os.path.islink(candidate) and not ownership.is_mine(os.lstat(candidate).st_uid, os.path.dirname(candidate) or "."):
+            continue
+        try:
+            run = read(os.path.realpath(candidate))
+        except Damaged as problem:
+            if by_path:
+                raise names.Refusal(f"the record of run {printable(which)} is damaged: {problem}", names.EX_DATAERR) from problem
+            continue  # perhaps another run has this name
+        if run is not None and (run.mine or by_path):
+            return run
+    listing = look(root)
+    if listing.skipped:
+        say(listing.skipped)
+    match = [run for run in listing.runs if run.name == which]
+    if match:
+        return match[-1]
+    begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
+    if len(begins) == 1 and not exact:
+        return begins[0]
+    raise _no_run(which, root, listing)
+
+
+def _newest(root: str, say: Callable[[str], None]) -> Run:
+    """The link's where it is our own and leads to a run of ours in this folder; else the newest by its start."""
+    link = os.path.join(root, layout.LATEST)
+    try:
+        target = os.readlink(link)
+        if ownership.is_mine(os.lstat(link).st_uid, root) and os.path.basename(target) == target:
+            run = load(os.path.realpath(link))
+            if run is not None and run.mine:
+                return run
+    except OSError:
+        pass  # there is none: a file system without links, or another user's
+    listing = look(root)
+    if listing.skipped:
+        say(listing.skipped)
+    if not listing.runs:
+        others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
+        raise names.Refusal(f"no runs{others} in {printable(root)}; name another folder with --runs-dir", names.EX_NOINPUT)
+    return listing.runs[-1]
+
+
+def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
+    import difflib
+
+    shown = printable(which, 100)
+    path = os.path.join(root, which)
+    broken = dict(listing.damaged).get(which)
+    if broken:
+        return names.Refusal(f"the record of run {shown} is damaged: {broken}", names.EX_DATAERR)
+    if os.sep not in which and os.path.isdir(path):
+        uid = os.lstat(path).st_uid
+        if not ownership.is_mine(uid, root):
+            user = ownership.user_name(uid)
+            return names.Refusal(f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}", names.EX_NOPERM)
+    near = difflib.get_close_matches(which, [run.id for run in listing.runs] + [run.name for run in listing.runs], 1, 0.4)
+    hint = f"; `stoker runs` lists the {len(listing.runs)} there" if listing.runs else ""
+    if near:
+        hint = f"; did you mean {printable(near[0])}?"
+    return names.Refusal(f"no run {shown!r} in {printable(root)}{hint}", names.EX_NOINPUT)
+
+
+# ---- how it stands ----
 
 
 def alive(run: Run) -> bool | None:
-    """Is its launcher still there? None when it runs on another host and can't be told from here."""
+    """Is its launcher still there? The process that the record names, if it is ours and writes that very record. None when it can't be told from here."""
     pid, start, host = run.launcher
-    if host and host != os.uname().nodename:
+    if not run.mine or (host and host != os.uname().nodename):
         return None
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
+    now = process(pid) if pid > 0 else None
+    if now is None or now.start != start or now.state == "Z" or owner(pid) != os.getuid():
         return False
-    fields = text[text.rindex(b")") + 2 :].split()
-    return int(fields[19]) == start and fields[0] != b"Z"
+    return ownership.writes_to(pid, os.path.join(run.dir, layout.EVENTS))
 
 
 def over(run: Run) -> bool:

@@ -14,6 +14,8 @@ from typing import Any
 from stoker.contract import layout, names, redact
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
+from stoker.control.record import ownership
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
@@ -23,9 +25,10 @@ OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys 
 
 def write_json(path: str, data: Any, durable: bool = True) -> None:
     """All or nothing: a reader sees the old file or the new one. `durable`: also after a power cut, for the price of a disk's answer."""
-    temporary = f"{path}.{os.getpid()}.tmp"
+    temporary = temporary_name(path)
     try:
-        with open(temporary, "w", encoding="utf-8", errors="backslashreplace") as file:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(data, file, indent=1, ensure_ascii=False)
             file.write("\n")
             file.flush()
@@ -47,6 +50,11 @@ class Lost:
     full: bool  # the disk or the quota
 
 
+def temporary_name(path: str) -> str:
+    """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
+    return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+
+
 class RunRecord:
     """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run continues."""
 
@@ -57,6 +65,8 @@ class RunRecord:
         self._lost: dict[str, Lost] = {}
         root = os.path.dirname(run_dir)
         try:
+            if not ownership.is_mine(os.lstat(run_dir).st_uid, root) or os.path.islink(run_dir):
+                raise names.Refusal(f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name", names.EX_NOPERM)
             if reopened:
                 self._put_verdict_aside()
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -65,20 +75,29 @@ class RunRecord:
         except OSError as problem:
             raise cannot_write(root, problem) from problem
 
-    def begin(self, run: dict[str, Any]) -> None:
-        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here."""
+    def begin(self, run: dict[str, Any]) -> str:
+        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here. Returns a notice."""
         try:
             write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
-            self._point_latest()
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
+        return self._point_latest()
 
-    def _point_latest(self) -> None:
+    def _point_latest(self) -> str:
+        """Why the link could not be set: another user's in a folder that several share, or a file system without links. Nothing depends on it."""
         link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
-        temporary = f"{link}.{os.getpid()}.tmp"
-        os.symlink(os.path.basename(self.dir), temporary)
-        os.replace(temporary, link)
+        temporary = temporary_name(link)
+        try:
+            os.symlink(os.path.basename(self.dir), temporary)
+            try:
+                os.replace(temporary, link)
+            except OSError:
+                os.unlink(temporary)
+                raise
+        except OSError as problem:
+            return f"{printable(link)} stays as it is: {problem.strerror}; commands without a RUN take your newest run all the same"
+        return ""
 
     def _put_verdict_aside(self) -> None:
         """The verdict of the attempts before is not this start's: kept under another name."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.shape import replace
+from stoker.control.record import ownership, reader
 from stoker.training.config.keys import DEFAULTS, config_of, values_of
 from stoker.training.config.schema import Config
 from stoker.training.model import hf_hub
@@ -38,6 +39,9 @@ def _pinned(value: Any) -> Any:
     link = "/".join(parts[: parts.index(layout.LATEST) + 1])
     if not os.path.islink(link):
         return value
+    root = os.path.dirname(link)
+    if os.path.exists(link) and not ownership.is_mine(os.stat(link).st_uid, root):  # of another user, in a folder that several share
+        return os.path.join(reader.find(None, root or ".").dir, *parts[parts.index(layout.LATEST) + 1 :])
     return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
 
 

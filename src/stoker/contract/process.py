@@ -1,0 +1,75 @@
+"""Who a process is, and the one way in which Stoker signals a process: by pidfd, with its start time and its user compared.
+
+The exceptions are our own children that nobody has waited for: their numbers can't be given to anybody else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+
+from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.shape import shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@shape
+class Process:
+    pid: int
+    parent: int
+    group: int
+    session: int
+    state: str
+    start: int  # clock ticks since boot: with the pid, the identity of a process
+    name: str
+
+
+def process(pid: int) -> Process | None:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    close = text.rindex(b")")  # the name may hold spaces and brackets
+    fields = text[close + 2 :].split()
+    return Process(
+        pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]),
+        text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
+    )  # fmt: skip
+
+
+def owner(pid: int) -> int | None:
+    """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            for line in file:
+                if line.startswith(b"Uid:"):
+                    return int(line.split()[1])
+    except OSError:
+        return None
+    return None
+
+
+def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
+    """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't change its process any more."""
+    try:
+        handle = os.pidfd_open(who.pid)
+    except OSError as problem:
+        if problem.errno == errno.ENOSYS:
+            line = "this kernel has no pidfd (Linux 5.3 has): without it a reused pid could be hit, so nothing is stopped"
+            raise Refusal(line, EX_OSERR) from problem
+        return False
+    try:
+        now = process(who.pid)
+        if now is None or now.start != who.start or owner(who.pid) != os.getuid() or (if_still is not None and not if_still()):
+            return False
+        signal.pidfd_send_signal(handle, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    finally:
+        os.close(handle)
+    return True

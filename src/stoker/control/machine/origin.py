@@ -1,0 +1,101 @@
+"""Where a run's processes come from: its agent says so in their environment, and everything they start inherits it.
+
+The environment alone proves nothing. sbatch, at, systemd-run and cron hand it to jobs of their own, which must outlive the run. What a run
+started itself is below its agent, or was: then its parent is one of those that were above the agent, in the agent's own control group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from stoker.contract import names
+from stoker.contract.shape import shape
+from stoker.control.machine.processes import Process, environment, process
+
+_KEEPERS = ("stoker-agent", "stoker-guard")
+
+
+@shape
+class Origin:
+    agent: int
+    start: int  # clock ticks since boot
+    job: str  # of Slurm; empty for none
+    above: tuple[int, ...]  # the agent's parents. An orphan is given to one of them: to pid 1, or to a subreaper
+    cgroup: str
+
+    def text(self) -> str:
+        return f"{self.agent}:{self.start}:{self.job}:{','.join(map(str, self.above))}:{self.cgroup}"
+
+
+def of_this_process(environ: Mapping[str, str]) -> Origin:
+    """The agent's own."""
+    me = process(os.getpid())
+    return Origin(os.getpid(), me.start if me else 0, environ.get("SLURM_JOB_ID", ""), tuple(one.pid for one in above(os.getpid())), cgroup(os.getpid()))
+
+
+def read(text: str | None) -> Origin | None:
+    agent, _, rest = (text or "").partition(":")
+    start, _, rest = rest.partition(":")
+    job, _, rest = rest.partition(":")
+    parents, colon, group = rest.partition(":")
+    try:
+        return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group) if colon else None
+    except ValueError:
+        return None
+
+
+def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]:
+    """Its parent, that one's parent, and so on."""
+    look = process if table is None else table.get
+    found: list[Process] = []
+    one = look(pid)
+    while one is not None and one.parent and one.parent not in {parent.pid for parent in found}:
+        one = look(one.parent)
+        if one is not None:
+            found.append(one)
+    return found
+
+
+def cgroup(pid: int) -> str:
+    """As systemd and containers set it: the unified hierarchy, or version 1's named one. Controllers of version 1 may move a process at any time."""
+    try:
+        with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
+            lines = [line.rstrip("\n").partition(":")[2] for line in file]
+    except OSError:
+        return ""
+    return ";".join(sorted(line for line in lines if line.startswith((":", "name=systemd:"))))
+
+
+def run_we_are_in(environ: Mapping[str, str]) -> str:
+    """The run in whose rank this process was started; empty for none. A job that a rank handed to sbatch or at only has the environment of one."""
+    run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
+    if not run or origin is None:
+        return ""
+    return run if any(one.pid == origin.agent and one.start == origin.start for one in above(os.getpid())) else ""
+
+
+def kept(pid: int) -> bool:
+    """Its user wants it to outlive the run."""
+    return bool(environment(pid).get(names.KEEP))
+
+
+def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
+    """Why a process with a run's environment, whose agent is gone, is not the run's own; empty: it is."""
+    environ = environment(one.pid)
+    origin = read(environ.get(names.RUN_ORIGIN))
+    if origin is None:
+        return "its environment does not say where it was started"
+    if one.start < origin.start:
+        return "it is older than its run"
+    job = environ.get("SLURM_JOB_ID", "")
+    if job != origin.job:
+        return f"it belongs to Slurm job {job}" if job else f"it runs outside its run's Slurm job {origin.job}"
+    if cgroup(one.pid) != origin.cgroup:
+        return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
+    of_the_run = [parent for parent in above(one.pid, table) if environment(parent.pid).get(names.RUN_ID) == environ.get(names.RUN_ID)]
+    top = of_the_run[-1] if of_the_run else one
+    starter = table.get(top.parent)
+    if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _KEEPERS:
+        return ""
+    return f"another process started it: pid {starter.pid} ({starter.name})"

@@ -1,0 +1,72 @@
+"""Whose a run is, and which process is its launcher. Several users may share a runs folder: each sees and stops the runs of their own."""
+
+from __future__ import annotations
+
+import os
+
+_given: dict[str, int] = {}  # folder -> the uid of what we make there
+
+
+def is_mine(uid: int, folder: str) -> bool:
+    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a file we make there shows it."""
+    return uid == os.geteuid() or uid == _uid_given_in(folder)
+
+
+def _uid_given_in(folder: str) -> int:
+    folder = folder or "."
+    if folder not in _given:
+        import tempfile
+
+        _given[folder] = os.geteuid()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                _given[folder] = os.fstat(file.fileno()).st_uid
+        except OSError:
+            pass  # not ours to write in: nothing there is ours under another number
+    return _given[folder]
+
+
+def own_folder(root: str, name: str) -> str:
+    """`name` in a folder that several may share; where that is another user's already, one with our number beside it."""
+    path = os.path.join(root, name)
+    try:
+        return path if is_mine(os.lstat(path).st_uid, root) else f"{path}-{os.geteuid()}"
+    except OSError:
+        return path  # not there yet
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def writes_to(pid: int, path: str) -> bool | None:
+    """Has this process that file open for writing? A record can name any process, but can't make this true. None: we may not look."""
+    folder, name = os.path.split(path)
+    folder = os.path.realpath(folder)
+    try:
+        handles = os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return None
+    except OSError:
+        return False
+    return any(_writes_to(f"/proc/{pid}/fd/{handle}", f"/proc/{pid}/fdinfo/{handle}", folder, name) for handle in handles)
+
+
+def _writes_to(link: str, info: str, folder: str, name: str) -> bool:
+    try:
+        target = os.readlink(link).removesuffix(" (deleted)")
+        if os.path.basename(target) != name:
+            return False
+        with open(info, encoding="ascii", errors="replace") as file:
+            flags = next((int(line.split()[1], 8) for line in file if line.startswith("flags:")), 0)
+        if flags & os.O_ACCMODE == os.O_RDONLY:
+            return False
+        # By name, so that one who removes the file of a living run does not make it a dead one; else by inode: a mount may show it under two names.
+        return os.path.dirname(target) == folder or os.path.samestat(os.stat(link), os.stat(os.path.join(folder, name)))
+    except (OSError, ValueError):
+        return False  # closed meanwhile
