@@ -102,6 +102,13 @@ class Stoker:
         return Done(code, b"", b"", self.cwd)
 
 
+def forget_verdict(run_dir: Path) -> Path:
+    """As if the launcher had died before it: no verdict event, and verdict.json under the name that is returned."""
+    events = run_dir / "events.jsonl"
+    events.write_text("".join(line for line in events.read_text().splitlines(keepends=True) if '"event": "verdict"' not in line))
+    return (run_dir / "verdict.json").rename(run_dir / "verdict-kept.json")
+
+
 _CLEAR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NUM_GPUS", "CUDA_VISIBLE_DEVICES", "STOKER_", "PET_")
 
 

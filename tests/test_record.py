@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker, tagged, wait_for
+from conftest import Stoker, forget_verdict, tagged, wait_for
 from stoker.contract import redact
 from stoker.control.record import reader
 
@@ -197,8 +197,10 @@ def test_a_torn_record_is_read_as_far_as_it_goes(stoker: Stoker) -> None:
     with open(done.run_dir / "events.jsonl", "ab") as file:
         file.write(b'{"event": "half')
     (done.run_dir / "verdict.json").write_text('{"status": "comp')
-    assert json.loads(stoker("why", "--json").out)["cause"] == "launch.killed"
+    assert json.loads(stoker("why", "--json").out)["cause"] == "completed"  # the event has it
     assert [event["event"] for event in reader.events(str(done.run_dir))][-1] == "verdict"
+    forget_verdict(done.run_dir)
+    assert json.loads(stoker("why", "--json").out)["cause"] == "launch.killed"
     (stoker.cwd / "runs" / "junk").mkdir()
     (stoker.cwd / "runs" / "junk" / "run.json").write_text("not json")
     assert len(json.loads(stoker("runs", "--json").out)["runs"]) == 1
@@ -256,7 +258,7 @@ def test_a_run_of_another_host_is_followed_until_it_has_a_verdict(stoker: Stoker
     told = json.loads((done.run_dir / "run.json").read_text())
     told["launcher"]["host"] = "elsewhere"
     (done.run_dir / "run.json").write_text(json.dumps(told))
-    verdict = (done.run_dir / "verdict.json").rename(done.run_dir / "later.json")
+    verdict = forget_verdict(done.run_dir)
     attached = stoker.start("attach")
     with pytest.raises(subprocess.TimeoutExpired):
         attached.wait(1.5)

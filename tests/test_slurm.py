@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Done, Stoker, tagged, wait_for
+from conftest import Done, Stoker, forget_verdict, tagged, wait_for
 from slurmcluster import SlurmCluster
 from stoker.contract.job import Job
 from stoker.contract.names import Refusal
@@ -363,7 +363,7 @@ def test_a_requeued_job_goes_on_although_its_first_start_was_on_another_node(sto
     about = json.loads((run_dir / "run.json").read_text())
     about["launcher"]["host"] = "elsewhere"
     (run_dir / "run.json").write_text(json.dumps(about))
-    (run_dir / "verdict.json").rename(run_dir / "kept.json")
+    forget_verdict(run_dir)
     other = stoker("run", "--name", "x", script, env={**step, "SLURM_JOB_ID": "8"})
     assert other.code == 69 and "was started on host elsewhere and may be running there" in other.err
     assert stoker("run", "--name", "x", script, env=step).code == 3

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Done, Stoker, machine_json, tagged, wait_for
+from conftest import Done, Stoker, forget_verdict, machine_json, tagged, wait_for
 from stoker.contract import names
 from stoker.contract.shapes import Verdict
 from stoker.control.record import follow, ownership, reader
@@ -413,7 +413,7 @@ def test_what_anothers_record_says_is_only_printed(users: tuple[User, User]) -> 
     (folder / "attempt-0").symlink_to(ann.cwd)
     (ann.cwd / "rank-0.log").write_text("do not print\n")
     assert "do not print" not in ann("logs", str(folder)).out + ann("attach", str(folder)).out
-    (folder / "verdict.json").unlink()
+    forget_verdict(folder)
     (folder / "verdict.json").symlink_to(secret)
     assert "do not print" not in ann("why", str(folder)).out
 
