@@ -87,7 +87,7 @@ def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt],
     chances = np.ones(count) if rows is None else weights(rows, count, path)
     kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
     if not kept.any():
-        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be drawn", EX_DATAERR)
+        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
     return Draw(kept)
 
 
@@ -107,7 +107,7 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
 
 
 def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """How often each prompt is drawn in a step of `count`, on average: by its weight, but never twice while there are enough others."""
+    """How often each prompt is sampled in a step of `count`, on average: by its weight, but never twice while there are enough others."""
     drawn: NDArray[np.float64] = count * weights / weights.sum()
     if count > np.count_nonzero(weights):
         return drawn
