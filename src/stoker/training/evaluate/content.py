@@ -24,7 +24,7 @@ _LIST = re.compile(rf"{_DIGITS}(?:\s*(?:,|;|<|>|\band\b|\bthen\b)\s*(?:and\s+|th
 # What makes the number behind it no stated one: "7 or 8", "not 8", "3 + 8", "5 to 8", "between 7 and 8".
 _OPEN = re.compile(r"(?:\bor|\bnot|n't|n’t|[+*/×÷]|\d\s*(?:to|[-–])|\bbetween\s+\S+\s+and)\s*$")
 _COMPARED = re.compile(r"\bthan\s+$")  # 6 is more than 4: the 4 is not the answer
-_SPELLED = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty").split()
+_SPELLED = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _ENDED = re.compile(r"[.!?][\"'”’*)\s]*$")
 _DENIES = {"not", "no", "never", "neither", "nor", "either", "or", "maybe", "perhaps", "except", "without", "cannot"}

@@ -1,0 +1,121 @@
+"""What a tired reader needs first: a few numbers per stage, what got worse, what to distrust. Pure: a Chain in, blocks out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stoker.contract.quantities import span
+from stoker.contract.shape import shape
+from stoker.speedrun.gather import Chain, Evaluation, Marks
+from stoker.speedrun.report_blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
+from stoker.speedrun.report_chain import hardware_lines, missing, total_of
+from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
+from stoker.speedrun.significance import ABSENT, Measured, change, judged, percent, points
+
+MANY_CUT = 0.02  # a share of cut answers that makes a score doubtful
+
+
+def summary(chain: Chain) -> Iterator[Block]:
+    seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
+    took = span(seconds) if seconds is not None else "time unknown"
+    yield Text(f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}.", lead=True)
+    yield from missing(chain)
+    evaluations = {name: found for name in MODELS if (found := chain.evaluation(name)) is not None}
+    if evaluations:
+        yield from _first_table(chain, evaluations)
+    points_to_know = tuple(_worth_knowing(chain, evaluations))
+    if points_to_know:
+        yield Heading("Worth knowing")
+        yield Bullets(points_to_know)
+
+
+def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[Block]:
+    rows = []
+    for name, found in evaluations.items():
+        old = chain.evaluation(BEFORE[name]) if name in BEFORE else None
+        cells = [_compared(found.questions.greedy, old and old.questions.greedy)]
+        cells.append(_compared(found.prompts.greedy if found.prompts else Measured(), old and old.prompts and old.prompts.greedy))
+        cells.append(_compared(found.everything.form, old and old.everything.form))
+        cells.append(_compared(found.everything.cut, old and old.everything.cut, higher_is_better=False))
+        rows.append((Cell(MODELS[name]), *cells))
+    yield Table(("After stage", "Questions right", "Prompts like GRPO's right", "In the expected form", "Cut at the token limit"), tuple(rows))
+    yield Text(
+        "All questions and prompts are held out from training. Right: the answer says the right thing, however it is worded. In the expected form: it stands "
+        'alone or after "The answer is", right or wrong. Cut: the answer was not finished when it reached the token limit. Arrows compare with the stage '
+        "before, both GRPO runs with SFT: ▲ and ▼ are significant changes (95 %), ≈ is none."
+    )
+
+
+def _compared(now: Measured, before: Measured | None, higher_is_better: bool = True) -> Cell:
+    found = change(before or Measured(), now)
+    verdict = judged(found, higher_is_better)
+    if now.value is None or not found.tested or found.difference is None:
+        return Cell(percent(now.value))
+    arrow = "≈" if not found.beyond_noise else "▲" if found.difference > 0 else "▼"
+    return Cell(percent(now.value), f"{arrow} {100 * found.difference:+.1f} points", tone_of(verdict))
+
+
+def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
+    yield from _about_forgetting(chain, evaluations)
+    gains = {name: found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name))[0].difference is not None}
+    if gains:
+        compared = ", ".join(f"{name.removeprefix('grpo-')} {points(found).split(' (')[0]}, {judged(found)}" for name, (found, _) in gains.items())
+        yield f"GRPO compared with SFT, on {next(iter(gains.values()))[1]}: {compared}."
+    reward = chain.result("reward")
+    if reward is not None and pairs_right(reward).value is not None:
+        yield f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs in the right order."
+    for name, found in evaluations.items():
+        for how, cut in (("greedy", found.everything.cut), ("sampled", found.everything.sampled_cut)):
+            if cut.value is not None and cut.value >= MANY_CUT:
+                limit = f"{found.new_tokens} tokens" if found.new_tokens else "the token limit"
+                yield f"{MODELS[name]}: {percent(cut.value)} of the {how} answers were cut at {limit}, which lowers its scores. Raise generate.new_tokens."
+
+
+def _about_forgetting(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
+    """One line per measure that a stage made worse, and one line if there is none: a reader must not have to look for it."""
+    worse: dict[tuple[str, str], list[Regression]] = {}
+    for found in regressions(chain):
+        worse.setdefault((found.measure, found.best), []).append(found)
+    for (measure, best), stages in worse.items():
+        now = ", ".join(f"{MODELS[one.stage]} {percent(one.now.value)}" for one in stages)
+        yield f"Forgotten: {measure}: {MODELS[best]} {percent(stages[0].before.value)}, but {now}. Each drop is significant."
+    if not worse and len(evaluations) > 1:
+        yield "Nothing was forgotten: no stage is significantly worse than an earlier one on any measure."
+
+
+@shape
+class Regression:
+    """A stage that is significantly worse on a measure than the best stage before it."""
+
+    stage: str
+    measure: str
+    best: str  # the earlier stage
+    before: Measured
+    now: Measured
+
+
+def regressions(chain: Chain) -> tuple[Regression, ...]:
+    """By the same test as everywhere in the report, each measure and stage by itself."""
+    worse = []
+    for name in MODELS:
+        own, earlier = chain.evaluation(name), [(before, found) for before in _before(name) if (found := chain.evaluation(before)) is not None]
+        for measure, now in (_measures(own).items() if own else ()):
+            known = [(before, old) for before, found in earlier if (old := _measures(found).get(measure, Measured())).value is not None]
+            if not known or now.value is None:
+                continue
+            best, old = max(known, key=lambda pair: pair[1].value or 0.0)
+            found = change(old, now)
+            if found.beyond_noise and found.difference is not None and found.difference < 0:
+                worse.append(Regression(name, measure, best, old, now))
+    return tuple(worse)
+
+
+def _before(name: str) -> Iterator[str]:
+    while name in BEFORE:
+        name = BEFORE[name]
+        yield name
+
+
+def _measures(found: Evaluation) -> dict[str, Measured]:
+    shares: dict[str, Marks] = {"all questions": found.everything, **{f"{kind} questions": one for kind, one in found.kinds.items()}}
+    return {**{name: one.greedy for name, one in shares.items()}, "all questions, sampled answers": found.everything.sampled}
