@@ -81,8 +81,8 @@ def _about_bits(chain: Chain, evaluated: dict[str, Evaluation]) -> Iterator[Bloc
     last = max(bits, key=lambda name: bits[name])
     if "base" in bits and bits[last] > RISEN * bits["base"]:
         text += (
-            f" It rises from {number(bits['base'])} (Base) to {number(bits[last])} ({MODELS[last]}). The later stages learn only the assistant's words in chats, "
-            "so the model forgets how to continue plain text. This is expected, and it is the price of these stages: chat with this model, and use the base "
-            "model where you need plain text. How well it answers in chats is measured above, not by this number."
+            f" It rises from {number(bits['base'])} (Base) to {number(bits[last])} ({MODELS[last]}). The later stages learn only the assistant's words "
+            "in chats, so the model forgets how to continue plain text. This is expected, and it is the price of these stages: chat with this model, "
+            "and use the base model where you need plain text. How well it answers in chats is measured above, not by this number."
         )
     yield Text(text)

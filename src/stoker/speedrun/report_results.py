@@ -135,7 +135,8 @@ def training(chain: Chain) -> Iterator[Block]:
         yield Figure("losses", "Loss of base, midtraining and SFT")
     if any(chain.stages[name].steps for name in ("grpo-uniform", "grpo-density") if name in chain.stages):
         yield Heading("GRPO")
-        yield Figure("rewards", "GRPO: reward, divergence from SFT (KL), length and entropy of the answers, share cut at the token limit. Thin: each step; thick: mean of 5")
+        shown = "GRPO: reward, divergence from SFT (KL), length and entropy of the answers, share cut at the token limit"
+        yield Figure("rewards", f"{shown}. Thin: each step; thick: mean of 5")
         density = chain.result("density")
         if density is not None:
             yield Text(

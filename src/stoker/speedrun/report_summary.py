@@ -13,6 +13,7 @@ from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
 from stoker.speedrun.significance import ABSENT, Measured, change, judged, percent, points
 
 MANY_CUT = 0.02  # a share of cut answers that makes a score doubtful
+NOT_EVALUATED = Evaluation(Marks(), {}, {}, None, ())
 
 
 def summary(chain: Chain) -> Iterator[Block]:
@@ -32,11 +33,12 @@ def summary(chain: Chain) -> Iterator[Block]:
 def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[Block]:
     rows = []
     for name, found in evaluations.items():
-        old = chain.evaluation(BEFORE[name]) if name in BEFORE else None
-        cells = [_compared(found.questions.greedy, old and old.questions.greedy)]
-        cells.append(_compared(found.prompts.greedy if found.prompts else Measured(), old and old.prompts and old.prompts.greedy))
-        cells.append(_compared(found.everything.form, old and old.everything.form))
-        cells.append(_compared(found.everything.cut, old and old.everything.cut, higher_is_better=False))
+        old = (chain.evaluation(BEFORE[name]) if name in BEFORE else None) or NOT_EVALUATED
+        prompts, old_prompts = found.prompts or Marks(), old.prompts or Marks()
+        cells = (
+            _compared(found.questions.greedy, old.questions.greedy), _compared(prompts.greedy, old_prompts.greedy),
+            _compared(found.everything.form, old.everything.form), _compared(found.everything.cut, old.everything.cut, higher_is_better=False),
+        )  # fmt: skip
         rows.append((Cell(MODELS[name]), *cells))
     yield Table(("After stage", "Questions right", "Prompts like GRPO's right", "In the expected form", "Cut at the token limit"), tuple(rows))
     yield Text(
@@ -46,8 +48,8 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
     )
 
 
-def _compared(now: Measured, before: Measured | None, higher_is_better: bool = True) -> Cell:
-    found = change(before or Measured(), now)
+def _compared(now: Measured, before: Measured, higher_is_better: bool = True) -> Cell:
+    found = change(before, now)
     verdict = judged(found, higher_is_better)
     if now.value is None or not found.tested or found.difference is None:
         return Cell(percent(now.value))
@@ -57,9 +59,9 @@ def _compared(now: Measured, before: Measured | None, higher_is_better: bool = T
 
 def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
     yield from _about_forgetting(chain, evaluations)
-    gains = {name: found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name))[0].difference is not None}
+    gains = {name: gain for name in ("grpo-uniform", "grpo-density") if (gain := over_sft(chain, name))[0].difference is not None}
     if gains:
-        compared = ", ".join(f"{name.removeprefix('grpo-')} {points(found).split(' (')[0]}, {judged(found)}" for name, (found, _) in gains.items())
+        compared = ", ".join(f"{name.removeprefix('grpo-')} {points(gain).split(' (')[0]}, {judged(gain)}" for name, (gain, _) in gains.items())
         yield f"GRPO compared with SFT, on {next(iter(gains.values()))[1]}: {compared}."
     reward = chain.result("reward")
     if reward is not None and pairs_right(reward).value is not None:
@@ -99,13 +101,13 @@ def regressions(chain: Chain) -> tuple[Regression, ...]:
     worse = []
     for name in MODELS:
         own, earlier = chain.evaluation(name), [(before, found) for before in _before(name) if (found := chain.evaluation(before)) is not None]
-        for measure, now in (_measures(own).items() if own else ()):
+        for measure, now in _measures(own).items() if own else ():
             known = [(before, old) for before, found in earlier if (old := _measures(found).get(measure, Measured())).value is not None]
             if not known or now.value is None:
                 continue
             best, old = max(known, key=lambda pair: pair[1].value or 0.0)
-            found = change(old, now)
-            if found.beyond_noise and found.difference is not None and found.difference < 0:
+            moved = change(old, now)
+            if moved.beyond_noise and moved.difference is not None and moved.difference < 0:
                 worse.append(Regression(name, measure, best, old, now))
     return tuple(worse)
 

@@ -24,7 +24,10 @@ _LIST = re.compile(rf"{_DIGITS}(?:\s*(?:,|;|<|>|\band\b|\bthen\b)\s*(?:and\s+|th
 # What makes the number behind it no stated one: "7 or 8", "not 8", "3 + 8", "5 to 8", "between 7 and 8".
 _OPEN = re.compile(r"(?:\bor|\bnot|n't|n’t|[+*/×÷]|\d\s*(?:to|[-–])|\bbetween\s+\S+\s+and)\s*$")
 _COMPARED = re.compile(r"\bthan\s+$")  # 6 is more than 4: the 4 is not the answer
-_SPELLED = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"]
+_SPELLED = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen",
+    "seventeen", "eighteen", "nineteen", "twenty",
+)  # fmt: skip
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _ENDED = re.compile(r"[.!?][\"'”’*)\s]*$")
 _DENIES = {"not", "no", "never", "neither", "nor", "either", "or", "maybe", "perhaps", "except", "without", "cannot"}
@@ -51,6 +54,9 @@ class Alternatives:
         return False
 
 
+NO_OTHERS = Alternatives()
+
+
 def alternatives(answers: Collection[str], question: str = "") -> Alternatives:
     return Alternatives(phrases(answers), words(question))
 
@@ -61,7 +67,7 @@ def phrases(answers: Collection[str]) -> frozenset[tuple[str, ...]]:
     return frozenset(_phrase(answer) for answer in given if _only_number(answer) is None and not _LIST.fullmatch(answer)) - {()}
 
 
-def right(completion: str, answer: str, others: Alternatives = Alternatives(), *, cut: bool = False) -> bool:
+def right(completion: str, answer: str, others: Alternatives = NO_OTHERS, *, cut: bool = False) -> bool:
     if right_in_form(completion, answer):
         return True
     part = marked_part(completion)
@@ -94,10 +100,8 @@ def _says(line: str, wanted: str, others: Alternatives, cut: bool) -> bool:
 def _joined(sentence: str, phrase: tuple[str, ...]) -> bool:
     """Whether the answer is one of several: "Anna and Ben", "in the park and in the garden"."""
     pattern = r"\b" + r"\W+".join(map(re.escape, phrase)) + r"\b"
-    for place in re.finditer(pattern, sentence):
-        if _JOINED_BEFORE.search(sentence[: place.start()]) or _JOINED_AFTER.search(sentence[place.end() :]):
-            return True
-    return False
+    places = list(re.finditer(pattern, sentence))
+    return any(_JOINED_BEFORE.search(sentence[: place.start()]) or _JOINED_AFTER.search(sentence[place.end() :]) for place in places)
 
 
 def _last_number(text: str) -> Decimal | None:

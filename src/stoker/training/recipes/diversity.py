@@ -96,7 +96,8 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     mine = sample(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
-    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts" + (f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""))
+    about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""
+    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts{about_cut}")
     return [[answer.text for answer in together[place]] for place in range(len(prompts))]
 
 

@@ -133,7 +133,8 @@ def result(history: History, position: Position, stopped: str | None, solved: Fi
 
     newest = last[-1] if last else None
     return {
-        "steps": position.step, "tokens": position.tokens, "reward_first": mean([seen.reward for seen in history.first]), "reward_last": mean([seen.reward for seen in last]),
+        "steps": position.step, "tokens": position.tokens,
+        "reward_first": mean([seen.reward for seen in history.first]), "reward_last": mean([seen.reward for seen in last]),
         "cut_first": mean([seen.cut for seen in history.first]), "cut_last": mean([seen.cut for seen in last]),
         "kl_last": newest.kl if newest else None, "entropy_last": newest.entropy if newest else None, "length_last": newest.length if newest else None,
         "stopped": stopped, "solved": solved.line if solved else None,
