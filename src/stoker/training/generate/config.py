@@ -7,7 +7,7 @@ from stoker.contract.shape import option, shape
 
 @shape
 class GenerateConfig:
-    new_tokens: int = option("an answer is cut after so many tokens; the report counts the cut ones", default=64)
+    new_tokens: int = option("an answer is cut after so many tokens; the report counts the cut ones", default=128)
     temperature: float = option("0: greedy, always the most likely token", default=1.0)
     top_k: int = option("sample only from the k most likely tokens (0: all)", default=0)
     top_p: float = option("sample only from the most likely tokens that together have this probability (1: all)", default=1.0)
