@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from stoker.speedrun.gather import Chain, Evaluation
 from stoker.speedrun.report_blocks import BAD, Block, Cell, Figure, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS, random_guess, share_cell
-from stoker.speedrun.report_summary import Regression, regressions
+from stoker.speedrun.report_summary import Regression, regressions, right_by_measure
 from stoker.speedrun.significance import Measured, between, number, percent
 
 RISEN = 1.1  # bits per byte above this many times the base model's need an explanation
-
-Pick = Callable[[Evaluation], Measured]
 
 
 def models_table(chain: Chain) -> Iterator[Block]:
@@ -25,11 +23,12 @@ def models_table(chain: Chain) -> Iterator[Block]:
     asked = next((one.everything.greedy.total for one in evaluated.values() if one.everything.greedy.total), None)
     held_out = f"{asked:,} held-out questions and prompts" if asked else "held-out questions"
     yield Text(
-        f"Shares of {held_out}, with the 95 % interval below each share. Greedy: the model always takes its most likely token. Sampled: each token is "
-        "picked at random by its probability. ▼ marks a stage that is significantly worse than the best stage before it."
+        f"Shares of {held_out}, with the 95 % interval below each share. Answers are greedy, where not called sampled: the model always takes its most likely "
+        "token. Sampled: each token is picked at random by its probability. ▼ marks a stage that is significantly worse than the best stage before it."
     )
     worse = {(one.stage, one.measure): one for one in regressions(chain)}
-    rows = [_row(label, measure, pick, evaluated, worse) for label, measure, pick in _measures(evaluated)]
+    measures = dict.fromkeys(measure for one in evaluated.values() for measure in _measures(one))
+    rows = [_row(measure, evaluated, worse) for measure in measures]
     rows.append((Cell("bits per byte of plain text", "lower is better"), *(Cell(number(one.bits_per_byte if one else None)) for one in found.values())))
     yield Table(("", *MODELS.values()), tuple(rows))
     yield from _about_bits(chain, evaluated)
@@ -37,38 +36,24 @@ def models_table(chain: Chain) -> Iterator[Block]:
     yield Figure("kinds", "Right answers (greedy) by kind of question, with 95 % intervals; u: uniform, d: density")
 
 
-def _measures(evaluated: dict[str, Evaluation]) -> Iterator[tuple[str, str, Pick]]:
-    """Label, the measure's name among the regressions (empty: not one of them), and where the number is."""
-    yield "all, greedy", "all questions", lambda one: one.everything.greedy
-    for name in dict.fromkeys(name for one in evaluated.values() for name in one.files):
-        yield f"file {name}", "", _of_file(name)
-    for kind in dict.fromkeys(kind for one in evaluated.values() for kind in one.kinds):
-        yield f"{kind} questions", f"{kind} questions", _of_kind(kind)
-    yield "all, sampled", "all questions, sampled answers", lambda one: one.everything.sampled
-    yield "in the expected form", "", lambda one: one.everything.form
-    yield "right and in the expected form", "", lambda one: one.everything.strict
-    yield "cut at the token limit, greedy", "", lambda one: one.everything.cut
-    yield "cut at the token limit, sampled", "", lambda one: one.everything.sampled_cut
+def _measures(found: Evaluation) -> dict[str, Measured]:
+    everything = found.everything
+    return {
+        **right_by_measure(found), "in the expected form": everything.form, "right and in the expected form": everything.strict,
+        "cut at the token limit": everything.cut, "cut, sampled answers": everything.sampled_cut,
+    }  # fmt: skip
 
 
-def _of_file(name: str) -> Pick:
-    return lambda one: one.files[name].greedy if name in one.files else Measured()
-
-
-def _of_kind(kind: str) -> Pick:
-    return lambda one: one.kinds[kind].greedy if kind in one.kinds else Measured()
-
-
-def _row(label: str, measure: str, pick: Pick, evaluated: dict[str, Evaluation], worse: dict[tuple[str, str], Regression]) -> tuple[Cell, ...]:
+def _row(measure: str, evaluated: dict[str, Evaluation], worse: dict[tuple[str, str], Regression]) -> tuple[Cell, ...]:
     cells = []
     for name in MODELS:
-        value = pick(evaluated[name]) if name in evaluated else Measured()
+        value = _measures(evaluated[name]).get(measure, Measured()) if name in evaluated else Measured()
         lost = worse.get((name, measure))
         if lost is None:
             cells.append(share_cell(value))
         else:
-            cells.append(Cell(f"▼ {percent(value.value)}", f"{between(value)}; {MODELS[lost.best]} had {percent(lost.before.value)}", BAD))
-    return (Cell(label), *cells)
+            cells.append(Cell(f"▼ {percent(value.value)}", f"{between(value)}\nbelow {MODELS[lost.best]}", BAD))
+    return (Cell(measure), *cells)
 
 
 def _about_bits(chain: Chain, evaluated: dict[str, Evaluation]) -> Iterator[Block]:

@@ -28,6 +28,9 @@ MODELS = {"base": "Base", "midtrain": "Midtrain", "sft": "SFT", "grpo-uniform": 
 BEFORE = {"midtrain": "base", "sft": "midtrain", "grpo-uniform": "sft", "grpo-density": "sft"}  # the model that a stage began with
 
 
+GRPO = ("grpo-uniform", "grpo-density")
+
+
 def effects(chain: Chain) -> Iterator[Block]:
     yield Heading("Did each stage help?")
     yield Text("Each stage by its own measure, compared with the model it began with.")
@@ -90,7 +93,7 @@ def _answers(chain: Chain, before: str, after: str, stage: str) -> Iterator[Row]
         for how, one, two in (("greedy", was.greedy, now.greedy), ("sampled", was.sampled, now.sampled)):
             if one.value is not None and two.value is not None:
                 yield _shares(stage, f"{what}, {how}; before: {MODELS[before]}", one, two)
-    if old.everything.strict.value is not None and new.everything.strict.value is not None:
+    if after in ("midtrain", "sft") and old.everything.strict.value is not None and new.everything.strict.value is not None:
         yield _shares(stage, f"right and in the expected form, greedy; before: {MODELS[before]}", old.everything.strict, new.everything.strict)
 
 
@@ -111,7 +114,7 @@ def pairs_right(found: StageRecord) -> Measured:
 
 
 def _grpo(chain: Chain) -> Iterator[Row]:
-    for name in ("grpo-uniform", "grpo-density"):
+    for name in GRPO:
         yield from _answers(chain, "sft", name, MODELS[name])
         found = chain.result(name)
         if found is not None:
@@ -133,10 +136,10 @@ def training(chain: Chain) -> Iterator[Block]:
     if any(chain.stages[name].steps for name in ("base", "midtrain", "sft") if name in chain.stages):
         yield Heading("Training")
         yield Figure("losses", "Loss of base, midtraining and SFT")
-    if any(chain.stages[name].steps for name in ("grpo-uniform", "grpo-density") if name in chain.stages):
+    if any(chain.stages[name].steps for name in GRPO if name in chain.stages):
         yield Heading("GRPO")
-        shown = "GRPO: reward, divergence from SFT (KL), length and entropy of the answers, share cut at the token limit"
-        yield Figure("rewards", f"{shown}. Thin: each step; thick: mean of 5")
+        cut = ", share cut at the token limit" if any(chain.stages[name].curve("cut")[0] for name in GRPO if name in chain.stages) else ""
+        yield Figure("rewards", f"GRPO: reward, divergence from SFT (KL), length and entropy of the answers{cut}. Thin: each step; thick: mean of 5")
         density = chain.result("density")
         if density is not None:
             yield Text(

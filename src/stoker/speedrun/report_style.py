@@ -18,7 +18,7 @@ table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabu
 caption { text-align: left; font-weight: 600; padding: .4rem 0; white-space: pre-line; }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); padding-left: 0; }
-small { display: block; font-size: .8rem; font-weight: 400; opacity: .85; }
+small { display: block; white-space: pre-line; font-size: .8rem; font-weight: 400; opacity: .85; }
 .words { width: 100%; }
 .words th, .words td { text-align: left; white-space: normal; }
 .words td { white-space: pre-line; }

@@ -6,22 +6,30 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
-from stoker.speedrun.gather import Chain, Evaluation, Marks
+from stoker.speedrun.gather import QUESTIONS, Chain, Evaluation, Marks
 from stoker.speedrun.report_blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
 from stoker.speedrun.report_chain import hardware_lines, missing, total_of
 from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
 from stoker.speedrun.significance import ABSENT, Measured, change, judged, percent, points
+from stoker.speedrun.stages import PROMPTS
 
 MANY_CUT = 0.02  # a share of cut answers that makes a score doubtful
+ALL = "all"
+_FILES = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}
 NOT_EVALUATED = Evaluation(Marks(), {}, {}, None, ())
 
 
 def summary(chain: Chain) -> Iterator[Block]:
     seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
     took = span(seconds) if seconds is not None else "time unknown"
-    yield Text(f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}.", lead=True)
-    yield from missing(chain)
     evaluations = {name: found for name in MODELS if (found := chain.evaluation(name)) is not None}
+    lines = [f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}."]
+    name = next(reversed(evaluations), "")
+    if name and evaluations[name].questions.greedy.value is not None:
+        right = evaluations[name].questions.greedy
+        lines.append(f"The last model, {MODELS[name]}, answers {percent(right.value)} of {f'{right.total:,} ' if right.total else ''}held-out questions right.")
+    yield Text(" ".join(lines), lead=True)
+    yield from missing(chain)
     if evaluations:
         yield from _first_table(chain, evaluations)
     points_to_know = tuple(_worth_knowing(chain, evaluations))
@@ -44,7 +52,8 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
     yield Text(
         "All questions and prompts are held out from training. Right: the answer says the right thing, however it is worded. In the expected form: it stands "
         'alone or after "The answer is", right or wrong. Cut: the answer was not finished when it reached the token limit. Arrows compare with the stage '
-        "before, both GRPO runs with SFT: ▲ and ▼ are significant changes (95 %), ≈ is none."
+        "before, both GRPO runs with SFT: ▲ and ▼ are significant changes (95 %), ≈ is none. Below, forgotten means: significantly worse than after an "
+        "earlier stage."
     )
 
 
@@ -66,21 +75,33 @@ def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator
     reward = chain.result("reward")
     if reward is not None and pairs_right(reward).value is not None:
         yield f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs in the right order."
-    for name, found in evaluations.items():
-        for how, cut in (("greedy", found.everything.cut), ("sampled", found.everything.sampled_cut)):
-            if cut.value is not None and cut.value >= MANY_CUT:
-                limit = f"{found.new_tokens} tokens" if found.new_tokens else "the token limit"
-                yield f"{MODELS[name]}: {percent(cut.value)} of the {how} answers were cut at {limit}, which lowers its scores. Raise generate.new_tokens."
+    yield from _about_cut(evaluations)
+
+
+def _about_cut(evaluations: dict[str, Evaluation]) -> Iterator[str]:
+    """The larger share of greedy and sampled answers, where it is large enough to doubt a score."""
+    shares = {name: max(found.everything.cut.value or 0.0, found.everything.sampled_cut.value or 0.0) for name, found in evaluations.items()}
+    many = {name: value for name, value in shares.items() if value >= MANY_CUT}
+    if many:
+        limit = next((f"{evaluations[name].new_tokens} tokens" for name in many if evaluations[name].new_tokens), "the token limit")
+        listed = ", ".join(f"{percent(value)} after {MODELS[name]}" for name, value in many.items())
+        yield f"Answers cut at {limit}: {listed}. A cut answer is mostly a wrong one, so these scores are too low. Raise generate.new_tokens."
 
 
 def _about_forgetting(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
     """One line per measure that a stage made worse, and one line if there is none: a reader must not have to look for it."""
     worse: dict[tuple[str, str], list[Regression]] = {}
+    parts = any(found.files for found in evaluations.values())
     for found in regressions(chain):
-        worse.setdefault((found.measure, found.best), []).append(found)
-    for (measure, best), stages in worse.items():
-        now = ", ".join(f"{MODELS[one.stage]} {percent(one.now.value)}" for one in stages)
-        yield f"Forgotten: {measure}: {MODELS[best]} {percent(stages[0].before.value)}, but {now}. Each drop is significant."
+        if found.measure != ALL or not parts:
+            worse.setdefault((found.measure, found.best), []).append(found)
+    last = [name for name in evaluations if name not in {BEFORE.get(other) for other in evaluations}]
+    for lasting in (True, False):
+        for (measure, best), stages in worse.items():
+            if any(one.stage in last for one in stages) == lasting:
+                after = ", ".join(f"{percent(one.now.value)} after {MODELS[one.stage]}" for one in stages)
+                word = "Forgotten" if lasting else "Worse for a while"
+                yield f"{word}, {measure}: {percent(stages[0].before.value)} right after {MODELS[best]}, but {after}."
     if not worse and len(evaluations) > 1:
         yield "Nothing was forgotten: no stage is significantly worse than an earlier one on any measure."
 
@@ -101,8 +122,8 @@ def regressions(chain: Chain) -> tuple[Regression, ...]:
     worse = []
     for name in MODELS:
         own, earlier = chain.evaluation(name), [(before, found) for before in _before(name) if (found := chain.evaluation(before)) is not None]
-        for measure, now in _measures(own).items() if own else ():
-            known = [(before, old) for before, found in earlier if (old := _measures(found).get(measure, Measured())).value is not None]
+        for measure, now in right_by_measure(own).items() if own else ():
+            known = [(before, old) for before, found in earlier if (old := right_by_measure(found).get(measure, Measured())).value is not None]
             if not known or now.value is None:
                 continue
             best, old = max(known, key=lambda pair: pair[1].value or 0.0)
@@ -118,6 +139,8 @@ def _before(name: str) -> Iterator[str]:
         yield name
 
 
-def _measures(found: Evaluation) -> dict[str, Measured]:
-    shares: dict[str, Marks] = {"all questions": found.everything, **{f"{kind} questions": one for kind, one in found.kinds.items()}}
-    return {**{name: one.greedy for name, one in shares.items()}, "all questions, sampled answers": found.everything.sampled}
+def right_by_measure(found: Evaluation) -> dict[str, Measured]:
+    """Right answers by content, of all questions and of each part of them."""
+    files = {_FILES.get(name, f"file {name}"): one.greedy for name, one in found.files.items()}
+    kinds = {f"{kind} questions": one.greedy for kind, one in found.kinds.items()}
+    return {ALL: found.everything.greedy, **files, **kinds, "all, sampled answers": found.everything.sampled}
