@@ -164,6 +164,8 @@ def reward_model(chain: Chain) -> Iterator[Block]:
         for kind, value in kinds.items():
             rows.append((Cell(str(kind)), share_cell(marks(value).greedy), Cell(number(number_at(value, "total")))))
         yield Table(("Pairs", "Right order", "Count"), tuple(rows))
+        if set(kinds) <= {"form", "right"}:
+            yield Text("right: a right answer against a wrong one in the same form. form: good form against poor form of the same answer.")
     yield Figure("calibration", "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree. Numbers: pairs")
 
 
@@ -177,7 +179,7 @@ def diversity(chain: Chain) -> Iterator[Block]:
         return
     yield Heading("Diversity: does density sampling make answers more varied?")
     verdict = found.metrics.get("verdict")
-    yield Text(_by_name(verdict) if verdict else f"Verdict: {ABSENT}", lead=True)
+    yield Text(_sentence(_by_name(verdict)) if verdict else f"Verdict: {ABSENT}", lead=True)
     differences = found.metrics.get("difference")
     names = list(differences) if isinstance(differences, dict) else []
     varied = [name for name in names if measures_variety(name)]
@@ -202,6 +204,10 @@ def _diversity_row(found: StageRecord, name: str) -> tuple[Cell, ...]:
 def measures_variety(name: str) -> bool:
     """The verdict counts these and no others."""
     return name not in METRICS or METRICS[name].varied != 0
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
 
 
 def _by_name(verdict: object) -> str:
