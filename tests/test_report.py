@@ -210,7 +210,7 @@ def test_each_stage_is_judged_by_its_own_measure(whole: Path) -> None:
 def test_tables_samples_restarts_and_the_way_on_are_there(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     for said in (
-        "| sums questions | 2.0 %<br>0.6–7.0 |", "Gini 0.42", "the density model's answers are more varied", "| gini<br>no difference |", "restarted as attempt 1 after rank.killed (rank 0)",
+        "| sums questions | 2.0 %<br>0.6–7.0 |", "Gini 0.42", "The density model's answers are more varied", "| gini<br>no difference |", "restarted as attempt 1 after rank.killed (rank 0)",
         "stages/grpo-density-1a2b3c4d/hf", "bash speedrun.sh --preset gpu", "torch 2.13.0", "| all | 7 min", "| base | 1 min",
     ):  # fmt: skip
         assert said in text, said
