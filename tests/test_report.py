@@ -188,7 +188,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_says_the_main_numbers_first(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     head = text.split("##")[0]
-    for said in ("Preset cpu, seed 0: 7 min", "on 2 CPU cores", "| Base | 4.0 % |", "| SFT | 64.8 %<br>▲ +46.2 points |"):
+    for said in ("Preset cpu, seed 0: 7 min", "on 2 CPU cores", "| Base | 4.0 % |", "| SFT | 64.8 %<br>▲ +46.2 |"):
         assert said in head, said
     assert text.index("## Worth knowing") < text.index("## Did each stage help?"), "before all details"
     for said in ("uniform +8.5 points, better (significant)", "94.0 % of held-out pairs in the right order", "Nothing was forgotten"):

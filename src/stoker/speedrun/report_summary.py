@@ -51,9 +51,9 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
     yield Table(("After stage", "Questions right", "Prompts like GRPO's right", "In the expected form", "Cut at the token limit"), tuple(rows))
     yield Text(
         "All questions and prompts are held out from training. Right: the answer says the right thing, however it is worded. In the expected form: it stands "
-        'alone or after "The answer is", right or wrong. Cut: the answer was not finished when it reached the token limit. Arrows compare with the stage '
-        "before, both GRPO runs with SFT: ▲ and ▼ are significant changes (95 %), ≈ is none. Below, forgotten means: significantly worse than after an "
-        "earlier stage."
+        'alone or after "The answer is", right or wrong. Cut: the answer was not finished when it reached the token limit. Below each share is the change '
+        "in points from the stage before, for both GRPO runs from SFT: ▲ and ▼ are significant (95 %), ≈ is not. "
+        "Below, forgotten means: significantly worse than after an earlier stage."
     )
 
 
@@ -63,7 +63,7 @@ def _compared(now: Measured, before: Measured, higher_is_better: bool = True) ->
     if now.value is None or not found.tested or found.difference is None:
         return Cell(percent(now.value))
     arrow = "≈" if not found.beyond_noise else "▲" if found.difference > 0 else "▼"
-    return Cell(percent(now.value), f"{arrow} {100 * found.difference:+.1f} points", tone_of(verdict))
+    return Cell(percent(now.value), f"{arrow} {100 * found.difference:+.1f}", tone_of(verdict))
 
 
 def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
