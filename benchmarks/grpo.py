@@ -5,7 +5,7 @@
     python benchmarks/grpo.py --read cells.jsonl                                             the table of cells measured before
     python benchmarks/grpo.py --size T                                                       no GPU: shows that it works, measures nothing
 
-generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, drawn at temperature 1 (grpo_generate.py)
+generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, sampled at temperature 1 (grpo_generate.py)
 step        the same shape, 8 prompts in groups of 8, against TRL's defaults (grpo_step.py)
 
 Every cell is a process of its own; neighbours in time are different peers, and who goes first changes with the round. Medians of all repeats count.
@@ -106,7 +106,7 @@ def generated(written: dict[str, list[dict[str, Any]]]) -> str:
     if len(written) == 2:
         ours, theirs = (some[0]["greedy"] for some in written.values())
         same = sum(one == two for one, two in zip(ours, theirs, strict=True))
-        lines.append(f"\nlikeliest first tokens that are the same: {same} of {len(ours)}")
+        lines.append(f"\ngreedy first tokens that are the same: {same} of {len(ours)}")
     return "\n".join(lines)
 
 

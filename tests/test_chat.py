@@ -174,6 +174,29 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(model: Path, tmp_pa
         chat.main([str(model), "--stage", "sft"])
 
 
+def test_without_a_name_the_last_stage_of_the_newest_speedrun_answers_whichever_file_is_newest(model: Path, tmp_path: Path) -> None:
+    root, now = tmp_path / "runs", time.time()
+    speedrun = root / "speedrun-cpu"
+    ages = {"base": 40, "midtrain": 30, "sft": 5, "reward": 25, "grpo-uniform": 20, "grpo-density": 15}  # sft was trained again, after all the others
+    stages = {"base": "pretrain", "grpo-uniform": "grpo", "grpo-density": "grpo"}
+    runs = {
+        name: run_of(speedrun / "stages" / f"20260101-000000-{name}-0123abcd", model, stages.get(name, name), now - age) for name, age in ages.items()
+    }
+    run_of(root / "20260101-000000-older", model, "pretrain", now - 50)
+
+    def newest(stage: str | None = None) -> str:
+        return find(None, stage, str(root), print).folder
+
+    assert newest() == str(runs["grpo-density"] / "hf"), "by the order of the stages, where there is no chain.json"
+    rows = [{"name": name, "stage": stages.get(name, name), "run": f"stages/{run.name}"} for name, run in runs.items()]
+    rows[4], rows[5] = rows[5], rows[4]  # a chain of another order
+    (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
+    assert newest() == find(str(speedrun), None, str(root), print).folder == str(runs["grpo-uniform"] / "hf"), "by chain.json"
+    assert newest("sft") == str(runs["sft"] / "hf") and newest("base") == newest("pretrain") == str(runs["base"] / "hf")
+    alone = run_of(root / "20260102-000000-mine", model, "sft", now)
+    assert newest() == newest("sft") == str(alone / "hf"), "a run of its own that is newer than the speedrun"
+
+
 def test_a_long_conversation_forgets_its_oldest_turns_and_says_so_once(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,7 +120,7 @@ def test_the_report_is_a_table_that_no_answer_can_break() -> None:
     first, second = [["a | b\n# no *heading*", "x"]] * 3, [["", "<b>y</b>"]] * 3
     text = report(told(compare(*counted(first, second, 2), 60, 0)), ["why?\nhow?"] * 3, first, second, ("one/hf", "two/hf"), 60)
     table = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + len(METRICS) and len({line.count("|") for line in table}) == 1
+    assert len(table) == 2 * 2 + len(METRICS) and len({line.count("|") for line in table}) == 1
     assert "**why? how?**" in text and r"- baseline: a \| b \# no \*heading\*" in text and "- compared: (nothing)" in text and "Only 3 prompts" in text
 
 

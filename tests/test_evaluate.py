@@ -16,11 +16,12 @@ torch = pytest.importorskip("torch")
 
 from conftest import Stoker  # noqa: E402
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # noqa: E402
-from stoker.training.evaluate.answering import draw, put, write  # noqa: E402
+from stoker.training.evaluate.answering import Marker, Written, put, sample, write  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
+from stoker.training.evaluate.content import Alternatives, alternatives, right  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
-from stoker.training.evaluate.marking import right, stated  # noqa: E402
+from stoker.training.evaluate.marking import in_form, right_in_form, stated  # noqa: E402
 from stoker.training.evaluate.tasks import prompts_of, read_tasks, spread  # noqa: E402
 from stoker.training.generate.config import GenerateConfig  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
@@ -71,8 +72,115 @@ def test_what_an_answer_states(text: str, said: str) -> None:
         ("Answer: 72 clips", "#### 72", True), ("#### 72%", "72", True), ("The answer is 7 or 72", "7", False), ("72 and more", "72", False), ("blah 72", "72", False),
     ],
 )  # fmt: skip
-def test_an_answer_is_right_when_it_states_the_same(completion: str, answer: str, good: bool) -> None:
-    assert right(completion, answer) is good
+def test_an_answer_is_right_in_form_when_it_states_the_same(completion: str, answer: str, good: bool) -> None:
+    """GRPO's reward."""
+    assert right_in_form(completion, answer) is good
+    assert not good or right(completion, answer), "by content, too"
+
+
+SOUNDS = alternatives(("moo", "woof", "meow", "baa"))
+NAMES = alternatives(("Anna", "Ben", "Clara"))
+PLACES = alternatives(("garden", "park", "town hall", "kitchen"))
+NONE = Alternatives()
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "others"),
+    [
+        # The same content in other forms.
+        ("The cow says moo.", "moo", SOUNDS), ("moo", "moo", SOUNDS), ("MOO!", "moo", SOUNDS), ("The sound of the cow is moo.", "moo", SOUNDS), ("**Moo**", "moo", SOUNDS),
+        ("The cow says \"moo\".", "moo", SOUNDS), ("Every cow says moo.", "moo", NONE), ("The cow says moo. The dog says woof.", "moo", SOUNDS),
+        ("The answer is: the cow says moo.", "moo", SOUNDS), ("woof? Let me think. The answer is that it says moo.", "moo", SOUNDS),
+        ("Anna has the ball.", "Anna", NAMES), ("It is Anna.", "anna", NAMES), ("Yes, Anna has it.", "Anna", NAMES), ("Your name is Clara.", "Clara", NAMES),
+        ("She is in the garden.", "the garden", PLACES), ("Garden", "the garden", PLACES), ("Ben is going to the town hall.", "town hall", PLACES), ("The garden.", "garden", PLACES),
+        ("Yes, it is.", "yes", NONE), ("No, it is not.", "no", NONE), ("B", "b", NONE),
+        # Numbers: the last one.
+        ("Sam has 7 pears.", "7", NONE), ("It is 7.", "7", NONE), ("3 + 4 = 7.", "7", NONE), ("3 + 4: 1 4, 2 5, 3 6, 4 7.", "7", NONE), ("3 + 4: 1 4, 2 5, 3 6, 4 7. Sam has 7 pears.", "7", NONE),
+        ("First 3.\nThen 4 more.\nThat makes 7 pears.", "7", NONE), ("It costs $1,234.50 in all.", "1234.5", NONE), ("Seven.", "7", NONE), ("She has seven pears.", "7", NONE), ("7", "seven", NONE),
+        ("6 is more than 4.", "6", NONE), ("4 is less than 6.", "4", NONE), ("It is -5 degrees.", "-5", NONE), ("10-4=6", "6", NONE), ("The answer is 3 + 4 = 7.", "7", NONE),
+        ("The 2nd one has 7.", "7", NONE), ("7 pears, not counting the 2nd basket", "7", NONE),
+        # Lists: the last one.
+        ("The order is 3, 5, 9.", "3, 5, 9", NONE), ("The order of 9, 3 and 5 is 3, 5, 9.", "3, 5, 9", NONE), ("3, 5 and 9", "3, 5, 9", NONE), ("3 < 5 < 9", "3, 5, 9", NONE),
+    ],
+)  # fmt: skip
+def test_an_answer_in_another_form_is_right_by_content(completion: str, answer: str, others: Alternatives) -> None:
+    assert right(completion, answer, others)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "others"),
+    [
+        # Babble, lists and hedges.
+        ("moo woof meow baa", "moo", SOUNDS), ("The cow says moo and woof.", "moo", SOUNDS), ("moo or woof", "moo", NONE), ("moo, woof", "moo", NONE), ("moo and more", "moo", NONE),
+        ("Anna and Ben have it.", "Anna", NONE), ("Anna, Ben, Clara", "Ben", NONE), ("Anna gave Ben the ball.", "Ben", NAMES), ("In the park and in the garden.", "garden", NONE),
+        ("The cow says " + "na " * 20 + "moo.", "moo", NONE), ("It may be Anna/Ben.", "Anna", NONE), ("Maybe Anna.", "Anna", NAMES), ("Either Anna or Ben", "Ben", NONE),
+        # The wrong one, a part of a word, a later sentence.
+        ("The cow says woof.", "moo", SOUNDS), ("The cow is smooth.", "moo", NONE), ("The cow says mooo.", "moo", NONE), ("woof. The cow says moo.", "moo", SOUNDS),
+        ("It is the hall of the town.", "town hall", PLACES), ("", "moo", SOUNDS), ("...", "moo", SOUNDS), ("The answer is woof. The cow says moo.", "moo", SOUNDS),
+        # Denied, or taken back.
+        ("The cow does not say moo.", "moo", NONE), ("It isn't Anna.", "Anna", NAMES), ("Not moo.", "moo", NONE), ("It is moo. No, it is woof.", "moo", SOUNDS),
+        ("It is Anna. Wait, it is Ben.", "Anna", NAMES), ("Never moo.", "moo", NONE), ("No, yes.", "yes", NONE), ("Anna is in a garden", "a", NONE), ("A dog", "A", NONE),
+        # Numbers that are not the last, not stated, or one of several.
+        ("Sam has 7 pears and Tom has 9.", "7", NONE), ("7 or 8", "8", NONE), ("7 or 8", "7", NONE), ("5 to 8", "8", NONE), ("between 7 and 8", "8", NONE), ("not 8", "8", NONE),
+        ("3 + 4", "4", NONE), ("10 - 4", "4", NONE), ("10-4", "4", NONE), ("the 8th", "8", NONE), ("6 is more than 4.", "4", NONE), ("17", "7", NONE), ("7.5", "7", NONE),
+        ("1 2 3 4 5 6 7 8 9 10 11", "7", NONE), ("seven or eight", "8", NONE), ("Sam has pears.", "7", NONE), ("The answer is 7. No, 8.", "7", NONE), ("-5", "5", NONE),
+        # Lists of another order or length.
+        ("The order is 3, 9, 5.", "3, 5, 9", NONE), ("1, 3, 5, 9", "3, 5, 9", NONE), ("3, 5", "3, 5, 9", NONE), ("3, 5, 9, 11", "3, 5, 9", NONE),
+    ],
+)  # fmt: skip
+def test_babble_hedges_and_other_answers_are_wrong_by_content(completion: str, answer: str, others: Alternatives) -> None:
+    assert not right(completion, answer, others)
+
+
+def test_naming_every_answer_is_never_right() -> None:
+    """Whatever the order: a model can't gain by saying all it knows."""
+    answers, generator = ["moo", "woof", "meow", "baa", "oink"], random.Random(3)
+    for _ in range(200):
+        some = generator.sample(answers, generator.randint(2, 5))
+        joined = generator.choice((" ", ", ", " and ", " or ", "/", "; ")).join(some)
+        said = generator.choice(("{}", "The cow says {}.", "It is {}!")).format(joined)
+        assert not any(right(said, answer, alternatives(answers)) for answer in answers), said
+    numbers = [str(number) for number in range(20)]
+    for _ in range(200):
+        said = generator.choice((" ", ", ", ". ")).join(generator.sample(numbers, 6))
+        assert sum(right(said, number) for number in numbers) <= 1, said
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "right_if_whole", "right_if_cut"),
+    [
+        ("Sam has 7", "7", True, False), ("3 + 4 = 7. The", "7", True, False), ("The answer is 7.", "7", True, True), ("The cow says moo", "moo", True, False),
+        ("The cow says moo. The dog", "moo", True, True), ("The order is 3, 5, 9", "3, 5, 9", True, False), ("moo", "moo", True, True),
+    ],
+)  # fmt: skip
+def test_a_cut_answer_has_no_last_number_and_a_cut_sentence_states_nothing(text: str, answer: str, right_if_whole: bool, right_if_cut: bool) -> None:
+    assert (right(text, answer), right(text, answer, cut=True)) == (right_if_whole, right_if_cut)
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "formed"),
+    [
+        ("The answer is woof.", "moo", True), ("Woof!", "moo", True), ("The cow says moo.", "moo", False), ("#### 12", "7", True), ("12 clips", "7", True), ("", "moo", False),
+        ("The answer is 7 or 8.", "7", False), ("The answer is 3, 5, 9.", "3, 9, 5", True), ("3 + 4 = 7", "7", False), ("The answer is town hall.", "the garden", True),
+    ],
+)  # fmt: skip
+def test_the_form_is_judged_whether_the_answer_is_right_or_wrong(text: str, answer: str, formed: bool) -> None:
+    assert in_form(text, answer) is formed
+
+
+def test_other_answers_of_the_kind_are_the_alternatives_where_a_file_names_none(tmp_path: Path) -> None:
+    told = [question("What does the cow say?", "moo", "sound"), question("What does the dog say?", "woof", "sound"), question("Does the dog eat moo?", "meat", "food"),
+            question("How many?", "7", "sound"), {**question("Who has 7 pears?", "Anna", "sound"), "alternatives": ["Ben"]}]  # fmt: skip
+    (task,) = read_tasks([rows(tmp_path / "q.jsonl", *told)], 0)
+    marker = Marker(task)
+
+    def correct(place: int, text: str) -> bool:
+        return marker(Written(text, cut=False), place).correct
+
+    assert correct(0, "The cow says moo.") and not correct(0, "The cow says moo woof."), "woof is another's answer"
+    assert correct(0, "All 7 cows say moo."), "a number contradicts no word"
+    assert correct(2, "It does eat moo meat."), "moo stands in the question, and is of another kind"
+    assert correct(4, "Anna says woof.") and not correct(4, "Anna asks Ben."), "the row names its own"
 
 
 # ---- files ----
@@ -196,7 +304,7 @@ def test_questions_too_long_for_the_context_are_refused_unless_few(tmp_path: Pat
 
 
 class Echo:
-    """Writes the last letters of its prompt; a drawn answer also has the seed and its place in the call."""
+    """Writes the last letters of its prompt; a sampled answer also has the seed and its place in the call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
@@ -208,22 +316,23 @@ class Echo:
         return [[*str(len(prompt)).encode(), *(f" {seed} {index}".encode() if temperature else b""), min(stop)] for index, prompt in enumerate(prompts)]
 
 
-def test_drawn_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
+def test_sampled_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     words = bytes_tokenizer()
     (task,) = read_tasks([rows(tmp_path / "q.jsonl", *(question(f"{n}?", "1") for n in range(150)))], 0)
     asked = put(task, words, Manner(True), 120, 8)
 
-    def drawn(world: int) -> dict[int, list[str]]:
+    def sampled(world: int) -> dict[int, list[Written]]:
         parts = [
-            draw(asked.prompts, 3, Echo(), words, Manner(True), GenerateConfig(), 5, lambda block, rank=rank: block % world == rank) for rank in range(world)
+            sample(asked.prompts, 3, Echo(), words, Manner(True), GenerateConfig(), 5, lambda block, rank=rank: block % world == rank) for rank in range(world)
         ]
         assert sum(map(len, parts)) == 150, "each question once"
         return {place: texts for part in parts for place, texts in part.items()}
 
-    alone = drawn(1)
-    assert drawn(2) == drawn(3) == alone and len({text for texts in alone.values() for text in texts}) == 450
+    alone = sampled(1)
+    assert sampled(2) == sampled(3) == alone and len({written.text for answers in alone.values() for written in answers}) == 450
+    assert not any(written.cut for answers in alone.values() for written in answers)
     said = write(asked, [0, 149], Echo(), words, Manner(True), GenerateConfig())
-    assert [one.completion for one in said] == [str(len(asked.prompts[0])), str(len(asked.prompts[149]))]
+    assert [one.greedy.completion for one in said] == [str(len(asked.prompts[0])), str(len(asked.prompts[149]))]
 
 
 # ---- numbers ----
@@ -325,23 +434,37 @@ def test_the_recipe_writes_numbers_and_every_answer(
     words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.tasks", arc, "--evaluate.draws", "4", "--generate.temperature", "0.7", "--evaluate.texts", held)
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
     metrics = result["metrics"]
-    assert (result["schema"], result["stage"], result["model"], set(metrics)) == (1, "evaluate", None, {"tasks", "kinds", "all", "bits_per_byte"})
+    assert (result["schema"], result["stage"], result["model"], set(metrics)) == (1, "evaluate", None, {"tasks", "kinds", "all", "bits_per_byte", "new_tokens"})
     ours = metrics["tasks"]["questions"]
-    assert ours["correct"] == 6 and ours["total"] == 9 and ours["drawn_total"] == 36, "it says 7, greedily, and 8 was asked three times"
-    assert ours["low"] < 6 / 9 < ours["high"] and ours["drawn_low"] < ours["drawn_accuracy"] < ours["drawn_high"]
-    assert set(metrics["kinds"]) == {"steps", "sum", "arc"} and metrics["tasks"]["arc"]["drawn_accuracy"] is None
+    assert ours["correct"] == 6 and ours["total"] == 9 and ours["sampled_total"] == 36, "it says 7, greedily, and 8 was asked three times"
+    assert ours["low"] < 6 / 9 < ours["high"] and ours["sampled_low"] < ours["sampled_accuracy"] < ours["sampled_high"]
+    assert set(metrics["kinds"]) == {"steps", "sum", "arc"} and metrics["tasks"]["arc"]["sampled_accuracy"] is None
     assert metrics["all"]["total"] == 10 == len(completions) and metrics["bits_per_byte"] > 0
-    assert all(one["correct"] == right(one["completion"], one["answer"]) and len(one["drawn"]) == 4 for one in completions if one["task"] == "questions")
+    assert all(one["correct"] == right(one["completion"], one["answer"]) and len(one["sampled"]) == 4 for one in completions if one["task"] == "questions")
     assert [one["kind"] for one in result["samples"]] == ["steps"] * 3 + ["sum"] * 3 + ["arc"]
-    assert set(result["samples"][0]) == {"prompt", "answer", "completion", "correct", "kind"} and result["samples"][0]["completion"] == "It is 7."
+    assert set(result["samples"][0]) == {"prompt", "answer", "completion", "correct", "in_form", "strict", "cut", "kind"} and result["samples"][0]["completion"] == "It is 7."
     shown = capsys.readouterr().out
     assert "task questions: 9 open questions" in shown and "6/9" in shown and "66.7%" in shown and "bits per byte" in shown
+
+
+def test_answers_cut_at_the_token_limit_are_counted_and_reported(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--evaluate.tasks", rows(tmp_path / "q.jsonl", question("What is 3 + 4?", "7")), "--evaluate.draws", "3", "--generate.temperature", "0.01")
+    whole, _ = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    assert (whole["metrics"]["all"]["cut_correct"], whole["metrics"]["all"]["correct"], whole["metrics"]["new_tokens"]) == (0, 1, 12)
+    assert "cut at" not in capsys.readouterr().out
+    short, completions = evaluated(model_folder, tmp_path, monkeypatch, *words, "--generate.new_tokens", "7")
+    told = short["metrics"]["all"]
+    assert (told["cut_correct"], told["cut_total"], told["sampled_cut_correct"], told["sampled_cut_total"], told["correct"]) == (1, 1, 3, 3, 0)
+    assert completions[0]["completion"] == "It is 7" and completions[0]["cut"] and all(one["cut"] for one in completions[0]["sampled"])
+    assert "1 of 1 greedy answers were cut at 7 tokens: raise generate.new_tokens" in capsys.readouterr().out
 
 
 def test_a_base_model_is_asked_in_plain_text(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.chat", "false", "--evaluate.shots", "1", "--evaluate.most", "4")
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
-    assert result["metrics"]["all"]["total"] == 4 and result["metrics"]["all"]["drawn_accuracy"] is None and result["metrics"]["bits_per_byte"] is None
+    assert result["metrics"]["all"]["total"] == 4 and result["metrics"]["all"]["sampled_accuracy"] is None and result["metrics"]["bits_per_byte"] is None
     assert not any("\n" in one["completion"] for one in completions)
 
 
@@ -358,7 +481,7 @@ def test_two_ranks_find_what_one_finds(stoker: Stoker, model_folder: Path, tmp_p
         alone["metrics"]["bits_per_byte"], rel=1e-6
     )
     again = [json.loads(line) for line in (done.run_dir / "completions.jsonl").read_text().splitlines()]
-    assert again == completions and len({text["completion"] for one in again for text in one["drawn"]}) > 5
+    assert again == completions and len({text["completion"] for one in again for text in one["sampled"]}) > 5
 
 
 @pytest.mark.parametrize(

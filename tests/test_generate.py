@@ -233,7 +233,7 @@ KERNELS = """
 import torch
 from stoker.training.generate import kernel, plain
 from stoker.training.generate.forward import angles
-from stoker.training.generate.sample import Drawing, draw
+from stoker.training.generate.sample import Sampling, sample_token
 if torch.cuda.is_available(): torch.set_default_device("cuda")
 torch.manual_seed(0)
 R, H, KV, L, D = 3, 4, 2, 160, 16
@@ -261,7 +261,7 @@ for dtype, within in ((torch.float32, 1e-5), (torch.float16, 1e-2)):  # the inte
     near(kernel.swiglu(gate_up), plain.swiglu(gate_up), within)
 logits = (torch.randn(40, 2500) * 3).to(torch.bfloat16)
 uniform = torch.cat([torch.rand(38), torch.tensor([0.0, 1 - 2.0**-24])])
-assert (kernel.draw(logits, uniform, 0.8) == draw(logits, uniform, Drawing(0.8))).sum() >= 39  # a sum rounded otherwise may move one
+assert (kernel.sample_token(logits, uniform, 0.8) == sample_token(logits, uniform, Sampling(0.8))).sum() >= 39  # a sum rounded otherwise may move one
 print("as plain")
 """
 

@@ -374,13 +374,15 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> None:
     rewards = [line["reward"] for line in whole.metrics]
     assert len(rewards) == STEPS and sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
-    assert {"step", "loss", "reward", "correct", "reward_std", "kl", "entropy", "length", "tokens", "grad_norm", "lr"} <= whole.metrics[0].keys()
+    assert {"step", "loss", "reward", "correct", "reward_std", "kl", "entropy", "length", "cut", "tokens", "grad_norm", "lr"} <= whole.metrics[0].keys()
     (last,) = (whole.run / "checkpoints").glob(f"step-{STEPS:08d}")
     exporting.export(Found(str(last), True), str(whole.run / "exported"), None, None, lambda line: None)
     saved, exported = (load_file(whole.run / name / "model.safetensors") for name in ("hf", "exported"))
     assert saved.keys() == exported.keys() and all(torch.equal(saved[name].float(), exported[name].float()) for name in saved), "a checkpoint is a model, too"
     found = whole.result
     assert (found["stage"], found["model"], found["metrics"]["steps"], found["metrics"]["stopped"]) == ("grpo", "hf", STEPS, None)
+    cut = [row["cut"] for row in whole.metrics]
+    assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"]["cut_last"] == pytest.approx(sum(cut[-5:]) / 5)
     assert found["metrics"]["reward_first"] == pytest.approx(sum(rewards[:5]) / 5) and found["metrics"]["reward_last"] == pytest.approx(sum(rewards[-5:]) / 5)
     assert found["metrics"]["kl_last"] > 0 and found["metrics"]["entropy_last"] > 0 and found["metrics"]["length_last"] > 1
     assert f"Step [3/{STEPS}] | Reward: " in whole.said() and " | Right: " in whole.said() and " | ETA: " in whole.said()

@@ -12,6 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from stoker.contract.names import Refusal
@@ -19,6 +20,9 @@ from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
 from stoker.speedrun.significance import Measured, change, judged, number, number_and_interval, points, share, share_with_interval, wilson
+from stoker.training.diversity import compare
+from stoker.training.diversity.metrics import METRICS, Counted
+from stoker.training.diversity.report import report as diversity_report
 
 KINDS = ("facts", "stories", "sums", "dialogue")
 RIGHT = {"base": (3, 11, 2, 0), "midtrain": (22, 31, 9, 12), "sft": (71, 66, 48, 74), "grpo-uniform": (76, 70, 69, 78), "grpo-density": (78, 69, 72, 77)}  # of 100 each
@@ -28,13 +32,16 @@ SAMPLES = (
 NASTY = '<script>alert("x")</script> | **bold** [link](http://example.org) & `code`\n![pic](http://example.org/a.png) $x_1$ \ud800\x00'
 
 
-def marks(right: int, total: int, draws: int = 4) -> dict[str, Any]:
+def marks(right: int, total: int, draws: int = 4, cut: int = 0) -> dict[str, Any]:
     low, high = wilson(right, total)
-    drawn = int(right * draws * 0.9)
-    drawn_low, drawn_high = wilson(drawn / draws, total)  # draws of one question are not independent: wider than their count says
-    return {
-        "correct": right, "total": total, "accuracy": right / total, "low": low, "high": high, "drawn_correct": drawn, "drawn_total": total * draws,
-        "drawn_accuracy": drawn / total / draws, "drawn_low": drawn_low, "drawn_high": drawn_high,
+    sampled = int(right * draws * 0.9)
+    sampled_low, sampled_high = wilson(sampled / draws, total)  # answers to one question are not independent: wider than their count says
+    shares = {"": right, "strict_": right * 4 // 5, "form_": right, "cut_": cut, "sampled_cut_": 0}
+    found = {prefix + key: value for prefix, count in shares.items() for key, value in
+             zip(("correct", "total", "accuracy", "low", "high"), (count, total, count / total, *wilson(count, total)), strict=True)}  # fmt: skip
+    return found | {
+        "sampled_correct": sampled, "sampled_total": total * draws, "sampled_accuracy": sampled / total / draws, "sampled_low": sampled_low,
+        "sampled_high": sampled_high, "low": low, "high": high,
     }  # fmt: skip
 
 
@@ -48,7 +55,7 @@ def evaluation(name: str) -> dict[str, Any]:
         samples.append({"prompt": asked, "answer": answer, "completion": f"The answer is {answer}." if good else "the the house", "correct": good, "kind": kind})
     if name == "sft":
         samples[1]["completion"] = NASTY
-    metrics = {"tasks": {"questions": marks(sum(right), 400)}, "kinds": kinds, "all": marks(sum(right), 400), "bits_per_byte": {"base": 0.912}.get(name, 0.97)}
+    metrics = {"tasks": {"questions": marks(sum(right), 400)}, "kinds": kinds, "all": marks(sum(right), 400), "bits_per_byte": {"base": 0.912}.get(name, 0.97), "new_tokens": 96}
     return {"metrics": metrics, "model": None, "samples": samples}
 
 
@@ -181,32 +188,102 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_report_says_the_main_numbers_first(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     head = text.split("##")[0]
-    for said in ("Preset cpu, seed 0: 7 min", "on 2 CPU cores", "Base 4.0 %", "SFT 64.8 %", "uniform +8.5 points, better (outside the noise)", "94.0 % of held-out pairs"):
+    for said in ("Preset cpu, seed 0: 7 min", "on 2 CPU cores", "| Base | 4.0 % |", "| SFT | 64.8 %<br>▲ +46.2 |"):
         assert said in head, said
+    assert text.index("## Worth knowing") < text.index("## Did each stage help?"), "before all details"
+    for said in ("uniform +8.5 points, better (significant)", "94.0 % of held-out pairs in the right order", "Nothing was forgotten"):
+        assert said in text, said
     assert "Not finished" not in text
 
 
 def test_each_stage_is_judged_by_its_own_measure(whole: Path) -> None:
     rows = [line.split("|")[1:4] for line in (whole / "report.md").read_text().splitlines() if line.startswith("| ") and line.count("|") == 4]
     judged_as = {stage.split(";")[0].strip(): (numbers.strip(), verdict.strip()) for stage, numbers, verdict in rows}
-    assert judged_as["Tokenizer<br>bytes per token"] == ("reference 5.12, ours 3.41", "66.6 % of the reference")
-    assert judged_as["Base<br>held-out bits per byte"] == ("2.81 → 0.912", "down, as hoped (noise not measured)")
-    assert judged_as["SFT<br>questions right, likeliest"] == ("18.5 % → 64.8 %", "better (outside the noise)<br>+46.2 points (+39.9 to +52.0)")
-    assert judged_as["GRPO uniform<br>questions right, drawn"][1].startswith("better (outside the noise)")
-    assert judged_as["Density or uniform<br>questions right, likeliest"][1].startswith("no difference (inside the noise)")
-    assert judged_as["Reward model<br>held-out pairs told right"] == ("50.0 % → 94.0 %", "better (outside the noise)<br>+44.0 points (+41.2 to +45.9)")
+    assert judged_as["Tokenizer<br>bytes per token"] == ("reference 5.12, this one 3.41", "66.6 % of the reference")
+    assert judged_as["Base<br>bits per byte of held-out text, lower is better"] == ("2.81 → 0.912", "down, as hoped (not tested)")
+    assert judged_as["SFT<br>questions right, greedy"] == ("18.5 % → 64.8 %", "better (significant)<br>+46.2 points (+39.9 to +52.0)")
+    assert judged_as["GRPO uniform<br>questions right, sampled"][1].startswith("better (significant)")
+    assert judged_as["Density or uniform<br>questions right, greedy"][1].startswith("no significant difference")
+    assert judged_as["Reward model<br>held-out pairs in the right order"] == ("50.0 % → 94.0 %", "better (significant)<br>+44.0 points (+41.2 to +45.9)")
 
 
 def test_tables_samples_restarts_and_the_way_on_are_there(whole: Path) -> None:
     text = (whole / "report.md").read_text()
     for said in (
-        "| sums | 2.0 %<br>0.6–7.0 |", "Gini 0.42", "the density model's answers are more varied", "| gini<br>no difference |", "restarted as attempt 1 after rank.killed (rank 0)",
+        "| sums questions | 2.0 %<br>0.6–7.0 |", "Gini 0.42", "The density model's answers are more varied", "| gini<br>no difference |", "restarted as attempt 1 after rank.killed (rank 0)",
         "stages/grpo-density-1a2b3c4d/hf", "bash speedrun.sh --preset gpu", "torch 2.13.0", "| all | 7 min", "| base | 1 min",
     ):  # fmt: skip
         assert said in text, said
     assert text.count("restarted as") == 1
     asked = text[text.index("Who found the key?") :]
     assert [title in asked for title in ("| Base |", "| SFT |", "| GRPO density |")] == [True] * 3  # one table though the base model's prompt is worded otherwise
+
+
+def forgetful(folder: Path) -> Path:
+    """SFT lost the facts, and a third of uniform's answers were cut."""
+    speedrun(folder)
+    for name, facts, cut in (("base", 68, 0), ("midtrain", 37, 0), ("sft", 21, 0), ("grpo-uniform", 22, 130), ("grpo-density", 66, 0)):
+        path = folder / "stages" / f"eval-{name}-1a2b3c4d" / "result.json"
+        told = json.loads(path.read_text())
+        told["metrics"]["kinds"]["facts"] = marks(facts, 100)
+        told["metrics"]["all"] |= {key: value for key, value in marks(0, 400, cut=cut).items() if key.startswith("cut_")}
+        told["metrics"]["bits_per_byte"] = {"base": 0.44, "midtrain": 0.9, "sft": 2.43}.get(name, 2.4)
+        put(path, told)
+    return folder
+
+
+def test_what_a_stage_forgot_is_named_at_the_top_and_marked_in_the_table(tmp_path: Path) -> None:
+    text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(forgetful(tmp_path))))), {})
+    top = text[: text.index("## Did each stage help?")]
+    assert "Forgotten, facts questions: 68.0 % right after Base, but 37.0 % after Midtrain, 21.0 % after SFT, 22.0 % after GRPO uniform." in top
+    assert "Nothing was forgotten" not in text and top.count("Forgotten, ") == 1
+    (row,) = [line for line in text.splitlines() if line.startswith("| facts questions |")]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert [cell.startswith("▼") for cell in cells] == [False, True, True, True, False] and "below Base" in cells[2]
+    page = report.html.page(report.TITLE, tuple(report.contents(gather.gather(str(tmp_path)))), {})
+    assert '<td class="bad">▼ 21.0&nbsp;%<small>' in page
+
+
+def test_cut_answers_and_rising_bits_per_byte_are_explained_where_they_are_shown(tmp_path: Path) -> None:
+    text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(forgetful(tmp_path))))), {})
+    top = text[: text.index("## Did each stage help?")]
+    assert "Answers cut at 96 tokens: 32.5 % after GRPO uniform. " in top
+    below = text[text.index("| bits per byte of plain text") :]
+    assert "rises from 0.440 (Base) to 2.43 (SFT)" in below[:1500] and "A random guess would need 2.81." in below[:1500]
+
+
+def test_a_first_table_has_five_numbers_at_most_and_comes_before_everything_else(whole: Path) -> None:
+    lines = (whole / "report.md").read_text().splitlines()
+    head = next(line for line in lines if line.startswith("|"))
+    assert head.startswith("| After stage |") and head.count("|") - 2 <= 5 and lines.index(head) < 8
+
+
+def test_results_of_before_the_rename_are_still_read(tmp_path: Path) -> None:
+    folder = speedrun(tmp_path)
+    path = folder / "stages" / "eval-sft-1a2b3c4d" / "result.json"
+    told = json.loads(path.read_text())
+    old = {key.replace("sampled_", "drawn_"): value for key, value in told["metrics"]["all"].items() if not key.startswith(("form", "strict", "cut", "sampled_cut"))}
+    put(path, {**told, "metrics": {**told["metrics"], "all": old}})
+    found = gather.gather(str(folder)).evaluation("sft")
+    assert found is not None and found.everything.sampled.value == pytest.approx(0.5825) and found.everything.cut.value is None
+
+
+def test_the_report_shows_as_many_measures_as_the_verdict_counts(tmp_path: Path) -> None:
+    """Both from the same table of measures, by the real comparison."""
+    counted = Counted([["a b c", "a b d"], ["x y", "z z"]], [np.eye(2, 4, dtype=np.float32)] * 2, [np.array([0, 1])] * 2, 2, 0)
+    found = compare.told(compare.compare(counted, counted, 50, 0))
+    folder = speedrun(tmp_path)
+    path = folder / "stages" / "diversity-1a2b3c4d" / "result.json"
+    put(path, {**json.loads(path.read_text()), "metrics": found})
+    text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})
+    in_verdict = int(re.search(r"none of (\d+) measures of variety", text)[1])  # type: ignore[index]
+    section = text[text.index("## Diversity") :]
+    shown = section[section.index("measures of variety, each") : section.index("Not a measure of variety")]
+    rows = [line for line in shown.splitlines() if line.startswith("| ") and not line.startswith("| Measure")]
+    assert in_verdict == len(rows) == len([metric for metric in METRICS.values() if metric.varied]) == int(re.search(r"(\d+) measures of variety, each", text)[1])  # type: ignore[index]
+    own = diversity_report(found, ["p", "q"], [["a"]] * 2, [["b"]] * 2, ("one", "two"), 50)
+    table = own[own.index("measures of variety:") : own.index("Not a measure")]
+    assert f"{in_verdict} measures of variety:" in own and sum(line.startswith("| ") for line in table.splitlines()) - 1 == in_verdict
 
 
 def test_every_figure_is_drawn_named_in_the_text_and_wide_enough_to_read(whole: Path) -> None:
@@ -255,7 +332,7 @@ def test_a_chain_that_is_not_finished_has_a_report_that_says_so(tmp_path: Path, 
     report.write(str(speedrun(tmp_path, until)))
     head = (tmp_path / "report.md").read_text().split("##")[0]
     assert "Not finished" in head and "diversity" in head and f" {until} (" not in head and "diversity (waiting)" in head
-    assert "goes on where this stopped" in (tmp_path / "report.html").read_text()
+    assert "continues where this stopped" in (tmp_path / "report.html").read_text()
 
 
 def test_steps_are_whole_and_the_legend_covers_no_point(tmp_path: Path) -> None:
@@ -302,7 +379,7 @@ def test_a_failed_stage_and_a_tripped_breaker_are_told(tmp_path: Path) -> None:
     (run / "verdict.json").unlink()
     put_lines(run / "events.jsonl", [{"event": "run"}, {"event": "run"}])
     text = report.markdown(report.TITLE, tuple(report.contents(gather.gather(str(folder)))), {})
-    assert "grpo-uniform: failed: the disk is full" in text and "given again once" in text
+    assert "grpo-uniform: failed: the disk is full" in text and "run again once" in text
 
 
 def test_gpus_are_named_and_counted() -> None:
@@ -369,11 +446,11 @@ def test_wilsons_interval(right: int, total: int, low: float, high: float) -> No
 @pytest.mark.parametrize(
     "before, after, low, high, verdict",
     [
-        ((48, 80), (56, 70), 0.0524, 0.3339, "better (outside the noise)"),  # Newcombe 1998, method 10: 56/70 - 48/80
-        ((56, 70), (48, 80), -0.3339, -0.0524, "worse (outside the noise)"),
-        ((7, 34), (9, 10), 0.3, 1.0, "better (outside the noise)"),
-        ((50, 100), (55, 100), -0.09, 0.19, "no difference (inside the noise)"),
-        ((0, 20), (0, 20), -0.17, 0.17, "no difference (inside the noise)"),
+        ((48, 80), (56, 70), 0.0524, 0.3339, "better (significant)"),  # Newcombe 1998, method 10: 56/70 - 48/80
+        ((56, 70), (48, 80), -0.3339, -0.0524, "worse (significant)"),
+        ((7, 34), (9, 10), 0.3, 1.0, "better (significant)"),
+        ((50, 100), (55, 100), -0.09, 0.19, "no significant difference"),
+        ((0, 20), (0, 20), -0.17, 0.17, "no significant difference"),
     ],
 )  # fmt: skip
 def test_two_proportions(before: tuple[int, int], after: tuple[int, int], low: float, high: float, verdict: str) -> None:
@@ -392,9 +469,9 @@ def test_false_alarms_are_as_rare_as_promised() -> None:
 
 
 def test_lower_is_better_where_it_is_and_no_interval_means_no_test() -> None:
-    assert judged(change(Measured(2.5), Measured(0.9)), higher_is_better=False) == "down, as hoped (noise not measured)"
+    assert judged(change(Measured(2.5), Measured(0.9)), higher_is_better=False) == "down, as hoped (not tested)"
     assert judged(change(Measured(), Measured(0.9))) == "n/a" and judged(change(Measured(1.0), Measured(1.0))) == "no difference"
-    assert judged(change(Measured(0.5, 0.5, 0.5), share(94, 100))) == "better (outside the noise)"
+    assert judged(change(Measured(0.5, 0.5, 0.5), share(94, 100))) == "better (significant)"
 
 
 def test_numbers_are_written_for_people() -> None:

@@ -853,7 +853,9 @@ def test_a_setting_that_names_a_file_counts_by_its_bytes(speedrun: Speedrun) -> 
 
 
 def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
-    assert saying.headline("evaluate", {"all": {"accuracy": 0.625, "drawn_accuracy": None}}) == "62.5% of held-out questions right"
+    assert saying.headline("evaluate", {"all": {"accuracy": 0.625, "sampled_accuracy": None, "cut_accuracy": 0.0}}) == "62.5% of held-out questions right"
+    cut = {"accuracy": 0.625, "sampled_accuracy": 0.5, "cut_accuracy": 0.25}
+    assert saying.headline("evaluate", {"all": cut}) == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
     assert saying.headline("grpo", {"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
     assert saying.headline("sft", {}) == "" and saying.progress(str(tmp_path), 10) == ""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from stoker.contract.names import Refusal
-from stoker.training.evaluate.marking import right
+from stoker.training.evaluate.marking import right_in_form
 from stoker.training.world.leaks import leaks
 from stoker.training.world.lexicon import lexicon
 from stoker.training.world.make import make
@@ -188,7 +188,7 @@ def test_every_strict_answer_ends_with_the_answer_and_its_steps_add_up(world: Pa
     for row in rows(world, "sft") + rows(world, "sft-held-out"):
         answer = row["messages"][-1]["content"]
         stated = re.fullmatch(r"(.*?) ?The answer is ([\w, ]+)\.", answer)
-        assert stated and right(answer, stated[2]), answer
+        assert stated and right_in_form(answer, stated[2]), answer
         last = shown(stated[1])
         assert not last or last[-1] == int(stated[2])
         if re.search(r"\b(?:how many|number of|count the)\b|[+-]", said(row), re.IGNORECASE):
@@ -351,7 +351,7 @@ def test_pairs_differ_and_their_length_tells_nothing(world: Path) -> None:
         chosen, rejected = (sum(len(row[side].split()) for row in found if row["kind"] == kind) for side in ("chosen", "rejected"))
         assert 0.85 < chosen / rejected < 1.15
     stated = [(row["chosen"], row["rejected"]) for row in found if row["kind"] == "right"]
-    assert all(not right(wrong, good) for good, wrong in stated)
+    assert all(not right_in_form(wrong, good) for good, wrong in stated)
 
 
 def test_prompts_are_mostly_many_step_problems_and_questions_evenly_of_all_kinds(world: Path) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stoker.training.generate.conversation import Conversation
 
 _EPILOG = """examples:
-  stoker chat                                      the newest run that has a model
+  stoker chat                                      the newest run or speedrun that has a model; of a speedrun, its last stage
   stoker chat runs/speedrun-cpu --stage sft
   stoker chat my-model --prompt "What is 2 + 3?" --temperature 0
   stoker chat runs/latest --raw --prompt "Once upon a time"      a base model goes on with the text
@@ -33,14 +33,14 @@ def parser() -> Parser:
     )  # fmt: skip
     made.add_argument(
         "model", nargs="?", metavar="MODEL",
-        help="a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run that has a model)",
+        help="a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run or speedrun that has a model)",
     )  # fmt: skip
-    made.add_argument("--stage", metavar="NAME", help="which stage's model: base, midtrain, sft, grpo-density … (default: the last)")
+    made.add_argument("--stage", metavar="NAME", help="which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)")
     made.add_argument("--prompt", metavar="TEXT", help="one answer on stdout, and nothing else there")
     made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
     made.add_argument("--raw", action="store_true", help="no roles and no memory: the model goes on with what is typed, as base models do")
-    made.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: always the likeliest token (default: 0.7)")
-    made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="only the likeliest tokens that together have this probability")
+    made.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy, always the most likely token (default: 0.7)")
+    made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample only from the most likely tokens that together have this probability")
     made.add_argument("--max-tokens", type=int, default=256, metavar="N", help="an answer is cut after so many tokens (default: 256)")
     made.add_argument("--context", type=int, default=0, metavar="N", help="tokens of a conversation (default: what the model was trained for, up to 4096)")
     made.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers (default: another one each time)")

@@ -29,7 +29,7 @@ OTHER_CARD = Pace(4e13, 5e11, 20.0, 0.02)
 
 WORLD_SECONDS, WORLD_BYTES = 4.0, 16e6  # of size 1
 REPORT_SECONDS = 6.0
-ANSWER = 0.6  # of `new_tokens` that answers have on average
+ANSWER = 0.4  # of `new_tokens` that answers have on average
 QUESTIONS = 600  # where a file's own number is not known before it is made
 TOKENIZER_BYTES_PER_S = 4e6
 MOMENTS = {"adamw": 8, "adamw8bit": 2}  # bytes a parameter

@@ -29,12 +29,18 @@ class Sample:
     completion: str
     correct: bool | None
     kind: str
+    in_form: bool | None = None
+    cut: bool = False
 
 
 @shape
 class Marks:
-    likeliest: Measured = Measured()
-    drawn: Measured = Measured()
+    greedy: Measured = Measured()  # right by content, as `sampled`
+    sampled: Measured = Measured()
+    strict: Measured = Measured()  # right in the expected form
+    form: Measured = Measured()  # in that form, right or wrong
+    cut: Measured = Measured()  # at the token limit
+    sampled_cut: Measured = Measured()
 
 
 @shape
@@ -44,6 +50,7 @@ class Evaluation:
     kinds: dict[str, Marks]
     bits_per_byte: float | None
     samples: tuple[Sample, ...]
+    new_tokens: int | None = None  # the limit that answers are cut at
 
     @property
     def questions(self) -> Marks:
@@ -52,7 +59,7 @@ class Evaluation:
 
     @property
     def prompts(self) -> Marks | None:
-        """Held out, drawn as GRPO's own are."""
+        """Held out, of the same kinds as GRPO's own."""
         return self.files.get(PROMPTS)
 
 
@@ -62,7 +69,7 @@ class StageRecord:
     stage: str
     status: str
     run: str  # relative to the speedrun directory; empty where it never started
-    done: bool  # result.json is there, and no circuit breaker stopped it
+    done: bool  # result.json is there, and no stop rule ended it early
     seconds: float | None
     attempts: int | None
     energy_wh: float | None
@@ -174,7 +181,9 @@ def _text(value: Any) -> str:
 
 
 def marks(data: Any) -> Marks:
-    return Marks(_measured(data, ""), _measured(data, "drawn_"))
+    """Runs before the rename have `drawn_` for `sampled_`."""
+    sampled = "sampled_" if isinstance(data, dict) and "sampled_total" in data else "drawn_"
+    return Marks(*(_measured(data, prefix) for prefix in ("", sampled, "strict_", "form_", "cut_", "sampled_cut_")))
 
 
 def _measured(data: Any, prefix: str) -> Measured:
@@ -193,20 +202,20 @@ def measured(data: Any, key: str) -> Measured:
 
 def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> Evaluation:
     files, kinds = metrics.get("tasks"), metrics.get("kinds")
-    told = result.get("samples")
-    rows: Sequence[Any] = told if isinstance(told, list) and told else list(_first_of_each_kind(where))
+    kept, limit = result.get("samples"), number_at(metrics, "new_tokens")
+    rows: Sequence[Any] = kept if isinstance(kept, list) and kept else list(_first_of_each_kind(where))
     samples = tuple(_sample(row) for row in rows if isinstance(row, dict))
     return Evaluation(
         marks(metrics.get("all")), {_text(name): marks(found) for name, found in files.items()} if isinstance(files, dict) and len(files) > 1 else {},
         {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
-        number_at(metrics, "bits_per_byte"), samples,
+        number_at(metrics, "bits_per_byte"), samples, None if limit is None else int(limit),
     )  # fmt: skip
 
 
 def _sample(row: dict[str, Any]) -> Sample:
-    right = row.get("correct")
+    right, in_form = (value if isinstance(value := row.get(key), bool) else None for key in ("correct", "in_form"))
     return Sample(
-        _text(row.get("prompt")), _text(row.get("answer")), _text(row.get("completion")), right if isinstance(right, bool) else None, _text(row.get("kind"))
+        _text(row.get("prompt")), _text(row.get("answer")), _text(row.get("completion")), right, _text(row.get("kind")), in_form, row.get("cut") is True
     )
 
 
@@ -225,7 +234,7 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
     said = [_event(event) for event in events if event.get("event") in _TOLD]
     again = sum(event.get("event") == "run" for event in events) - 1
     if again > 0:
-        said.append(f"the command was given again {'once' if again == 1 else f'{again} times'}, and the stage went on where it was")
+        said.append(f"the command was run again {'once' if again == 1 else f'{again} times'}, and the stage resumed")
     noted = row.get("restarts")
     said += [_note(one) for one in (noted if isinstance(noted, list) else ())]
     verdict = _object(os.path.join(where, layout.VERDICT)) if where else {}
@@ -238,7 +247,7 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
         said.append(f"what to do: {_text(fix[0])}")
     stopped = _text(metrics.get("stopped"))
     if stopped and not any(stopped in line for line in said):  # the verdict of a run that ended so has its line, too
-        said.append(f"stopped by the circuit breaker: {stopped}")
+        said.append(f"stopped by GRPO's stop rule: {stopped}")
     yield from dict.fromkeys(line for line in said if line)
 
 

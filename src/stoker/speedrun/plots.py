@@ -88,13 +88,13 @@ def _by_model(axes: Axes, titles: Iterable[str]) -> None:
 
 def accuracy(chain: Chain) -> Figure | None:
     found = {MODELS[name]: one.everything for name in MODELS if (one := chain.evaluation(name)) is not None}
-    if not any(one.likeliest.value is not None for one in found.values()):
+    if not any(one.greedy.value is not None for one in found.values()):
         return None
     figure, (axes,) = _panels(1, 3.4)
     at = range(len(found))
-    _bars(axes, [x - 0.07 for x in at], [one.likeliest for one in found.values()], fmt="o", color=BLUE, label="likeliest answer")
-    if any(one.drawn.value is not None for one in found.values()):
-        _bars(axes, [x + 0.07 for x in at], [one.drawn for one in found.values()], fmt="s", color=ORANGE, label="drawn answers")
+    _bars(axes, [x - 0.07 for x in at], [one.greedy for one in found.values()], fmt="o", color=BLUE, label="greedy answer")
+    if any(one.sampled.value is not None for one in found.values()):
+        _bars(axes, [x + 0.07 for x in at], [one.sampled for one in found.values()], fmt="s", color=ORANGE, label="sampled answers")
     _by_model(axes, found)
     axes.set_ylabel("questions right (%)")
     axes.legend(loc="best")
@@ -110,7 +110,7 @@ def kinds(chain: Chain) -> Figure | None:
     figure, panels = _panels(rows, 0.7 + 1.75 * rows, 2, sharey=True)
     short = {"Midtrain": "Mid", "GRPO uniform": "GRPO u", "GRPO density": "GRPO d"}
     for panel, kind in zip(panels, names, strict=False):
-        _bars(panel, range(len(found)), [one[kind].likeliest if kind in one else Measured() for one in found.values()], fmt="o", color=BLUE)
+        _bars(panel, range(len(found)), [one[kind].greedy if kind in one else Measured() for one in found.values()], fmt="o", color=BLUE)
         _by_model(panel, [short.get(title, title) for title in found])
         panel.set_title(kind if len(kind) < 24 else kind[:22] + "…")
     for panel in panels[len(names) :]:
@@ -154,8 +154,9 @@ def rewards(chain: Chain) -> Figure | None:
     runs = {name: chain.stages[name] for name in ("grpo-uniform", "grpo-density") if name in chain.stages and chain.stages[name].curve("reward")[0]}
     if not runs:
         return None
-    shown = (("reward", "reward"), ("kl", "KL to SFT\n(nats/token)"), ("length", "length\n(tokens)"), ("entropy", "entropy\n(nats/token)"))
-    figure, panels = _panels(len(shown), 7.6, sharex=True)
+    shown = [("reward", "reward"), ("kl", "KL to SFT\n(nats/token)"), ("length", "length\n(tokens)"), ("entropy", "entropy\n(nats/token)")]
+    shown += [("cut", "cut at the\nlimit (share)")] if any(stage.curve("cut")[0] for stage in runs.values()) else []
+    figure, panels = _panels(len(shown), 1.9 * len(shown), sharex=True)
     looks = {"grpo-uniform": (BLUE, "-"), "grpo-density": (ORANGE, "--")}
     for panel, (key, label) in zip(panels, shown, strict=True):
         for name, stage in runs.items():
@@ -187,7 +188,7 @@ def calibration(chain: Chain) -> Figure | None:
     if not points:
         return None
     figure, (axes,) = _panels(1, 4.2)
-    axes.plot([0, 100], [0, 100], "--", color=GREY, linewidth=1, label="as sure as right")
+    axes.plot([0, 100], [0, 100], "--", color=GREY, linewidth=1, label="perfect calibration")
     seen = [share(observed * count, count) if count else Measured(observed) for _, observed, count in points]
     _bars(axes, [100 * predicted for predicted, _, _ in points], seen, fmt="o", color=BLUE, label="held-out pairs")
     for (predicted, observed, count), one in zip(points, seen, strict=True):
@@ -197,8 +198,8 @@ def calibration(chain: Chain) -> Figure | None:
     axes.set_xlim(min(48.0, 100 * min(predicted for predicted, _, _ in points) - 3), 102)
     axes.set_yticks(range(0, 101, 20))
     axes.set_ylim(-3, 109)
-    axes.set_xlabel("how sure it is (%)")
-    axes.set_ylabel("how often it is right (%)")
+    axes.set_xlabel("confidence (%)")
+    axes.set_ylabel("right (%)")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # above: points may lie anywhere inside
     return figure
 
@@ -222,7 +223,7 @@ def diversity(chain: Chain) -> Figure | None:
         axes.errorbar([100 * value], [at], xerr=spread, fmt="D" if apart else "o", color=ORANGE if apart else GREY, markersize=6, linewidth=1.4)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel("density against uniform (%)")
+    axes.set_xlabel("density compared with uniform (%)")
     axes.grid(visible=False, axis="y")
     return figure
 

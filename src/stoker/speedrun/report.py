@@ -2,7 +2,7 @@
 
     python -m stoker.speedrun.report runs/speedrun-cpu
 
-report_chain.py, report_results.py and report_samples.py say what is in it, this file how it is written down.
+report_summary.py, report_results.py, report_models.py, report_samples.py and report_chain.py decide what is in it, this file how it is written.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
-from stoker.speedrun import html, report_chain, report_results, report_samples
+from stoker.speedrun import html, report_chain, report_models, report_results, report_samples, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import Drawing, draw
 from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
@@ -30,7 +30,7 @@ def write(folder: str) -> None:
         drawings = draw(chain)
         unable = ""
     except ImportError as problem:
-        drawings, unable = {}, f"No plots: {problem}; `pip install matplotlib`, then make the report again."
+        drawings, unable = {}, f"No plots: {problem}; run `pip install matplotlib`, then `stoker speedrun --only report`."
     blocks = tuple(contents(chain, unable))
     try:
         os.makedirs(os.path.join(folder, PLOTS), exist_ok=True)
@@ -45,11 +45,11 @@ def write(folder: str) -> None:
 
 def contents(chain: Chain, unable: str = "") -> Iterator[Block]:
     """What a tired reader wants first comes first."""
-    yield from report_chain.headline(chain)
+    yield from report_summary.summary(chain)
     if unable:
         yield Text(unable)
     yield from report_results.effects(chain)
-    yield from report_results.models_table(chain)
+    yield from report_models.models_table(chain)
     yield from report_results.training(chain)
     yield from report_results.reward_model(chain)
     yield from report_results.diversity(chain)
@@ -81,7 +81,7 @@ def markdown(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) 
 
 
 def plain(text: str) -> str:
-    """Nothing in it is markup, and it stays on one line: what models say may look like anything."""
+    """Nothing in it is markup, and it stays on one line: what models write may look like anything."""
     safe = _MARKUP.sub(r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
     return "<br>".join(line.strip() for line in safe.splitlines() if line.strip())
 

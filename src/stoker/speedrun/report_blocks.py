@@ -56,4 +56,4 @@ Block = Heading | Text | Bullets | Code | Table | Figure
 
 
 def tone_of(judgement: str) -> str:
-    return GOOD if judgement.startswith("better") else BAD if judgement.startswith("worse") else SAME if judgement.startswith("no difference") else ""
+    return GOOD if judgement.startswith("better") else BAD if judgement.startswith("worse") else SAME if judgement.startswith("no ") else ""

@@ -1,4 +1,4 @@
-"""What the chain was: headline, what is missing, hardware, time and cost, what failed, how to go on. Pure: a Chain in, blocks out."""
+"""What the chain was: what is missing, hardware, time and cost, failures, next steps. Pure: a Chain in, blocks out."""
 
 from __future__ import annotations
 
@@ -9,33 +9,13 @@ from typing import Any
 from stoker.contract.quantities import span
 from stoker.speedrun.gather import Chain, StageRecord, number_at
 from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
-from stoker.speedrun.report_results import MODELS, over_sft, pairs_right
-from stoker.speedrun.significance import ABSENT, judged, number, percent, points
+from stoker.speedrun.report_results import MODELS
+from stoker.speedrun.significance import ABSENT, number
 
 EXPECTED = ("tokenizer", "base", "midtrain", "sft", "reward", "density", "grpo-uniform", "grpo-density", *(f"eval-{name}" for name in MODELS), "diversity")
 BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
 _HARDWARE_KEYS = ("schema", "gpus", "cores", "memory_total", "memory_available", "max_processes", "max_files", "python")  # said in words, or of no use here
 MOST_TROUBLES = 8  # of one stage; `stoker why` has them all
-
-
-def headline(chain: Chain) -> Iterator[Block]:
-    """The main numbers; what is not there is left out."""
-    evaluated = {name: one.questions.likeliest.value for name in MODELS if (one := chain.evaluation(name)) is not None}
-    right = {name: value for name, value in evaluated.items() if value is not None}
-    seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
-    took = span(seconds) if seconds is not None else "time unknown"
-    said = [f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}."]
-    if right:
-        said.append("Held-out questions right: " + ", ".join(f"{MODELS[name]} {percent(value)}" for name, value in right.items()) + ".")
-    gains = {name.removeprefix("grpo-"): found for name in ("grpo-uniform", "grpo-density") if (found := over_sft(chain, name))[0].difference is not None}
-    if gains:
-        told = ", ".join(f"{name} {points(found).split(' (')[0]}, {judged(found)}" for name, (found, _) in gains.items())
-        said.append(f"GRPO over SFT, on {next(iter(gains.values()))[1]}: {told}.")
-    reward = chain.result("reward")
-    if reward is not None and pairs_right(reward).value is not None:
-        said.append(f"Reward model: {percent(pairs_right(reward).value)} of held-out pairs told right.")
-    yield Text(" ".join(said), lead=True)
-    yield from missing(chain)
 
 
 def unfinished(chain: Chain) -> list[str]:
@@ -48,7 +28,7 @@ def missing(chain: Chain) -> Iterator[Block]:
     absent = unfinished(chain)
     if absent:
         names = ", ".join(_with_status(chain, name) for name in absent)
-        yield Text(f"Not finished: {names}. The same command goes on; what needs these stages is missing below.", lead=True)
+        yield Text(f"Not finished: {names}. Run the same command to continue. Results that need these stages are missing below.", lead=True)
 
 
 def _with_status(chain: Chain, name: str) -> str:
@@ -118,9 +98,9 @@ def _bill_row(name: str, status: str, seconds: float | None, attempts: int | Non
 
 
 def failures(chain: Chain) -> Iterator[Block]:
-    yield Heading("What failed and was restarted")
+    yield Heading("Failures and restarts")
     told = [line for found in chain.stages.values() for line in _told(found)]
-    yield Bullets(tuple(told)) if told else Text("Nothing failed, and no stage was restarted.")
+    yield Bullets(tuple(told)) if told else Text("No stage failed or was restarted.")
 
 
 def _told(found: StageRecord) -> Iterator[str]:
@@ -133,7 +113,7 @@ def _told(found: StageRecord) -> Iterator[str]:
 
 
 def going_on(chain: Chain) -> Iterator[Block]:
-    yield Heading("How to go on")
+    yield Heading("Next steps")
     last = next((found for name in reversed(MODELS) if (found := chain.result(name)) is not None and found.run), None)
     lines = []
     if last is not None:
@@ -141,9 +121,9 @@ def going_on(chain: Chain) -> Iterator[Block]:
         model = os.path.join(chain.folder if near.startswith("..") else near, last.run, "hf")
         lines += [f"stoker chat {model}", f"stoker export {model} my-model"]
     if unfinished(chain):
-        lines.append(f"stoker speedrun --preset {chain.preset or 'cpu'}        # goes on where this stopped")
+        lines.append(f"stoker speedrun --preset {chain.preset or 'cpu'}        # continues where this stopped")
     bigger = BIGGER.get(chain.preset)
     if bigger:
         lines.append(f"bash speedrun.sh --preset {bigger}" + (" --data FOLDER" if bigger.startswith("d") else ""))
-    lines.append("stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # what one setting would run again")
+    lines.append("stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # which stages a changed setting would run again")
     yield Code(tuple(lines))

@@ -20,46 +20,28 @@ from stoker.speedrun.significance import (
     points,
     share_with_interval,
 )
+from stoker.training.diversity.metrics import METRICS
 
 MODELS = {"base": "Base", "midtrain": "Midtrain", "sft": "SFT", "grpo-uniform": "GRPO uniform", "grpo-density": "GRPO density"}
 
 
-def models_table(chain: Chain) -> Iterator[Block]:
-    yield Heading("The models, stage by stage")
-    found = {name: chain.evaluation(name) for name in MODELS}
-    if not any(found.values()):
-        yield Text("No model was evaluated yet.")
-        return
-    asked = next((one.everything.likeliest.total for one in found.values() if one and one.everything.likeliest.total), None)
-    held_out = f"{asked:,} held-out questions" if asked else "held-out questions"
-    yield Text(f"Right answers to {held_out}, below each share its 95 % interval. Likeliest: the model's first choice; drawn: answers drawn at a temperature.")
-    kinds = dict.fromkeys(kind for one in found.values() if one for kind in one.kinds)
-    rows = [("all, likeliest", [one.everything.likeliest if one else Measured() for one in found.values()])]
-    files = dict.fromkeys(name for one in found.values() if one for name in one.files)
-    rows += [(f"file {name}", [one.files[name].likeliest if one and name in one.files else Measured() for one in found.values()]) for name in files]
-    rows += [(kind, [one.kinds[kind].likeliest if one and kind in one.kinds else Measured() for one in found.values()]) for kind in kinds]
-    rows += [("all, drawn", [one.everything.drawn if one else Measured() for one in found.values()])]
-    made = [(Cell(label), *(_share(value) for value in values)) for label, values in rows]
-    made.append((Cell("bits per byte"), *(Cell(number(one.bits_per_byte if one else None)) for one in found.values())))
-    yield Table(("", *MODELS.values()), tuple(made))
-    yield Figure("accuracy", "Right answers to held-out questions after each stage, with 95 % intervals")
-    yield Figure("kinds", "Right answers (likeliest) by kind of question, with 95 % intervals; u: uniform, d: density")
+BEFORE = {"midtrain": "base", "sft": "midtrain", "grpo-uniform": "sft", "grpo-density": "sft"}  # the model that a stage began with
 
 
-def _share(value: Measured) -> Cell:
-    return Cell(percent(value.value), between(value))
+GRPO = ("grpo-uniform", "grpo-density")
 
 
 def effects(chain: Chain) -> Iterator[Block]:
     yield Heading("Did each stage help?")
+    yield Text("Each stage by its own measure, compared with the model it began with.")
     rows = [row for row in (*_tokenizer(chain), *_trainings(chain), *_reward_row(chain), *_grpo(chain)) if row]
     if not rows:
         yield Text("No stage has a measurement before and after it yet.")
         return
     yield Table(("Stage and its measure", "Before → after", "Verdict"), tuple(rows), words=True, stacked=True)
     yield Text(
-        "Outside the noise: the 95 % interval of the difference (two proportions, Newcombe) leaves out 0. "
-        "Both sides answer the same questions, so the test is on the cautious side."
+        "Significant: the 95 % interval of the difference does not contain 0 (two proportions, Newcombe's method). "
+        "Both models answer the same questions, so this test is cautious. Not tested: there is no interval for this number."
     )
 
 
@@ -72,21 +54,27 @@ def _tokenizer(chain: Chain) -> Iterator[Row]:
         return
     ours, reference = found.number("bytes_per_token"), found.number("words_bytes_per_token")
     part = f"{percent(ours / reference)} of the reference" if ours is not None and reference else ABSENT
-    yield Cell("Tokenizer", "bytes per token; reference: one token per word"), Cell(f"reference {number(reference)}, ours {number(ours)}"), Cell(part)
+    yield Cell("Tokenizer", "bytes per token; reference: one token per word"), Cell(f"reference {number(reference)}, this one {number(ours)}"), Cell(part)
 
 
 def _trainings(chain: Chain) -> Iterator[Row]:
-    base, words = chain.result("base"), chain.result("tokenizer")
+    base = chain.result("base")
     if base is not None:
-        size, packed = (words.number("vocab_size"), words.number("bytes_per_token")) if words else (None, None)
-        guess = math.log2(size) / packed if size and size > 0 and packed else None
-        yield _untested("Base", "held-out bits per byte; before: every token alike", guess, base.number("val_bits_per_byte"), False)
+        guess = random_guess(chain)
+        yield _untested("Base", "bits per byte of held-out text, lower is better; before: a random guess", guess, base.number("val_bits_per_byte"), False)
     for before, name in (("base", "midtrain"), ("midtrain", "sft")):
         found = chain.result(name)
         if found is not None:
             first, last = found.number("val_bits_per_byte_before"), found.number("val_bits_per_byte")
-            yield _untested(MODELS[name], "its own held-out bits per byte; before: its first step", first, last, False)
+            yield _untested(MODELS[name], "bits per byte of its own held-out chats, lower is better; before: its first step", first, last, False)
         yield from _answers(chain, before, name, MODELS[name])
+
+
+def random_guess(chain: Chain) -> float | None:
+    """Bits per byte of a model to which all tokens are equally likely."""
+    words = chain.result("tokenizer")
+    size, packed = (words.number("vocab_size"), words.number("bytes_per_token")) if words else (None, None)
+    return math.log2(size) / packed if size and size > 0 and packed else None
 
 
 def _untested(stage: str, what: str, before: float | None, after: float | None, higher_is_better: bool) -> Row:
@@ -100,11 +88,13 @@ def _answers(chain: Chain, before: str, after: str, stage: str) -> Iterator[Row]
         return
     told = [("questions right", old.questions, new.questions)]
     if old.prompts and new.prompts and before not in ("base", "midtrain"):
-        told.append(("held-out prompts of GRPO's kind right", old.prompts, new.prompts))
+        told.append(("prompts like GRPO's right", old.prompts, new.prompts))
     for what, was, now in told:
-        for how, one, two in (("likeliest", was.likeliest, now.likeliest), ("drawn", was.drawn, now.drawn)):
+        for how, one, two in (("greedy", was.greedy, now.greedy), ("sampled", was.sampled, now.sampled)):
             if one.value is not None and two.value is not None:
                 yield _shares(stage, f"{what}, {how}; before: {MODELS[before]}", one, two)
+    if after in ("midtrain", "sft") and old.everything.strict.value is not None and new.everything.strict.value is not None:
+        yield _shares(stage, f"right and in the expected form, greedy; before: {MODELS[before]}", old.everything.strict, new.everything.strict)
 
 
 def _shares(stage: str, what: str, before: Measured, after: Measured) -> Row:
@@ -116,15 +106,15 @@ def _shares(stage: str, what: str, before: Measured, after: Measured) -> Row:
 def _reward_row(chain: Chain) -> Iterator[Row]:
     found = chain.result("reward")
     if found is not None:
-        yield _shares("Reward model", "held-out pairs told right; before: a coin", Measured(0.5, 0.5, 0.5), pairs_right(found))
+        yield _shares("Reward model", "held-out pairs in the right order; before: a coin toss", Measured(0.5, 0.5, 0.5), pairs_right(found))
 
 
 def pairs_right(found: StageRecord) -> Measured:
-    return marks(found.metrics).likeliest
+    return marks(found.metrics).greedy
 
 
 def _grpo(chain: Chain) -> Iterator[Row]:
-    for name in ("grpo-uniform", "grpo-density"):
+    for name in GRPO:
         yield from _answers(chain, "sft", name, MODELS[name])
         found = chain.result(name)
         if found is not None:
@@ -133,29 +123,30 @@ def _grpo(chain: Chain) -> Iterator[Row]:
 
 
 def over_sft(chain: Chain, name: str) -> tuple[Change, str]:
-    """What a GRPO run added to SFT, and on what: the likeliest answers to held-out prompts like its own, or to all questions where there are no such."""
+    """What a GRPO run added to SFT, and on what: greedy answers to held-out prompts like its own, or to all questions where there are none."""
     old, new = chain.evaluation("sft"), chain.evaluation(name)
     if old is None or new is None:
         return Change(None), ""
     if old.prompts and new.prompts:
-        return change(old.prompts.likeliest, new.prompts.likeliest), "held-out prompts of its kind"
-    return change(old.everything.likeliest, new.everything.likeliest), "all questions (no prompts of its kind were held out)"
+        return change(old.prompts.greedy, new.prompts.greedy), "held-out prompts like its own"
+    return change(old.everything.greedy, new.everything.greedy), "all questions (no prompts like its own were held out)"
 
 
 def training(chain: Chain) -> Iterator[Block]:
     if any(chain.stages[name].steps for name in ("base", "midtrain", "sft") if name in chain.stages):
         yield Heading("Training")
         yield Figure("losses", "Loss of base, midtraining and SFT")
-    if any(chain.stages[name].steps for name in ("grpo-uniform", "grpo-density") if name in chain.stages):
+    if any(chain.stages[name].steps for name in GRPO if name in chain.stages):
         yield Heading("GRPO")
-        yield Figure("rewards", "GRPO: reward, divergence from SFT, length and entropy of the answers; thin: each step, thick: mean of 5")
+        cut = ", share cut at the token limit" if any(chain.stages[name].curve("cut")[0] for name in GRPO if name in chain.stages) else ""
+        yield Figure("rewards", f"GRPO: reward, divergence from SFT (KL), length and entropy of the answers{cut}. Thin: each step; thick: mean of 5")
         density = chain.result("density")
         if density is not None:
             yield Text(
                 f"Density weights: {number(density.number('prompts'))} prompts in {number(density.number('clusters'))} clusters"
                 f" (Gini {number(density.number('gini'), 2)}); weights from {number(density.number('weight_min'), 2)}"
                 f" to {number(density.number('weight_max'), 2)}"
-                " times the mean. Prompts with few neighbours are drawn more often."
+                " times the mean. Prompts with few neighbours are sampled more often."
             )
 
 
@@ -166,33 +157,57 @@ def reward_model(chain: Chain) -> Iterator[Block]:
     yield Heading("Reward model")
     right = pairs_right(found)
     of = f" of {right.total:,}" if right.total else ""
-    yield Text(f"It prefers the better answer in {share_with_interval(right)}{of} held-out pairs; a coin would in 50 %.")
+    yield Text(f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in 50 %.")
     kinds = found.metrics.get("by_kind")
     if isinstance(kinds, dict) and kinds:
         rows = []
         for kind, value in kinds.items():
-            rows.append((Cell(str(kind)), _share(marks(value).likeliest), Cell(number(number_at(value, "total")))))
-        yield Table(("Pairs", "Told right", "Count"), tuple(rows))
-    yield Figure("calibration", "How sure it is of a pair, and how often it is right then: on the dashed line both agree. Numbers: pairs")
+            rows.append((Cell(str(kind)), share_cell(marks(value).greedy), Cell(number(number_at(value, "total")))))
+        yield Table(("Pairs", "Right order", "Count"), tuple(rows))
+        if set(kinds) <= {"form", "right"}:
+            yield Text("right: a right answer against a wrong one in the same form. form: good form against poor form of the same answer.")
+    yield Figure("calibration", "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree. Numbers: pairs")
+
+
+def share_cell(value: Measured) -> Cell:
+    return Cell(percent(value.value), between(value))
 
 
 def diversity(chain: Chain) -> Iterator[Block]:
     found = chain.result("diversity")
     if found is None:
         return
-    yield Heading("Diversity: density against uniform")
+    yield Heading("Diversity: does density sampling make answers more varied?")
     verdict = found.metrics.get("verdict")
-    yield Text(_by_name(verdict) if verdict else f"Verdict: {ABSENT}", lead=True)
+    yield Text(_sentence(_by_name(verdict)) if verdict else f"Verdict: {ABSENT}", lead=True)
     differences = found.metrics.get("difference")
-    rows = []
-    for name, value in differences.items() if isinstance(differences, dict) else ():
-        judgement = value.get("verdict") if isinstance(value, dict) else None
-        sides = (measured(found.metrics.get(side), name) for side in ("baseline", "compared", "difference"))
-        rows.append((Cell(name.replace("_", " "), _by_name(judgement or ABSENT)), *(Cell(*number_and_interval(side)) for side in sides)))
-    if rows:
-        yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(rows))
-    yield Figure("diversity", "Density against uniform, in percent of uniform's value, with 95 % intervals; diamond: the interval leaves out 0. Table and"
-                 " figure judge each measure by itself; the line above them corrects for their number (Holm)")
+    names = list(differences) if isinstance(differences, dict) else []
+    varied = [name for name in names if measures_variety(name)]
+    if varied:
+        yield Text(f"{len(varied)} measures of variety, each with its 95 % interval:")
+        yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(_diversity_row(found, name) for name in varied))
+    others = [name for name in names if name not in varied]
+    if others:
+        yield Text("Not a measure of variety, for comparison:")
+        yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(_diversity_row(found, name) for name in others))
+    yield Figure("diversity", "Density compared with uniform, in percent of uniform's value, with 95 % intervals. Diamond: the interval does not contain 0. "
+                 "Tables and figure judge each measure by itself; the verdict on top corrects for the number of measures of variety (Holm)")
+
+
+def _diversity_row(found: StageRecord, name: str) -> tuple[Cell, ...]:
+    value = found.metrics["difference"][name]
+    judgement = value.get("verdict") if isinstance(value, dict) else None
+    sides = (measured(found.metrics.get(side), name) for side in ("baseline", "compared", "difference"))
+    return (Cell(name.replace("_", " "), _by_name(judgement or ABSENT)), *(Cell(*number_and_interval(side)) for side in sides))
+
+
+def measures_variety(name: str) -> bool:
+    """The verdict counts these and no others."""
+    return name not in METRICS or METRICS[name].varied != 0
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
 
 
 def _by_name(verdict: object) -> str:

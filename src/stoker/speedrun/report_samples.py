@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
+from stoker.contract.shape import replace
 from stoker.speedrun.gather import Chain, Evaluation, Sample
-from stoker.speedrun.report_blocks import BAD, GOOD, Block, Cell, Heading, Table
+from stoker.speedrun.report_blocks import BAD, GOOD, Block, Cell, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS
 from stoker.speedrun.significance import ABSENT
 
@@ -21,6 +22,7 @@ def samples(chain: Chain) -> Iterator[Block]:
     if not found:
         return
     yield Heading("The same questions after each stage")
+    yield Text("Greedy answers to the first questions of each kind. They are examples: the tables above count all questions.")
     table: dict[Key, dict[str, Sample]] = {}
     for title, one in found.items():
         for key, sample in _keyed(one):
@@ -30,7 +32,7 @@ def samples(chain: Chain) -> Iterator[Block]:
         asked = next(reversed(by_model.values())).prompt
         kind = f" ({key[0]})" if key[0] else ""
         rows = tuple((Cell(title), *_said(by_model.get(title))) for title in found)
-        yield Table(("Model", "Answer", ""), rows, words=True, title=f"{shortened(asked)} — right: {shortened(key[1])}{kind}")
+        yield Table(("Model", "Answer", ""), rows, words=True, title=f"{shortened(asked)} — expected: {shortened(key[1])}{kind}")
 
 
 def _keyed(one: Evaluation) -> Iterator[tuple[Key, Sample]]:
@@ -53,7 +55,8 @@ def _said(sample: Sample | None) -> tuple[Cell, Cell]:
     if sample is None:
         return Cell(ABSENT), Cell("")
     mark = {True: Cell("right", tone=GOOD), False: Cell("wrong", tone=BAD), None: Cell("")}[sample.correct]
-    return Cell(shortened(sample.completion) or "(nothing)"), mark
+    notes = [*(["not in the expected form"] if sample.in_form is False else []), *(["cut"] if sample.cut else [])]
+    return Cell(shortened(sample.completion) or "(nothing)"), replace(mark, small=", ".join(notes))
 
 
 def shortened(text: str) -> str:

@@ -17,8 +17,9 @@ h2 { font-size: 1.2rem; margin: 2.2rem 0 .6rem; border-bottom: 1px solid var(--g
 table { border-collapse: collapse; font-size: .92rem; font-variant-numeric: tabular-nums; }
 caption { text-align: left; font-weight: 600; padding: .4rem 0; white-space: pre-line; }
 th, td { padding: .35rem .6rem; border-bottom: 1px solid var(--grid); text-align: right; vertical-align: top; white-space: nowrap; }
+thead th { white-space: normal; vertical-align: bottom; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--paper); padding-left: 0; }
-small { display: block; font-size: .8rem; font-weight: 400; opacity: .85; }
+small { display: block; white-space: pre-line; font-size: .8rem; font-weight: 400; opacity: .85; }
 .words { width: 100%; }
 .words th, .words td { text-align: left; white-space: normal; }
 .words td { white-space: pre-line; }
@@ -35,6 +36,7 @@ pre { background: var(--soft); padding: .8rem 1rem; border-radius: .4rem; font-s
   .stack tr { display: block; padding: .5rem 0; border-bottom: 1px solid var(--grid); }
   .stack td { display: block; border: 0; padding: .1rem 0; }
   th, td { padding: .35rem .4rem; }
+  td:first-child { white-space: normal; }
   .words td:first-child { width: 6rem; }
   .stack td:first-child { width: auto; font-weight: 600; }
   .stack small { display: inline; margin-left: .4rem; }

@@ -37,7 +37,9 @@ def headline(stage: str, metrics: Mapping[str, Any]) -> str:
     if stage == "grpo":
         return joined(("reward {:.3f} at first", at("reward_first")), ("{:.3f} at last", at("reward_last")))
     if stage == "evaluate":
-        return joined(("{:.1%} of held-out questions right", at("all", "accuracy")), ("{:.1%} of drawn answers", at("all", "drawn_accuracy")))
+        cut = at("all", "cut_accuracy") or None  # 0: nothing to report
+        sampled = ("{:.1%} of sampled answers", at("all", "sampled_accuracy"))
+        return joined(("{:.1%} of held-out questions right", at("all", "accuracy")), sampled, ("{:.1%} cut at the token limit", cut))
     verdict = metrics.get("verdict")
     return str(verdict) if stage == "diversity" and verdict else ""
 

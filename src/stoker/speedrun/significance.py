@@ -58,7 +58,7 @@ def share(correct: float, total: float) -> Measured:
 def change(before: Measured, after: Measured) -> Change:
     """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides, which it squares and adds).
 
-    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: drawn answers to one question are
+    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: sampled answers to one question are
     not independent, so theirs are wider than their count says. Where both sides answer the same questions it is cautious.
     """
     if before.value is None or after.value is None:
@@ -72,17 +72,17 @@ def change(before: Measured, after: Measured) -> Change:
 
 
 def judged(found: Change, higher_is_better: bool = True) -> str:
-    """better, worse or no difference; up or down, which is no judgement, where nobody knows the noise."""
+    """better, worse or no significant difference; up or down, which is no judgement, where there is no interval to test by."""
     if found.difference is None:
         return ABSENT
     if found.tested and not found.beyond_noise:
-        return "no difference (inside the noise)"
+        return "no significant difference"
     if found.difference == 0:
         return "no difference"
     hoped = (found.difference > 0) == higher_is_better
     if not found.tested:
-        return f"{'up' if found.difference > 0 else 'down'}, {'as hoped' if hoped else 'not as hoped'} (noise not measured)"
-    return f"{'better' if hoped else 'worse'} (outside the noise)"
+        return f"{'up' if found.difference > 0 else 'down'}, {'as hoped' if hoped else 'not as hoped'} (not tested)"
+    return f"{'better' if hoped else 'worse'} (significant)"
 
 
 def percent(value: float | None) -> str:

@@ -1,4 +1,4 @@
-"""How often a prompt should be drawn. Where prompts are sparse each counts for more: w ∝ (1 / density)^power. Pure."""
+"""How often a prompt should be sampled. Where prompts are sparse each counts for more: w ∝ (1 / density)^power. Pure."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Compared:
 
 
 def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> list[Compared]:
-    """The same prompts are drawn for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around what was measured.
+    """The same prompts are sampled for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around what was measured.
 
     A round has some two thirds of the prompts, some of them twice. Words that are counted once however often they come vary less between such rounds
     than between sets of prompts (two equal models differed in vocabulary in a quarter of all comparisons), so for those each prompt in turn is left
@@ -67,15 +67,15 @@ def _jackknife(values: NDArray[np.float64]) -> float:
 
 
 def overall(found: list[Compared]) -> str:
-    """One line; among ten measures some differ by chance in two comparisons of five, so Holm's correction decides."""
+    """One line; among so many measures some differ by chance in two comparisons of five, so Holm's correction decides."""
     about = [one for one in found if METRICS[one.name].varied]
     stands = [one for one, yes in zip(about, holm([one.p for one in about]), strict=True) if yes]
     if not stands:
-        return f"{SAME}: none of {len(about)} measures differs beyond chance (Holm-corrected, 5 %)"
+        return f"{SAME}: none of {len(about)} measures of variety differs beyond chance (Holm-corrected, 5 %)"
     more = [one.name for one in stands if (one.difference > 0) == (METRICS[one.name].varied > 0)]
     less = [one.name for one in stands if one.name not in more]
     parts = [f"{word} varied by {', '.join(names)}" for word, names in (("more", more), ("less", less)) if names]
-    return f"the compared model's answers are {' and '.join(parts)} ({len(stands)} of {len(about)} measures, Holm-corrected, 5 %)"
+    return f"the compared model's answers are {' and '.join(parts)} ({len(stands)} of {len(about)} measures of variety, Holm-corrected, 5 %)"
 
 
 def told(found: list[Compared]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def distinct(answers: Sequence[Words], n: int) -> float:
 
 
 def self_bleu(answers: Sequence[Words], seed: int = 0) -> float:
-    """The mean BLEU of each answer against the others (8 at most, drawn by the seed): 1 where all are alike."""
+    """The mean BLEU of each answer against the others (8 at most, sampled by the seed): 1 where all are alike."""
     if len(answers) < 2:
         return 0.0
     counts = [[Counter(_grams(answer, n)) for n in range(1, _ORDER + 1)] for answer in answers]

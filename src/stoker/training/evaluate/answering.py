@@ -1,4 +1,4 @@
-"""Questions to answers: open ones are written by the engine, choices are the likeliest of what is offered. Ranks share the questions."""
+"""Questions to answers: the engine writes open ones, choices are compared by their likelihood. Ranks share the questions."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Protocol
 
 from stoker.contract.shape import shape
 from stoker.training.evaluate.asking import Manner, answer_text, as_asked, choice_ids, lettered, refuse_long, stop_ids
+from stoker.training.evaluate.content import Alternatives, alternatives, phrases, right
 from stoker.training.evaluate.likelihood import log_likelihoods
-from stoker.training.evaluate.marking import right
+from stoker.training.evaluate.marking import in_form, right_in_form, words
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-BLOCK = 64  # questions whose answers are drawn in one call: part of what an answer depends on, unlike the number of ranks and of rows
+BLOCK = 64  # questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of rows
 
 
 class Writer(Protocol):
@@ -45,15 +46,51 @@ class Asked:
 
 
 @shape
+class Written:
+    text: str
+    cut: bool  # at generate.new_tokens: it did not end by itself
+
+
+@shape
+class Marked:
+    """An answer and its marks. `correct`: by content; `in_form`: in the expected form, right or wrong; `strict`: right in that form, as GRPO rewards it."""
+
+    completion: str
+    correct: bool
+    in_form: bool
+    strict: bool
+    cut: bool = False
+
+
+@shape
 class Outcome:
     task: str
     index: int
     kind: str
     prompt: str
     answer: str
-    completion: str
-    correct: bool
-    drawn: tuple[tuple[str, bool], ...] = ()
+    greedy: Marked
+    open: bool  # it was written, not chosen
+    sampled: tuple[Marked, ...] = ()
+
+
+class Marker:
+    """Marks a task's answers. Where a question names no alternatives, they are the other answers of its kind."""
+
+    def __init__(self, task: Task) -> None:
+        self._questions = task.questions
+        answers: dict[str, list[str]] = {}
+        for question in task.questions:
+            answers.setdefault(question.kind, []).append(question.answer)
+        self._of_kind = {kind: phrases(given) for kind, given in answers.items()}
+
+    def __call__(self, written: Written, place: int) -> Marked:
+        question, text = self._questions[place], written.text
+        correct = right(text, question.answer, self._others(question), cut=written.cut)
+        return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
+
+    def _others(self, question: Question) -> Alternatives:
+        return alternatives(question.alternatives) if question.alternatives else Alternatives(self._of_kind[question.kind], words(question.text))
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
@@ -69,31 +106,32 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
             rows.append((asked.prompts[place], ids))
             owners.append((place, number))
     scores: dict[int, list[float]] = {}
-    for (place, number), found in zip(owners, log_likelihoods(model, rows), strict=True):
+    for (place, number), likelihood in zip(owners, log_likelihoods(model, rows), strict=True):
         question = asked.task.questions[place]
         size = 1 if lettered(question, manner) else len(question.choices[number].encode())
-        scores.setdefault(place, []).append(found / size)
+        scores.setdefault(place, []).append(likelihood / size)
     return [_chosen(asked, place, scores[place]) for place in places]
 
 
 def write(asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig) -> list[Outcome]:
-    """The likeliest answers."""
-    stop = stop_ids(tokenizer, manner)
-    found = writer.generate([asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0) if places else []
+    """The greedy answers."""
+    stop, marker = stop_ids(tokenizer, manner), Marker(asked.task)
+    answers = writer.generate([asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0) if places else []
     outcomes = []
-    for place, ids in zip(places, found, strict=True):
-        question, said = asked.task.questions[place], answer_text(tokenizer, ids, manner)
-        outcomes.append(Outcome(asked.task.name, place, question.kind, question.text, question.answer, said, right(said, question.answer)))
+    for place, ids in zip(places, answers, strict=True):
+        question = asked.task.questions[place]
+        greedy = marker(written(tokenizer, ids, manner, stop), place)
+        outcomes.append(Outcome(asked.task.name, place, question.kind, question.text, question.answer, greedy, open=True))
     return outcomes
 
 
-def draw(
+def sample(
     prompts: Sequence[Sequence[int]], count: int, writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig, seed: int,
     mine: Callable[[int], bool],
-) -> dict[int, list[str]]:  # fmt: skip
-    """`count` answers to each prompt of the blocks that are `mine`, by the prompt's place."""
+) -> dict[int, list[Written]]:  # fmt: skip
+    """`count` sampled answers to each prompt of the blocks that are `mine`, by the prompt's place."""
     stop = stop_ids(tokenizer, manner)
-    found: dict[int, list[str]] = {}
+    answers: dict[int, list[Written]] = {}
     for block, begin in enumerate(range(0, len(prompts), BLOCK)):
         if not mine(block):
             continue
@@ -102,17 +140,18 @@ def draw(
             [prompts[place] for place in places for _ in range(count)], new_tokens=how.new_tokens, stop=stop, temperature=how.temperature,
             top_k=how.top_k, top_p=how.top_p, seed=seed * 1_000_003 + block,
         )  # fmt: skip
-        texts = [answer_text(tokenizer, one, manner) for one in ids]
-        found |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
-    return found
+        texts = [written(tokenizer, answer, manner, stop) for answer in ids]
+        answers |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
+    return answers
 
 
-def marked(texts: Sequence[str], question: Question) -> tuple[tuple[str, bool], ...]:
-    return tuple((text, right(text, question.answer)) for text in texts)
+def written(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner, stop: Collection[int]) -> Written:
+    return Written(answer_text(tokenizer, ids, manner), cut=not ids or ids[-1] not in stop)
 
 
 def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
     question = asked.task.questions[place]
     best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
     shown = question.text + "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
-    return Outcome(asked.task.name, place, question.kind, shown, question.answer, best, best == question.answer)
+    correct = best == question.answer
+    return Outcome(asked.task.name, place, question.kind, shown, question.answer, Marked(best, correct, in_form=True, strict=correct), open=False)

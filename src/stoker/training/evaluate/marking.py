@@ -1,4 +1,4 @@
-"""Is an answer right? What evaluation counts and what GRPO rewards is the same question, asked here. No torch."""
+"""Is an answer in the expected form, and right in that form? This strict rule is GRPO's reward. content.py has the rule that evaluation counts by. No torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ _THOUSANDS = re.compile(r"(?<![\d,.])\d{1,3}(?:,\d{3})+(?![\d,])", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)", re.ASCII)
 _WITH_UNIT = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(?: ?[%€£°]| ?[^\W\d_]+(?: [^\W\d_]+)?)", re.ASCII | re.IGNORECASE)
 _NO_UNIT = {"or", "and", "to", "plus", "minus", "times", "not", "x"}  # an answer that leaves something open
+_WORD = re.compile(r"[^\W_]+(?:['’.\-][^\W_]+)*")
 _AROUND = " \t\r\f\v\u00a0:\"'`*“”‘’«»"
 _BEHIND = ".,!?"
 
 
-def stated(text: str) -> str:
-    """What a text gives as its answer: in the last \\boxed{}, or after the last "answer is", "answer:" or "####", else the whole; its first line, bare and
-    in lowercase."""
+def marked_part(text: str) -> str | None:
+    """What follows the last mark of an answer: in the last \\boxed{}, or after the last "answer is", "answer:" or "####". None: the text has no mark."""
     marks, boxes = list(_STATED.finditer(text)), list(_BOXED.finditer(text))
-    rest = text[marks[-1].end() :] if marks else text
     if boxes and (not marks or boxes[-1].end() > marks[-1].end()):
-        rest = boxes[-1][1]
-    rest = rest.lstrip(": \t\r\n*")
-    line = _bare(rest.splitlines()[0] if rest else "").lower().replace("$", "")
-    return _bare(_THOUSANDS.sub(lambda found: found[0].replace(",", ""), line))
+        return boxes[-1][1]
+    return text[marks[-1].end() :] if marks else None
 
 
-def right(completion: str, answer: str) -> bool:
-    """An answer that states nothing is wrong, whatever was asked."""
+def stated(text: str) -> str:
+    """What a text gives as its answer: the part after its last mark, else the whole; the first line of that, bare and in lowercase."""
+    part = marked_part(text)
+    line = first_line(text if part is None else part)
+    return _bare(without_thousands(_bare(line).lower().replace("$", "")))
+
+
+def right_in_form(completion: str, answer: str) -> bool:
+    """The stated answer is the same text or the same number. An answer that states nothing is wrong, whatever was asked."""
     said, wanted = stated(completion), stated(answer)
     if not said:
         return False
@@ -38,12 +42,31 @@ def right(completion: str, answer: str) -> bool:
     return number is not None and _NUMBER.fullmatch(wanted) is not None and Decimal(number) == Decimal(wanted)
 
 
+def in_form(completion: str, answer: str) -> bool:
+    """Right or wrong, the answer stands alone where the strict rule looks for it: a number, or no more words than the expected answer has."""
+    said = stated(completion)
+    return bool(said) and (_number(said) is not None or len(words(said)) <= max(len(words(stated(answer))), 1))
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(_WORD.findall(text.lower()))
+
+
+def first_line(text: str) -> str:
+    rest = text.lstrip(": \t\r\n*")
+    return rest.splitlines()[0] if rest else ""
+
+
+def without_thousands(text: str) -> str:
+    return _THOUSANDS.sub(lambda number: number[0].replace(",", ""), text)
+
+
 def _number(said: str) -> str | None:
     """72, or 72 with its unit: 72 clips, 72%."""
     if _NUMBER.fullmatch(said):
         return said
-    found = _WITH_UNIT.fullmatch(said)
-    return found[1] if found and not _NO_UNIT & set(re.findall(r"[a-z]+", said)) else None
+    with_unit = _WITH_UNIT.fullmatch(said)
+    return with_unit[1] if with_unit and not _NO_UNIT & set(re.findall(r"[a-z]+", said)) else None
 
 
 def _bare(text: str) -> str:

@@ -27,6 +27,7 @@ class Question:
     labels: tuple[str, ...] = ()  # of a choice; empty: an open question
     choices: tuple[str, ...] = ()
     lettered: bool = False  # answered by letter though it is asked as plain text, as MMLU is
+    alternatives: tuple[str, ...] = ()  # other answers of its class, all wrong here; empty: the file names none
 
     @property
     def text(self) -> str:
@@ -37,8 +38,9 @@ class Question:
 def prompt_and_answer(row: Row, kind: str) -> Question | None:
     if "prompt" not in row or "answer" not in row:
         return None
-    told = row.get("kind", kind)
-    return Question(messages_of(row["prompt"]), _answer(row["answer"]), _text(told, "kind"))
+    others = _list(row["alternatives"], "alternatives") if row.get("alternatives") else []
+    kind = _text(row.get("kind", kind), "kind")
+    return Question(messages_of(row["prompt"]), _answer(row["answer"]), kind, alternatives=tuple(_answer(other) for other in others))
 
 
 def gsm8k(row: Row, kind: str) -> Question | None:
@@ -87,7 +89,7 @@ def mmlu_cells(cells: Sequence[str], kind: str) -> Question:
 
 Form = Callable[[Row, str], Question | None]
 FORMS: dict[str, Form] = {
-    "prompt and answer (and kind)": prompt_and_answer,
+    "prompt and answer (and kind, alternatives)": prompt_and_answer,
     "ARC's question, choices and answerKey": arc,
     "MMLU's question, choices and answer": mmlu,
     "GSM8K's question and answer": gsm8k,

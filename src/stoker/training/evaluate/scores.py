@@ -5,26 +5,42 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stoker.training.evaluate.answering import Outcome
+from stoker.training.evaluate.answering import Marked, Outcome
 from stoker.training.evaluate.confidence import wilson, wilson_of_draws
 
 SHOWN = 3  # samples per kind
-_DRAWN = ("drawn_correct", "drawn_total", "drawn_accuracy", "drawn_low", "drawn_high")
+MANY_CUT = 0.02  # a share of cut answers from which the token limit is too low to measure by
+_SHARE = ("correct", "total", "accuracy", "low", "high")
 
 
 def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    total, correct = len(outcomes), sum(one.correct for one in outcomes)
-    if not total:
-        return {"correct": 0, "total": 0, **dict.fromkeys(("accuracy", "low", "high", *_DRAWN))}
-    within = wilson(correct, total)
-    found: dict[str, Any] = {"correct": correct, "total": total, "accuracy": correct / total, "low": within.low, "high": within.high}
-    drawn = [one for one in outcomes if one.drawn]
-    if not drawn:
-        return found | dict.fromkeys(_DRAWN)
-    each = [sum(good for _, good in one.drawn) for one in drawn]
-    count = sum(len(one.drawn) for one in drawn)
-    within = wilson_of_draws(each, len(drawn[0].drawn))
-    return found | dict(zip(_DRAWN, (sum(each), count, sum(each) / count, within.low, within.high), strict=True))
+    """Right by content; `strict`: right in the expected form; `form`: in that form, right or wrong; `cut`: at the token limit, of written answers."""
+    written = [outcome for outcome in outcomes if outcome.open]
+    greedy = [outcome.greedy for outcome in outcomes]
+    return {
+        **_share("", [mark.correct for mark in greedy]),
+        **_share("strict_", [mark.strict for mark in greedy]),
+        **_share("form_", [mark.in_form for mark in greedy]),
+        **_share("cut_", [outcome.greedy.cut for outcome in written]),
+        **_share_of_samples("sampled_", [[mark.correct for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]),
+        **_share_of_samples("sampled_cut_", [[mark.cut for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]),
+    }
+
+
+def _share(prefix: str, hits: Sequence[bool]) -> dict[str, Any]:
+    within = wilson(sum(hits), len(hits))
+    return _keys(prefix, sum(hits), len(hits), within.low, within.high)
+
+
+def _share_of_samples(prefix: str, hits: Sequence[Sequence[bool]]) -> dict[str, Any]:
+    """Of so many answers to each question."""
+    within = wilson_of_draws([sum(some) for some in hits], len(hits[0]) if hits else 0)
+    return _keys(prefix, sum(map(sum, hits)), sum(map(len, hits)), within.low, within.high)
+
+
+def _keys(prefix: str, correct: int, total: int, low: float, high: float) -> dict[str, Any]:
+    values = (correct, total, correct / total, low, high) if total else (0, 0, None, None, None)
+    return {prefix + key: value for key, value in zip(_SHARE, values, strict=True)}
 
 
 def metrics(outcomes: Sequence[Outcome], bits_per_byte: float | None) -> dict[str, Any]:
@@ -38,40 +54,46 @@ def metrics(outcomes: Sequence[Outcome], bits_per_byte: float | None) -> dict[st
 
 def samples(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """The first few of each kind: the same questions for every stage's model."""
-    found = []
+    shown = []
     for kind in _in_order(one.kind for one in outcomes):
-        found += [_told(one, ("prompt", "answer", "completion", "correct", "kind")) for one in [one for one in outcomes if one.kind == kind][:SHOWN]]
-    return found
+        for outcome in [one for one in outcomes if one.kind == kind][:SHOWN]:
+            shown.append({"prompt": outcome.prompt, "answer": outcome.answer, **_marks(outcome.greedy), "kind": kind})
+    return shown
 
 
 def row(outcome: Outcome) -> dict[str, Any]:
     """A line of completions.jsonl."""
-    told = _told(outcome, ("task", "index", "kind", "prompt", "answer", "completion", "correct"))
-    return told | {"drawn": [{"completion": text, "correct": good} for text, good in outcome.drawn]}
+    asked = {name: getattr(outcome, name) for name in ("task", "index", "kind", "prompt", "answer")}
+    return {**asked, **_marks(outcome.greedy), "sampled": [_marks(mark) for mark in outcome.sampled]}
 
 
-def table(found: dict[str, Any]) -> list[str]:
+def _marks(mark: Marked) -> dict[str, Any]:
+    return {"completion": mark.completion, "correct": mark.correct, "in_form": mark.in_form, "strict": mark.strict, "cut": mark.cut}
+
+
+def table(scored: dict[str, Any]) -> list[str]:
     """Lines for the console."""
-    lines = [f"{'':24} {'right':>11}  {'share':>6}  {'95 %':<15} {'drawn':>6}  {'95 %':<15}"]
-    several = len(found["tasks"]) > 1
-    parts = [*(found["tasks"].items() if several else ()), *(found["kinds"].items() if len(found["kinds"]) > 1 or not several else ()), ("all", found["all"])]
-    for name, told in parts:
-        likely, drawn = _share(told, ""), _share(told, "drawn_")
-        lines.append(f"{name[:24]:24} {told['correct']:>5}/{told['total']:<5}  {likely}  {drawn}".rstrip())
-    if found["bits_per_byte"] is not None:
-        lines.append(f"bits per byte {found['bits_per_byte']:.4f}")
+    lines = [f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {'sampled':>7}  {'95 %':<15} {'in form':>7} {'cut':>6}"]
+    several = len(scored["tasks"]) > 1
+    kinds = scored["kinds"].items() if len(scored["kinds"]) > 1 or not several else ()
+    for name, share in (*(scored["tasks"].items() if several else ()), *kinds, ("all", scored["all"])):
+        shares = f"{_with_interval(share, '')}  {_with_interval(share, 'sampled_')} {_percent(share, 'form_')} {_percent(share, 'cut_'):>6}"
+        lines.append(f"{name[:24]:24} {share['correct']:>5}/{share['total']:<5}  {shares}")
+    if scored["bits_per_byte"] is not None:
+        lines.append(f"bits per byte {scored['bits_per_byte']:.4f}")
     return lines
 
 
-def _share(told: dict[str, Any], which: str) -> str:
-    if told[f"{which}accuracy"] is None:
-        return f"{'n/a':>6}  {'':<15}"
-    within = f"{told[f'{which}low']:.1%} to {told[f'{which}high']:.1%}"
-    return f"{told[f'{which}accuracy']:>6.1%}  {within:<15}"
+def _with_interval(share: dict[str, Any], prefix: str) -> str:
+    if share[f"{prefix}accuracy"] is None:
+        return f"{'n/a':>7}  {'':<15}"
+    within = f"{share[f'{prefix}low']:.1%} to {share[f'{prefix}high']:.1%}"
+    return f"{share[f'{prefix}accuracy']:>7.1%}  {within:<15}"
 
 
-def _told(outcome: Outcome, names: Sequence[str]) -> dict[str, Any]:
-    return {name: getattr(outcome, name) for name in names}
+def _percent(share: dict[str, Any], prefix: str) -> str:
+    value = share[f"{prefix}accuracy"]
+    return f"{'n/a' if value is None else f'{value:.1%}':>7}"
 
 
 def _in_order(names: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from stoker.training.generate import plain
 from stoker.training.generate.cache import Cache, holes
 from stoker.training.generate.forward import angles, blocks, logits_of, prefill
-from stoker.training.generate.sample import Drawing, draw, uniforms
+from stoker.training.generate.sample import Sampling, sample_token, uniforms
 from stoker.training.generate.weights import Weights
 from stoker.training.model.config import ModelConfig
 
@@ -26,7 +26,7 @@ class Eager:
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
 
-    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Drawing, seed: int) -> Iterator[Tensor]:
+    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]."""
         w, c = self._weights, self._config
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -41,7 +41,7 @@ class Eager:
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
         for place in range(new_tokens):
-            token = draw(logits, noise[place, rows], how)
+            token = sample_token(logits, noise[place, rows], how)
             written[rows, place] = token
             yield written[:, : place + 1]
             alive &= ~stop[token]

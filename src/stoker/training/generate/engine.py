@@ -58,7 +58,7 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
         seed: int = 0, indexes: Sequence[int] | None = None,
     ) -> list[list[int]]:  # fmt: skip
-        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers among all ranks', for the drawing."""
+        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers among all ranks', for the sampling."""
         how = checked(temperature, top_k, top_p)
         self._check(prompts, new_tokens)
         stops = self._stops(stop)

@@ -1,4 +1,4 @@
-"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest run that has one. No torch."""
+"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest run or speedrun. No torch."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
 NO_ANSWERS = ("reward",)  # stages whose model gives scores
+ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")  # of a speedrun's stages, where chain.json does not say it
 
 
 @shape
@@ -31,7 +32,7 @@ class Found:
 def find(where: str | None, stage: str | None, root: str, say: Any, checkpoints: bool = False) -> Found:
     """`checkpoints`: one counts where there is no folder for transformers."""
     if where is None:
-        return Found(_newest(root, stage))
+        return _newest(root, stage, say)
     if _has_weights(where):
         if stage:
             raise Refusal(f"{where} is one model: --stage {stage} goes with a speedrun's folder", EX_USAGE)
@@ -70,7 +71,8 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is said."""
     told = _json(os.path.join(folder, CHAIN)).get("stages")
     rows = {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")} if isinstance(told, list) else {}
-    made = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
+    newest = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
+    made = {name: newest[name] for name in sorted(newest, key=_place)}
     own = {name: path for name, run in rows.items() if run and _has_weights(path := os.path.join(folder, run, HF))}
     models = {name: own.get(name) or made[name] for name in rows if name in own or name in made} or made
     answering = [name for name, path in models.items() if _stage_of(os.path.dirname(path)) not in NO_ANSWERS]
@@ -88,14 +90,23 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     return _of_run(run, checkpoints)
 
 
-def _newest(root: str, stage: str | None) -> str:
-    found = [path for folder in (root, *_speedruns(root)) for path in _models(folder, "" if folder == root else STAGES)]
-    if stage is not None:
-        found = [path for path in found if stage in (_stage_of(os.path.dirname(path)), _name_of(os.path.dirname(path)))]
-    if not found:
+def _newest(root: str, stage: str | None, say: Any) -> Found:
+    """Of runs and speedruns, whichever made a model last. In a speedrun, the last stage of its chain: which file is newest says nothing about that."""
+
+    def asked_for(path: str) -> bool:
+        run = os.path.dirname(path)
+        return stage is None or stage in (_stage_of(run), _name_of(run))
+
+    models = {path: "" for path in _models(root, "") if asked_for(path)}
+    models |= {path: speedrun for speedrun in _speedruns(root) for path in _models(speedrun) if asked_for(path)}
+    if not models:
         which = f"no run of stage {stage}" if stage else "no run"
         raise Refusal(f"{which} in {root} has made a model: name a folder with {CONFIG} and weights, or train one (`stoker train pretrain`)", EX_NOINPUT)
-    return max(found, key=_made)
+    newest = max(models, key=_made)
+    if not models[newest]:
+        return Found(newest)
+    named = _name_of(os.path.dirname(newest)) if stage is not None else None
+    return _of_speedrun(models[newest], named, say, checkpoints=False)
 
 
 def _speedruns(root: str) -> Iterator[str]:
@@ -124,6 +135,11 @@ def _name_of(run: str) -> str:
     """base, grpo-density …: a speedrun's runs are called when-NAME-key. Of other runs, the stage."""
     match = re.fullmatch(r"\d{8}-\d{6}-(.+)-[0-9a-f]{8}(-\d+)?", os.path.basename(os.path.realpath(run)))
     return match[1] if match else _stage_of(run)
+
+
+def _place(name: str) -> int:
+    """Unknown ones come first: nobody asked for those."""
+    return ORDER.index(name) if name in ORDER else -1
 
 
 def _json(path: str) -> dict[str, Any]:

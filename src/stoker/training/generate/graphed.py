@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.training.generate import plain
 from stoker.training.generate.cache import Cache
 from stoker.training.generate.forward import angles, blocks, logits_of, prefill
-from stoker.training.generate.sample import Drawing, draw, uniforms
+from stoker.training.generate.sample import Sampling, sample_token, uniforms
 from stoker.training.generate.weights import Weights
 from stoker.training.model.config import ModelConfig
 
@@ -35,7 +35,7 @@ class Graphed:
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
         self._cos, self._sin = angles(*(torch.cat([table[:length], table[:1].expand(ROUND, -1)]) for table in (cos, sin)))
         self._cache = Cache(c, rows, -(-(length + ROUND) // BUCKET) * BUCKET, w.embed.dtype, device)
-        self._steps: dict[tuple[int, Drawing], Callable[[], None]] = {}
+        self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
 
@@ -52,7 +52,7 @@ class Graphed:
         """The weights lie elsewhere."""
         self._steps.clear()
 
-    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Drawing, seed: int) -> Iterator[Tensor]:
+    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]; on the device, and maybe still being computed."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         begin = -(-int(lengths.max()) // ROUND) * ROUND
@@ -91,13 +91,13 @@ class Graphed:
             found.append(prefill(self._weights, self._config, self._ops, ids[part], self._lengths[part], self._cos, self._sin, self._cache.kv[:, :, part]))
         return torch.cat(found)
 
-    def _write(self, logits: Tensor, how: Drawing, rows: int) -> None:
-        """Draws a token for each of the first `rows`, writes it, and goes one place on."""
+    def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
+        """Samples a token for each of the first `rows`, writes it, and goes one place on."""
         uniform = self._noise.index_select(0, self._place)[0, :rows]
         if self._kernels and how.plain and not how.greedy:
-            token = self._kernels.draw(logits, uniform, how.temperature)
+            token = self._kernels.sample_token(logits, uniform, how.temperature)
         else:
-            token = draw(logits, uniform, how)
+            token = sample_token(logits, uniform, how)
         token = torch.where(self._alive[:rows], token, 0)
         self._ids[:rows].copy_(token)
         self._written.index_copy_(1, self._place, self._ids[:, None])
@@ -105,7 +105,7 @@ class Graphed:
         for counter in (self._place, self._slot, self._positions):
             counter += 1
 
-    def _one(self, end: int, how: Drawing) -> None:
+    def _one(self, end: int, how: Sampling) -> None:
         cached = self._cache.kv[:, :, :, :, :end]
         if self._kernels:
 
@@ -124,12 +124,12 @@ class Graphed:
         x, delta = blocks(self._weights, self._config, self._ops, self._ids, cos, sin, cached, self._slot, 1, attention)
         self._write(logits_of(self._weights, self._ops, x, delta), how, len(self._ids))
 
-    def _step(self, end: int, how: Drawing) -> Callable[[], None]:
+    def _step(self, end: int, how: Sampling) -> Callable[[], None]:
         if (end, how) not in self._steps:
             self._steps[end, how] = self._captured(end, how)
         return self._steps[end, how]
 
-    def _captured(self, end: int, how: Drawing) -> Callable[[], None]:
+    def _captured(self, end: int, how: Sampling) -> Callable[[], None]:
         def step() -> None:
             self._one(end, how)
 

@@ -1,4 +1,4 @@
-"""plain.py's operations as Triton kernels, and the drawing of a token: nine kernels a layer, products included, where torch would take forty."""
+"""plain.py's operations as Triton kernels, and the sampling of a token: nine kernels a layer, products included, where torch would take forty."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ def _pick(logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: 
     tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
 
 
-def draw(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """sample.draw where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word within it."""
+def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """sample.sample_token where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word within it."""
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

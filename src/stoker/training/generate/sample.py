@@ -1,4 +1,4 @@
-"""Drawing the next token. One number per token decides: where it falls in the probabilities laid end to end, in the order of the ids.
+"""Sampling the next token. One number per token decides: where it falls in the probabilities laid end to end, in the order of the ids.
 
 That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is in the batch, and a
 whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 hashes a token.
@@ -18,8 +18,8 @@ from stoker.contract.shape import shape
 
 
 @shape
-class Drawing:
-    temperature: float = 1.0  # 0: the likeliest
+class Sampling:
+    temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0: all
     top_p: float = 1.0  # 1: all
 
@@ -33,12 +33,12 @@ class Drawing:
         return self.top_k == 0 and self.top_p >= 1.0
 
 
-def checked(temperature: float, top_k: int, top_p: float) -> Drawing:
+def checked(temperature: float, top_k: int, top_p: float) -> Sampling:
     if not 0.0 <= temperature < float("inf"):
-        raise Refusal(f"temperature {temperature:g} can't be: 0 (the likeliest token) or above", EX_USAGE)
+        raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
     if top_k < 0 or not 0.0 < top_p <= 1.0:
         raise Refusal(f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE)
-    return Drawing(temperature, top_k, top_p)
+    return Sampling(temperature, top_k, top_p)
 
 
 def uniforms(seed: int, indexes: Sequence[int], count: int) -> NDArray[np.float32]:
@@ -57,7 +57,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def draw(logits: Tensor, uniform: Tensor, how: Drawing) -> Tensor:
+def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
     """[rows, vocabulary] and [rows] -> ids [rows]."""
     if how.greedy:
         return logits.argmax(-1)

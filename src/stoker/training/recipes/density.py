@@ -1,4 +1,4 @@
-"""Density: how crowded each prompt's surroundings are, and how often it should be drawn for it. Sparse prompts get more weight.
+"""Density: how crowded each prompt's surroundings are, and how often it should be sampled for it. Sparse prompts get more weight.
 
     stoker train density --model.load sft/hf --density.prompts prompts.jsonl
 
@@ -64,7 +64,7 @@ def _weigh(c: Config, prompts: Prompts, vectors: Vectors) -> None:
         "weight_min": float(weight.min()), "weight_max": float(weight.max()),
     }  # fmt: skip
 
-    # A row that can't be asked is not drawn: it has its line, and the weight 0.
+    # A row that can't be asked is not sampled: it has its line, and the weight 0.
     lines = [{"index": index, "weight": 0.0, "density": None, "cluster": None} for index in range(prompts.rows)]
     for number, index in enumerate(prompts.places):
         lines[index] = {"index": index, "weight": float(weight[number]), "density": float(density[number]), "cluster": int(label[number])}
@@ -72,7 +72,7 @@ def _weigh(c: Config, prompts: Prompts, vectors: Vectors) -> None:
     os.makedirs(where, 0o700, exist_ok=True)
     write_whole(os.path.join(where, WEIGHTS), "".join(json.dumps(line) + "\n" for line in lines).encode())
     from_rank_0(
-        f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, drawn by weight {found['gini_weighted']:.3f}; "
+        f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, sampled by weight {found['gini_weighted']:.3f}; "
         f"weights {found['weight_min']:.2f} to {found['weight_max']:.2f}"
     )
     finish(c, "density", found)

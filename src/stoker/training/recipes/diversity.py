@@ -26,7 +26,7 @@ from stoker.training.diversity.compare import compare, told
 from stoker.training.diversity.limits import check
 from stoker.training.diversity.metrics import Counted
 from stoker.training.diversity.report import report
-from stoker.training.evaluate.answering import draw
+from stoker.training.evaluate.answering import sample
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import prompts_of, spread
@@ -93,10 +93,12 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = open_model(c, folder, group.device).eval()
     engine = Engine(model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
-    mine = draw(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
-    together = {place: texts for part in group.all(mine) for place, texts in part.items()}
-    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts")
-    return [together[place] for place in range(len(prompts))]
+    mine = sample(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    together = {place: answers for part in group.all(mine) for place, answers in part.items()}
+    cut = sum(answer.cut for answers in together.values() for answer in answers)
+    about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""
+    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts{about_cut}")
+    return [[answer.text for answer in together[place]] for place in range(len(prompts))]
 
 
 def _embedded(c: Config, folder: str, texts: Sequence[str], group: Group) -> Vectors:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ from stoker.contract.shape import replace
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.evaluate import scores
-from stoker.training.evaluate.answering import Asked, Outcome, choose, draw, marked, put, write
+from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write
 from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.evaluate.texts import measure
@@ -79,27 +80,37 @@ def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokeni
 
 
 def _answers(c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group) -> list[Outcome]:
-    """This rank's. The likeliest answers are shared question by question, drawn ones block by block: they depend on their place in a call."""
-    found = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
+    """This rank's. Greedy answers are shared question by question, sampled ones block by block: they depend on their place in a call."""
+    chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
     if engine is None or not asked.open:
-        return found
+        return chosen
     if not c.evaluate.draws:
-        return found + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
+        return chosen + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
     prompts = [asked.prompts[place] for place in asked.open]
-    drawn = draw(prompts, c.evaluate.draws, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
-    texts = {asked.open[number]: answers for number, answers in drawn.items()}
-    likeliest = write(asked, list(texts), engine, tokenizer, manner, c.generate)
-    return found + [replace(one, drawn=marked(texts[one.index], asked.task.questions[one.index])) for one in likeliest]
+    sampled = sample(prompts, c.evaluate.draws, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    answers = {asked.open[number]: written for number, written in sampled.items()}
+    marker = Marker(asked.task)
+    greedy = write(asked, list(answers), engine, tokenizer, manner, c.generate)
+    return chosen + [replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index])) for one in greedy]
 
 
 def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
-    found = scores.metrics(outcomes, per_byte)
-    for line in scores.table(found):
+    scored = scores.metrics(outcomes, per_byte)
+    for line in scores.table(scored):
+        from_rank_0(line)
+    for line in _about_cut(scored["all"], c.generate.new_tokens):
         from_rank_0(line)
     where = where_runs_go(c)
     os.makedirs(where, 0o700, exist_ok=True)
     write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode())
-    finish(c, "evaluate", found, more={"samples": scores.samples(outcomes)})
+    finish(c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": scores.samples(outcomes)})
+
+
+def _about_cut(share: dict[str, Any], limit: int) -> Iterator[str]:
+    for prefix, which in (("cut_", "greedy"), ("sampled_cut_", "sampled")):
+        cut, total = share[f"{prefix}correct"], share[f"{prefix}total"]
+        if total and cut / total >= scores.MANY_CUT:
+            yield f"{cut} of {total} {which} answers were cut at {limit} tokens: raise generate.new_tokens"
 
 
 if __name__ == "__main__":

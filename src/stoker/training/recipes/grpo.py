@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     folder, micro = where_runs_go(c), micro_batch(c)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)
 
-    # Prompts as token ids, and how often each is drawn.
+    # Prompts as token ids, and how often each is sampled.
     rows = stage.rows_of(c.grpo.prompts, "grpo.prompts")
     prompts, left_out = asking.read(rows, tokenizer, c.data.context_length - c.generate.new_tokens, c.grpo.prompts, c.generate.system)
     prompts = prompts[: c.data.max_samples or None]

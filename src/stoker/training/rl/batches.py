@@ -27,7 +27,7 @@ class Batch:
     targets: Tensor  # [N]
     advantages: Tensor  # [N]
     counted: Tensor  # [N]: 1; 0 in the batch of a rank that has none
-    old: Tensor | None = None  # [N]: log-probabilities when the answers were drawn; None: those of this very pass
+    old: Tensor | None = None  # [N]: log-probabilities when the answers were sampled; None: those of this very pass
     reference: Tensor | None = None
 
 

@@ -8,7 +8,7 @@ from stoker.contract.shape import option, shape
 @shape
 class GrpoConfig:
     prompts: str = option("jsonl rows with prompt (a text, or messages) and answer; GSM8K's question and answer work too", default="", metavar="PATH")
-    weights: str = option("how often each prompt is drawn: weights.jsonl of the density stage (empty: all alike)", default="", metavar="PATH")
+    weights: str = option("how often each prompt is sampled: weights.jsonl of the density stage (empty: all alike)", default="", metavar="PATH")
     reward_model: str = option("folder of the reward stage's model (empty: only the answer counts)", default="", metavar="DIR")
     reward_weight: float = option("how much the reward model's score adds to a right answer's 1", default=0.1)
     prompts_per_step: int = option("prompts a step, all ranks together; any number of ranks may share them", default=32)

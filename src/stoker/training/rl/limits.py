@@ -31,5 +31,5 @@ def micro_batch(c: Config) -> int:
 
 
 def steps_of(c: Config, prompts: int) -> int:
-    """train.epochs counts prompts that were drawn."""
+    """train.epochs counts prompts that were sampled."""
     return c.train.max_steps or max(-(-round(c.train.epochs * prompts) // c.grpo.prompts_per_step), 1)

@@ -87,7 +87,7 @@ def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt],
     chances = np.ones(count) if rows is None else weights(rows, count, path)
     kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
     if not kept.any():
-        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be drawn", EX_DATAERR)
+        raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
     return Draw(kept)
 
 
@@ -107,16 +107,16 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
 
 
 def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """How often each prompt is drawn in a step of `count`, on average: by its weight, but never twice while there are enough others."""
-    drawn: NDArray[np.float64] = count * weights / weights.sum()
+    """How often each prompt is sampled in a step of `count`, on average: by its weight, but never twice while there are enough others."""
+    times: NDArray[np.float64] = count * weights / weights.sum()
     if count > np.count_nonzero(weights):
-        return drawn
-    while (drawn > 1 + 1e-12).any():
-        full = drawn >= 1
+        return times
+    while (times > 1 + 1e-12).any():
+        full = times >= 1
         rest = np.where(full, 0.0, weights)
         left = count - np.count_nonzero(full)
-        drawn = np.where(full, 1.0, left * rest / rest.sum() if left else 0.0)
-    return drawn
+        times = np.where(full, 1.0, left * rest / rest.sum() if left else 0.0)
+    return times
 
 
 class Draw:

@@ -1,4 +1,4 @@
-"""What an answer is worth: 1 if it is right, and a share of what the reward model thinks of it."""
+"""What an answer is worth: 1 if it is right in the expected form, and a share of what the reward model thinks of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.training.config.schema import Config
-from stoker.training.evaluate.marking import right
+from stoker.training.evaluate.marking import right_in_form
 from stoker.training.model import hf_hub
 from stoker.training.reward.model import open_reward, scores
 from stoker.training.rl.rollout import Answer
@@ -36,7 +36,7 @@ def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> t
 
     Only differences between answers to one prompt mean anything in it: a score counts by how far it is above the mean of its prompt's.
     """
-    correct = [right(answer.text, answer.prompt.answer) for answer in answers]
+    correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
     if scorer is not None and answers:
         scores = scorer([(answer.prompt.asked, answer.text) for answer in answers])

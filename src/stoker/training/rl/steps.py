@@ -1,4 +1,4 @@
-"""The steps of a GRPO run: draw prompts, write answers, judge them, learn; all ranks act on the same numbers at the same step."""
+"""The steps of a GRPO run: sample prompts, write answers, judge them, learn; all ranks act on the same numbers at the same step."""
 
 from __future__ import annotations
 
@@ -115,12 +115,12 @@ class Steps:
         fast = self._speed.tokens_per_s
         self._voice.say_once(
             f"Step [{step}/{self.steps}] | Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss: {learned.loss:.4f} | "
-            f"KL: {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} | LR: {rate:.2e} | "
+            f"KL: {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} | Cut: {seen.cut:.0%} | LR: {rate:.2e} | "
             f"Grad Norm: {learned.norm:.4f} | ETA: {clock(left * (self.steps - step - 1) if left is not None else None)}"
         )
         self._voice.metrics(
             step, loss=learned.loss, reward=seen.reward, correct=seen.correct, reward_std=seen.spread, kl=kl, entropy=learned.entropy, length=seen.length,
-            tokens=self.position.tokens, grad_norm=learned.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
+            cut=seen.cut, tokens=self.position.tokens, grad_norm=learned.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
         )  # fmt: skip
 
 
@@ -128,12 +128,14 @@ def result(history: History, position: Position, stopped: str | None, solved: Fi
     """The stage's metrics. Solved: it ended early because there was nothing left to learn, which is no failure."""
     last = history.recent[-FIRST:]
 
-    def mean(some: Sequence[Seen]) -> float | None:
-        return sum(seen.reward for seen in some) / len(some) if some else None
+    def mean(values: Sequence[float]) -> float | None:
+        return sum(values) / len(values) if values else None
 
     newest = last[-1] if last else None
     return {
-        "steps": position.step, "tokens": position.tokens, "reward_first": mean(history.first), "reward_last": mean(last),
+        "steps": position.step, "tokens": position.tokens,
+        "reward_first": mean([seen.reward for seen in history.first]), "reward_last": mean([seen.reward for seen in last]),
+        "cut_first": mean([seen.cut for seen in history.first]), "cut_last": mean([seen.cut for seen in last]),
         "kl_last": newest.kl if newest else None, "entropy_last": newest.entropy if newest else None, "length_last": newest.length if newest else None,
         "stopped": stopped, "solved": solved.line if solved else None,
     }  # fmt: skip

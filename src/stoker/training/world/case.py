@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from stoker.training.world.dice import Dice
@@ -21,6 +22,7 @@ class Case(NamedTuple):  # a tuple: twenty thousand a second are made, and a fro
     work: str = ""  # the steps, where there are several
     wrong_work: str = ""
     before: tuple[tuple[str, str], ...] = ()  # earlier turns of the conversation: role, content
+    among: Sequence[str] = ()  # the words that such an answer is one of: names, colours; empty for numbers
 
 
 class Asked(NamedTuple):

@@ -58,6 +58,10 @@ def _about(w: World, topic: str, held: bool, person: str) -> list[str]:
     return (w.dishes if topic == "like" else w.places if topic == "go" else w.things)[held][person]
 
 
+def _class(w: World, topic: str) -> list[str]:
+    return w.lexicon.dishes if topic == "like" else w.lexicon.places if topic == "go" else w.lexicon.things
+
+
 def _pair(w: World, dice: Dice, held: bool) -> tuple[str, str, str]:
     """Who says it, on which topic, what."""
     while True:
@@ -87,11 +91,12 @@ def case(w: World, dice: Dice, held: bool) -> Case:
     else:
         asked, answer, wrong = topic, value, _not(dice, _about(w, topic, held, person), value)
     question = MINE[asked].draw(dice, held)
-    parts = ("dialogue", answer, YOU[asked].format(answer), wrong, YOU[asked].format(wrong))
+    parts = (answer, YOU[asked].format(answer), wrong, YOU[asked].format(wrong))
+    among = w.names if asked == "name" else _class(w, topic)
     if draw < 0.7:
-        return Case(parts[0], f"{greeting} {named} {dice.pick(SMALL)} {said} {question}", *parts[1:])
+        return Case("dialogue", f"{greeting} {named} {dice.pick(SMALL)} {said} {question}", *parts, among=among)
     reply = f"Hello, {person}. {dice.pick(REPLIES)}"
-    return Case(parts[0], f"{said} {question}", *parts[1:], before=(("user", f"{greeting} {named}"), ("assistant", reply)))
+    return Case("dialogue", f"{said} {question}", *parts, before=(("user", f"{greeting} {named}"), ("assistant", reply)), among=among)
 
 
 def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: str) -> Case:
@@ -104,7 +109,7 @@ def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: 
     allowed = _about(w, topic, held, person)
     wrong = others if others != value and others in allowed else _not(dice, allowed, value)
     prompt = f"{' '.join(lines)} {THEIRS[topic].draw(dice, held).format(p=person)}"
-    return Case("dialogue", prompt, value, THEY[topic].format(person, value), wrong, THEY[topic].format(person, wrong))
+    return Case("dialogue", prompt, value, THEY[topic].format(person, value), wrong, THEY[topic].format(person, wrong), among=_class(w, topic))
 
 
 def text(w: World, dice: Dice, held: bool) -> str:

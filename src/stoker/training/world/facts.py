@@ -56,7 +56,7 @@ def case(w: World, dice: Dice, held: bool) -> Case:
         wrong = dice.pick(w.values[fact.quality])
     said = _statements(fact, thing)[0]
     prompt = dice.pick(LEADS) + dice.pick(_questions(fact, thing, held))
-    return Case("fact", prompt, fact.value, said, wrong, said.replace(fact.value, wrong))
+    return Case("fact", prompt, fact.value, said, wrong, said.replace(fact.value, wrong), among=w.values[fact.quality])
 
 
 def text(w: World, dice: Dice, held: bool) -> str:

@@ -69,9 +69,9 @@ def _asked(row: dict[str, Any]) -> str:
 
 
 def _all(row: dict[str, Any]) -> str:
-    """Every text of a row, in order; of a bare answer only the words."""
+    """Every text of a row, in order; of a bare answer only the words. Alternatives are nothing that is said."""
     told: list[str] = []
-    for value in row.values():
+    for value in [value for key, value in row.items() if key != "alternatives"]:
         told += [value] if isinstance(value, str) else [str(one["content"]) for one in value]
     return "\n".join(told)
 

@@ -15,7 +15,7 @@ from stoker.training.world import rows
 from stoker.training.world.dice import Dice
 from stoker.training.world.world import World
 
-VERSION = 3  # of what is written: another number, other bytes
+VERSION = 4  # of what is written: another number, other bytes
 SCHEMA = 1
 WORLD = "world.json"
 CHUNK = 4096  # rows that are joined and written at once

@@ -61,7 +61,7 @@ def case(w: World, dice: Dice, held: bool) -> Case:
     (p, q), item = dice.some(w.names, 2), dice.pick(w.items)
     prompt = f"{p} has {a} {item}. {q} has {b} {item}. " + WHO.draw(dice, held).format(m=word, i=item, p=p, q=q)
     answer, wrong = (p, q) if best == a else (q, p)
-    return Case("order", prompt, answer, said, wrong, wrong_said)
+    return Case("order", prompt, answer, said, wrong, wrong_said, among=w.names)
 
 
 def _sorted(w: World, dice: Dice, held: bool) -> Case:

@@ -86,7 +86,7 @@ def _questions(w: World, dice: Dice, held: bool, kinds: list[str], in_turn: bool
         kind = left[at % len(left)] if in_turn else dice.pick(left)
         for _ in range(QUESTIONS_TRIES):
             case = CASES[kind](w, dice, held)
-            row = json.dumps({"prompt": prompt_of(case), "answer": case.answer, "kind": case.kind})
+            row = json.dumps({"prompt": prompt_of(case), "answer": case.answer, "kind": case.kind, **(_others(case) if held else {})})
             if row not in seen:
                 seen.add(row)
                 at += 1
@@ -94,6 +94,11 @@ def _questions(w: World, dice: Dice, held: bool, kinds: list[str], in_turn: bool
                 break
         else:
             left = [one for one in left if one != kind]
+
+
+def _others(case: Case) -> dict[str, list[str]]:
+    """What would be wrong instead, for whoever marks answers."""
+    return {"alternatives": [word for word in case.among if word != case.answer]} if case.among else {}
 
 
 def _chat(messages: list[dict[str, str]]) -> str:

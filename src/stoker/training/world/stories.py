@@ -87,17 +87,19 @@ def case(w: World, dice: Dice, held: bool) -> Case:
             continue
         wrong = _other(dice, list(story.where.values()), w.places[held][person], place)
         prompt = f"{story.text} {WHERE.draw(dice, held).format(p=person)}"
-        return Case("story", prompt, place, f"{person} is in the {place}.", wrong, f"{person} is in the {wrong}.")
+        return Case("story", prompt, place, f"{person} is in the {place}.", wrong, f"{person} is in the {wrong}.", among=w.lexicon.places)
 
 
 def _who(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, story.people, [name for name in w.names if thing in w.things[held][name]], person)
-    return Case("story", f"{story.text} {WHO.draw(dice, held).format(t=thing)}", person, f"{person} has the {thing}.", wrong, f"{wrong} has the {thing}.")
+    prompt = f"{story.text} {WHO.draw(dice, held).format(t=thing)}"
+    return Case("story", prompt, person, f"{person} has the {thing}.", wrong, f"{wrong} has the {thing}.", among=w.names)
 
 
 def _what(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, list(story.has), w.things[held][person], thing)
-    return Case("story", f"{story.text} {WHAT.draw(dice, held).format(p=person)}", thing, f"{person} has the {thing}.", wrong, f"{person} has the {wrong}.")
+    prompt = f"{story.text} {WHAT.draw(dice, held).format(p=person)}"
+    return Case("story", prompt, thing, f"{person} has the {thing}.", wrong, f"{person} has the {wrong}.", among=w.lexicon.things)
 
 
 def _other(dice: Dice, near: list[str], allowed: list[str], right: str) -> str:
