@@ -11,6 +11,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
+from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 
 
@@ -30,12 +31,12 @@ def main(argv: list[str]) -> int:
         print()
         return 0
     if not rows:
-        print(f"no runs in {root}")
+        print(printable(f"no runs in {root}"))
         return 0
     print(f"{'RUN':<36} {'STATUS':<10} {'RANKS':>5} {'TRIES':>5} {'TIME':>12}  CAUSE")
     for row in rows:
         took = span(row["seconds"]) if row["seconds"] is not None else ""
-        print(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {row['cause'] or ''}")
+        print(printable(f"{row['run']:<36} {row['status']:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {row['cause'] or ''}"))
     return 0
 
 

@@ -12,6 +12,7 @@ from stoker.contract import layout
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
@@ -49,11 +50,11 @@ def main(argv: list[str]) -> int:
     if told.json:
         _dump({"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)})
         return 0
-    print(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+    _line(f"run {run.id}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
     for event in _suspicions(run.dir):
-        print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
+        _line(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         for line in event.get("evidence") or ():
-            print(f"    {line}")
+            _line(f"    {line}")
     return 0
 
 
@@ -67,22 +68,27 @@ def _show(verdict: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     if as_json:
         _dump(verdict.to_json())
         return 0
-    print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
-    print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
-    print(f"  {verdict.summary}")
+    _line(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
+    _line(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
+    _line(f"  {verdict.summary}")
     for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:
-            print(f"{heading}:")
+            _line(f"{heading}:")
             for line in lines:
-                print(f"  {line}")
+                _line(f"  {line}")
     restarts = [event for event in reader.events(run_dir) if event.get("event") == "restart"] if run_dir else []
     if restarts:
-        print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
+        _line(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
-        print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
+        _line(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
     if run_dir:
-        print(f"record: {run_dir}")
+        _line(f"record: {run_dir}")
     return 0
+
+
+def _line(text: str) -> None:
+    """One line, whatever a rank's exception or a run's name holds."""
+    print(printable(text))
 
 
 def _suspicions(run_dir: str) -> list[dict[str, Any]]:

@@ -12,10 +12,14 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
+MOST_VALUES = 8_000_000  # of one JSON text: at about 60 bytes each they stay below half a gigabyte
+LONGEST_NUMBER = 40  # digits. A 128-bit state of a random generator has 39
 _SMALL = 64 << 20  # the largest file that read_text and read_json take where no other limit is given
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
+# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
+_NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
 def printable(text: str, limit: int = 0) -> str:
@@ -24,7 +28,7 @@ def printable(text: str, limit: int = 0) -> str:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
         return text
-    return "".join(sign if (sign.isprintable() or sign == "\u3000") and sign not in _HIDING else _escaped(sign) for sign in text)
+    return "".join(sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escaped(sign) for sign in text)
 
 
 def printable_lines(text: str) -> str:
@@ -39,18 +43,46 @@ def _escaped(sign: str) -> str:
     return sign.encode("unicode_escape").decode() if code != 0x5C else sign
 
 
-def parse_json(text: str | bytes | bytearray, depth: int = DEPTH) -> Any:
-    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on."""
+def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False) -> Any:
+    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on.
+
+    `unique`: an object with the same key twice is refused.
+    """
     import json
 
     if not isinstance(text, str):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    containers = text.count("[") + text.count("{")
+    if containers + text.count(",") > MOST_VALUES:
+        raise ValueError(f"more than {MOST_VALUES:,} values")
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=_short_integer, object_pairs_hook=_each_key_once if unique else None)
     except RecursionError:
         raise ValueError(f"nested more than {depth} levels deep") from None
-    if text.count("[") + text.count("{") > depth and deeper_than(found, depth):
+    if containers > depth and deeper_than(found, depth):
         raise ValueError(f"nested more than {depth} levels deep")
+    return found
+
+
+def json_text(found: Any) -> str:
+    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of them."""
+    import json
+
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    return text if printable_lines(text) == text else json.dumps(found, indent=1)
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
     return found
 
 

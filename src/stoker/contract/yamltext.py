@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
 MOST_NODES = 100_000  # with every alias written out
 DEPTH = 64
+LONGEST_NUMBER = 40  # digits
 
 
 class NotYaml(ValueError):
@@ -37,7 +38,7 @@ def parse_yaml(text: str) -> Any:
             if node is None:
                 return None
             _bounded(node)
-            return loader.construct_document(node)
+            return _checked(loader.construct_document(node))
         finally:
             loader.dispose()
     except yaml.YAMLError as problem:
@@ -81,6 +82,20 @@ def _bounded(root: Any) -> None:
         return total
 
     size(root, 0)
+
+
+def _checked(found: Any) -> Any:
+    """Whole numbers that fit a float, so that arithmetic with them can't overflow. Everything is small and finite by now."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            _checked(key)
+            _checked(value)
+    elif isinstance(found, list):
+        for item in found:
+            _checked(item)
+    elif isinstance(found, int) and abs(found) >= 10**LONGEST_NUMBER:
+        raise NotYaml(f"a whole number of more than {LONGEST_NUMBER} digits")
+    return found
 
 
 def _no_key_twice(node: Any) -> None:

@@ -95,7 +95,7 @@ def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
     failed = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
     if failed:
         lines = [why if why.startswith(f"host {name}: ") else f"host {name}: {why}" for name, why in failed.items()]
-        raise Refusal("\n".join(lines), EX_UNAVAILABLE, cause="host.agent")
+        raise Refusal(lines[0], EX_UNAVAILABLE, cause="host.agent", more=lines[1:])
 
 
 def _answer(user: str | None, name: str, found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:

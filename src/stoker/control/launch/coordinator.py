@@ -15,6 +15,7 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
 from stoker.control.launch.attempts import Attempts
@@ -74,7 +75,8 @@ class Coordinator:
             self._say(f"✓ {done}")
             return 0
         except Refusal as refusal:
-            self._say(f"stoker: {refusal.line}")
+            for line in f"stoker: {refusal.line}".split("\n"):
+                self._say(line)
             from stoker.control.verdict import launch
 
             about.notify(self.options.notify, launch.refused(refusal), "refused", self._say, wait=True)
@@ -177,7 +179,7 @@ class Coordinator:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
             start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(plan.argv)}"
             text = "\n".join([*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"])
-        self._console.put(1, text.encode("utf-8", "backslashreplace") + b"\n")
+        self._console.say(1, text)
 
     # ---- the record ----
 
@@ -191,9 +193,11 @@ class Coordinator:
             self._record.event(kind, **more)
 
     def _say(self, line: str) -> None:
+        """One line, whatever the texts that it quotes hold."""
+        line = printable(line)
         if self._output is not None and not self._output.between_lines():
             line = "\n" + line
-        self._console.put(2, line.encode("utf-8", "backslashreplace") + b"\n")
+        self._console.say(2, line)
         if self._record is not None:
             self._record.say(line)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import read_metrics
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.resolve import recipe_config
@@ -117,7 +118,7 @@ def _newest(folder: str) -> dict[str, Any]:
 
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(line, flush=True)
+        print(printable_lines(line), flush=True)
 
 
 def guarded(main: Callable[[], int]) -> int:
