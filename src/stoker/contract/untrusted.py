@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
 MOST_VALUES = 8_000_000  # of one JSON text: at about 60 bytes each they stay below half a gigabyte
 LONGEST_NUMBER = 40  # digits. A 128-bit state of a random generator has 39
+LONGEST_LINE = 64 << 20
 _SMALL = 64 << 20  # the largest file that read_text and read_json take where no other limit is given
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
@@ -43,7 +44,7 @@ def _escaped(sign: str) -> str:
     return sign.encode("unicode_escape").decode() if code != 0x5C else sign
 
 
-def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False) -> Any:
+def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
     """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on.
 
     `unique`: an object with the same key twice is refused.
@@ -53,8 +54,8 @@ def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool =
     if not isinstance(text, str):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
     containers = text.count("[") + text.count("{")
-    if containers + text.count(",") > MOST_VALUES:
-        raise ValueError(f"more than {MOST_VALUES:,} values")
+    if containers + text.count(",") > most:
+        raise ValueError(f"more than {most:,} values")
     try:
         found = json.loads(text, parse_int=_short_integer, object_pairs_hook=_each_key_once if unique else None)
     except RecursionError:
@@ -127,22 +128,41 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
-def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
-    """All of a small regular file. OSError says what is wrong with the file, ValueError that it is not text."""
+def read_bytes(path: str | os.PathLike[str], limit: int = _SMALL) -> bytes:
+    """All of a small regular file. OSError says what is wrong with it."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", os.fspath(path))
-    return data.decode("utf-8", errors)
+    return data
+
+
+def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
+    """The same as text; ValueError: it is not UTF-8."""
+    return read_bytes(path, limit).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike[str], limit: int = _SMALL) -> Any:
     return parse_json(read_text(path, limit))
 
 
+def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Of a regular file, with their ends. ValueError: one is longer than that."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(longest + 1), b""), 1):
+            if len(line) > longest:
+                raise ValueError(f"line {number} is longer than {longest >> 20} MB")
+            yield line
+
+
+def is_count(text: str) -> bool:
+    """Whether int() may read it: str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
 def whole_number(text: str) -> int:
     """int() without its surprises: `²`.isdigit() is true and int("²") fails; int("1_0") is 10 and int("٣") is 3."""
     digits = text.removeprefix("-").removeprefix("+")
-    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+    if not is_count(digits):
         raise ValueError(f"{printable(text, 40)!r} is not a whole number")
     return int(text)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -18,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import protocol
+from stoker.contract import protocol, untrusted
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
@@ -37,6 +36,8 @@ from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.processes import process
+
+_LONGEST_REPORT = 1 << 20  # what a rank wrote of its exception; our shim keeps to 120 KB
 
 
 class Agent:
@@ -326,7 +327,7 @@ class Agent:
                 data = self._mail.recv(1 << 16)
                 pid, _, rest = data.decode("utf-8", "replace").partition("\t")
                 kind, _, text = rest.partition("\t")
-                rank = self._by_pid.get(int(pid)) if pid.isdigit() else None
+                rank = self._by_pid.get(int(pid)) if untrusted.is_count(pid) else None
                 if rank is not None:
                     self._hear(rank, kind, text)
 
@@ -402,15 +403,14 @@ class Agent:
 
 def _read_json(path: str) -> Any:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return untrusted.read_json(path, _LONGEST_REPORT)
     except (OSError, ValueError):
         return None
 
 
 def _read_text(path: str) -> str:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with os.fdopen(untrusted.open_regular(path), encoding="utf-8", errors="replace") as file:
             return file.read(200_000)
     except OSError:
         return ""

@@ -10,7 +10,7 @@ import os
 import time
 from typing import Any
 
-from stoker.contract.untrusted import printable
+from stoker.contract.untrusted import is_count, printable
 from stoker.control.agent.memory import children
 from stoker.control.agent.recorder import flight_recorder, timings
 from stoker.control.agent.spawn import Rank
@@ -201,7 +201,7 @@ def _syscall(pid: int) -> str:
             word = file.read().split(" ")[0].strip()
     except OSError:
         return ""
-    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if word.lstrip("-").isdigit() else word
+    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if is_count(word.removeprefix("-")) else word
 
 
 _ASK_NVML = """

@@ -20,6 +20,7 @@ import tempfile
 from typing import Any
 
 from stoker.contract import layout, protocol
+from stoker.contract.untrusted import read_json
 from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
 
 _RESERVE = 16 << 20  # a disk filled to its last byte stops more than us
@@ -205,8 +206,7 @@ class Receiver:
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:
     """origin -> path -> hash. A manifest of schema 1 knew no origins."""
     try:
-        with open(path, encoding="utf-8") as file:
-            read = json.load(file)
+        read = read_json(path)
         found = read["origins"] if read["schema"] == 2 else {"": read["files"]}
     except FileNotFoundError:
         return {}

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from stoker.contract import protocol
+from stoker.contract.untrusted import parse_json
 
 
 class Agent(Protocol):
@@ -51,7 +51,10 @@ class Asking:
         question = self._open.get(str(message.get("ask"))) if message["is"] == "probe" else None
         if question is None:
             return False
-        word = json.loads(payload or b"{}")
+        try:
+            word = parse_json(payload or b"{}")
+        except ValueError as problem:
+            word = {"error": f"its answer can't be read: {problem}"}
         if message.get("more"):
             question.more[host].append(word)
         else:

@@ -9,6 +9,8 @@ from typing import Any
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
+from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
@@ -123,15 +125,13 @@ def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, 
         entry: dict[str, Any] = {"host": answer.name, "slots": max(1, len(answer.gpus))}
         mine = {"user": answer.user, "python": answer.python, "interface": answer.interface, "address": answer.address}
         entry |= {key: value for key, value in mine.items() if value is not None and value != common.get(key)}
-        lines.append(f"  - {_flow(entry)}  # {answer.about}")
+        lines.append(f"  - {_flow(entry)}  # {printable(answer.about)}")
     return "\n".join(lines) + "\n"
 
 
 def _flow(value: Any) -> str:
     """One line of YAML; a text is quoted where YAML would read it as something else."""
     import json
-
-    import yaml
 
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
@@ -140,8 +140,8 @@ def _flow(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     try:
-        same = value.isprintable() and yaml.safe_load(f"{{k: {value}}}") == {"k": value}
-    except yaml.YAMLError:
+        same = value.isprintable() and parse_yaml(f"{{k: {value}}}") == {"k": value}
+    except NotYaml:
         same = False
     return value if same else json.dumps(value)
 

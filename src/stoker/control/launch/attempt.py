@@ -109,13 +109,15 @@ class Attempt:
 
 
 def read_error(data: Any) -> RankError | None:
-    if not isinstance(data, dict) or "type" not in data:
+    """None where the file holds something else: it lies in a folder that the script can write to."""
+    if not isinstance(data, dict) or not {"type", "message"} <= data.keys():
         return None
-    known = {key: value for key, value in data.items() if key in fields_of(RankError)}
-    try:
-        return RankError(**known)
-    except TypeError:
+    known = {key: value for key, value in data.items() if key in fields_of(RankError) and key != "collectives"}
+    right = all(isinstance(value, {"line": int, "time_ns": int, "late": bool}.get(key, str)) for key, value in known.items())
+    told = data.get("collectives") or []
+    if not right or not isinstance(told, list) or not all(isinstance(group, dict) for group in told):
         return None
+    return RankError(**known, collectives=tuple(told))
 
 
 def read_around(data: Any) -> Around:

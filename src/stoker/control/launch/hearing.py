@@ -102,7 +102,9 @@ class Hearing:
             self._feed(lambda: attempt.watch.failed(rank, told))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message.get("elastic"):
-            record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})
+            written = message.get("error")
+            report = written if isinstance(written, dict) else {}
+            record.save(layout.rank_error(record.dir, attempt.number, rank), {**report, "torchelastic": message.get("elastic")})
         if stack:
             record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
 

@@ -12,6 +12,7 @@ from stoker.contract import names, protocol
 from stoker.contract.names import EX_OSERR, EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace
+from stoker.contract.untrusted import parse_json
 from stoker.control.cluster import transport
 from stoker.control.launch.gpus import NotFree
 from stoker.control.launch.members import Member, Members
@@ -281,14 +282,10 @@ class Muster:
         if kind == "ping":
             return
         if kind == "probe" and message["ask"] in self._probed:
-            import json
-
-            self._probed[message["ask"]][member.host] = json.loads(payload or b"{}")
+            self._probed[message["ask"]][member.host] = _answer(payload)
             return
         if kind == "probe" and member in self.members.waiting:
-            import json
-
-            member.probed[message["what"]] = json.loads(payload or b"{}")
+            member.probed[message["what"]] = _answer(payload)
             return
         if kind != "out":
             member.answers[kind] = message
@@ -297,3 +294,10 @@ class Muster:
             self._take_share(member.host, message.get("visible"))
         if self.listener is not None and member not in self.members.waiting:
             self.listener(member.host, message, payload)
+
+
+def _answer(payload: bytes) -> Any:
+    try:
+        return parse_json(payload or b"{}")
+    except ValueError as problem:
+        return {"error": f"its answer can't be read: {problem}"}

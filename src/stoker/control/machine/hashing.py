@@ -8,6 +8,8 @@ import json
 import os
 import time
 
+from stoker.contract.untrusted import read_json
+
 _CHUNK = 1 << 20
 _BIG = 4 << 20  # smaller ones are read faster than remembered
 _RACY_NS = 2_000_000_000  # changed so recently that the next change may have the same time
@@ -33,8 +35,7 @@ class Hashes:
         self._known: dict[str, list[object]] = {}
         self._changed = False
         with contextlib.suppress(OSError, ValueError):  # none yet, or half a one: everything is read again
-            with open(self._memory, encoding="utf-8") as file:
-                data = json.load(file)
+            data = read_json(self._memory)
             self._known = data if isinstance(data, dict) else {}
 
     def of(self, path: str) -> str:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 from stoker.contract import layout
+from stoker.contract.untrusted import is_count
 from stoker.control.record.reader import Run, events
 
 
@@ -31,7 +32,7 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
     """(attempt, rank, path) of every log there is now, in order."""
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
-        ranks = sorted(int(name[5:-4]) for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".log") and name[5:-4].isdigit())
+        ranks = sorted(int(name[5:-4]) for name in os.listdir(folder) if name.startswith("rank-") and name.endswith(".log") and is_count(name[5:-4]))
         for rank in ranks:
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract import layout, names
+from stoker.contract import layout, names, untrusted
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 
@@ -42,8 +41,7 @@ class Run:
 def read_json(path: str) -> Any:
     """None when it isn't there or isn't whole."""
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return untrusted.read_json(path)
     except (OSError, ValueError):
         return None
 
@@ -100,16 +98,15 @@ def find(which: str | None, root: str, exact: bool = False) -> Run:
 def events(run_dir: str) -> Iterator[dict[str, Any]]:
     """Whole lines only: the last one may still be being written."""
     try:
-        with open(os.path.join(run_dir, layout.EVENTS), "rb") as file:
-            for line in file:
-                if line.endswith(b"\n"):
-                    try:
-                        event = json.loads(line)
-                    except ValueError:
-                        continue
-                    if isinstance(event, dict):
-                        yield event
-    except FileNotFoundError:
+        for line in untrusted.lines_of(os.path.join(run_dir, layout.EVENTS)):
+            if line.endswith(b"\n"):
+                try:
+                    event = untrusted.parse_json(line)
+                except ValueError:
+                    continue
+                if isinstance(event, dict):
+                    yield event
+    except (FileNotFoundError, ValueError):  # ValueError: a line without end, which we never wrote
         return
 
 

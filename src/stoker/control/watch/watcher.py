@@ -4,12 +4,12 @@ goes on; it is stopped on proof, or when --hang-timeout is over. Decides; the co
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Stall
+from stoker.contract.untrusted import is_count, parse_json
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.progress import Progress
@@ -106,7 +106,7 @@ class Watcher:
             name, _, ranks = item.partition("=")
             if ranks:
                 everybody = tuple(range(self._world))
-                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if word.isdigit())
+                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if is_count(word))
 
     def ended(self, rank: int, code: int) -> None:
         self._ended[rank] = code
@@ -134,13 +134,13 @@ class Watcher:
         if ask != self._asked or not self._asked_at:
             return
         try:
-            told = json.loads(payload or b"{}")
+            told = parse_json(payload or b"{}")
         except ValueError:
             told = {}
         if self.stragglers.asked == ask:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
-            if rank.isdigit() and isinstance(data, dict) and "timings" not in data:
+            if is_count(rank) and isinstance(data, dict) and "timings" not in data:
                 self._answers[int(rank)] = snapshot.read(int(rank), data)
         self._waiting_hosts.discard(host)
 
