@@ -72,7 +72,10 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tup
 
 def _read(convert: Callable[[str], Any], text: str) -> Any:
     try:
-        return convert(text)
+        value = convert(text)
+        if isinstance(value, float) and value - value != 0:
+            raise ValueError(f"{text!r} is not a finite number")
+        return value
     except ValueError as problem:
         plain = {int: f"{text!r} is not a whole number", float: f"{text!r} is not a number"}.get(convert)  # type: ignore[call-overload]
         raise ValueError(plain or str(problem)) from problem

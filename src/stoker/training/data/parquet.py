@@ -48,8 +48,11 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
                 batch = next(batches, None)
             if batch is None:
                 return
-            for place in range(0, len(batch), AT_ONCE):
-                yield batch.slice(place, AT_ONCE).to_pylist()
+            step = 1 if "dictionary" in str(batch.schema) else AT_ONCE  # a text that many rows share is there once, and becomes many
+            for place in range(0, len(batch), step):
+                with _Bounded(ROOM):
+                    some = batch.slice(place, step).to_pylist()
+                yield some
     except MemoryError as problem:
         line = f"{path}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
