@@ -223,7 +223,7 @@ DATA: dict[str, Callable[[Path], None]] = {
     ".txt a byte-order mark alone": text(b"\xef\xbb\xbf"),
     ".jsonl NaN for a text": text('{"text": NaN}\n'),
     ".parquet one text of 8 MB in 1,000 rows": _parquet(_one_word_many_rows, store_schema=False),
-    ".parquet one text of 1.5 GB": _parquet(lambda: {"text": ["x" * (1500 << 20)]}, use_dictionary=False, compression="zstd", write_statistics=False),
+    ".parquet one text of 700 MB": _parquet(lambda: {"text": ["x" * (700 << 20)]}, use_dictionary=False, compression="zstd", write_statistics=False),
     ".parquet bent metadata": _bent,
     ".parquet control codes in a column's name": _parquet(lambda: {"\x1b]0;owned\x07": ["x"]}),
     ".parquet another kind of column": _parquet(lambda: {"text": [[1, 2], [3]]}),

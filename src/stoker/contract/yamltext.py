@@ -98,7 +98,7 @@ def _bounded(root: Any) -> None:
 
 
 def _checked(found: Any) -> Any:
-    """Whole numbers that fit a float, so that arithmetic with them can't overflow. Everything is small and finite by now."""
+    """Whole numbers that fit a float, and texts that can be written as UTF-8. Everything is small and finite by now."""
     if isinstance(found, dict):
         for key, value in found.items():
             _checked(key)
@@ -106,6 +106,8 @@ def _checked(found: Any) -> Any:
     elif isinstance(found, list):
         for item in found:
             _checked(item)
+    elif isinstance(found, str) and not found.isascii() and any("\ud800" <= sign <= "\udfff" for sign in found):
+        raise NotYaml("half of a surrogate pair, which is no character")
     elif isinstance(found, int) and abs(found) >= 10**LONGEST_NUMBER:
         raise NotYaml(f"a whole number of more than {LONGEST_NUMBER} digits")
     return found

@@ -32,7 +32,9 @@ while len(data) < want:
     more = os.read(0, want - len(data))
     if not more: sys.exit("the agent's files did not arrive whole")
     data += more
-base = os.path.join(os.path.expanduser("~"), ".cache", "stoker", "agent-" + hashlib.sha256(data).hexdigest()[:16])
+home = os.path.expanduser("~")
+if not os.path.isabs(home): sys.exit("NOT_WRITTEN this user has no home folder and HOME is not set")
+base = os.path.join(home, ".cache", "stoker", "agent-" + hashlib.sha256(data).hexdigest()[:16])
 if not os.path.exists(os.path.join(base, "complete")):
     fresh = base + "." + str(os.getpid())
     try:

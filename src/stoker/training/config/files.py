@@ -44,18 +44,18 @@ def load(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(data, dict):
         raise Refusal(f"{where} holds a {type(data).__name__}, not keys and values", EX_DATAERR)
-    bad = _with_nul(data)
+    bad = _no_name(data)
     if bad is not None:
-        raise Refusal(f"{where}: {bad!r} holds a NUL character, which no path and no name has", EX_DATAERR)
+        raise Refusal(f"{where}: {bad!r} holds a NUL character or half of a surrogate pair, which no path and no name has", EX_DATAERR)
     return data
 
 
-def _with_nul(value: Any) -> str | None:
+def _no_name(value: Any) -> str | None:
     """Nesting is bounded by now."""
     if isinstance(value, str):
-        return value if "\0" in value else None
+        return value if any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value) else None
     inside = (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return next((bad for one in inside if (bad := _with_nul(one)) is not None), None)
+    return next((bad for one in inside if (bad := _no_name(one)) is not None), None)
 
 
 def _parse(text: str, path: str, where: str) -> Any:
