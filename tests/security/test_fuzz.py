@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def bent(value: Any, dice: random.Random) -> Any:
             elif what < 0.3 and isinstance(holder, dict):
                 holder[str(dice.choice(STRANGE))] = holder.pop(path[-1])
             else:
-                holder[path[-1]] = dice.choice(STRANGE)
+                holder[path[-1]] = deepcopy(dice.choice(STRANGE))
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took it away
     return copy

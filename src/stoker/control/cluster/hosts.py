@@ -222,7 +222,7 @@ def is_address(word: str) -> bool:
         try:
             socket.inet_pton(family, word.partition("%")[0])
             return True
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a NUL in it
             continue
     return False
 

@@ -79,7 +79,9 @@ class Tokenizer:
             return make()
         except ImportError:
             raise
-        except Exception as problem:
+        except BaseException as problem:
+            if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # a panic of Rust's, which is no Exception
+                raise
             raise Refusal(f"tokenizer {self.where}: {FILES[0]} can't be used: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
 
     @property
