@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import config_of
 from stoker.training.model.hf_names import places
-from stoker.training.model.config import ModelConfig
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 Make = Callable[[Path], list[str]]
@@ -258,7 +258,7 @@ def _set(*path: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 
 
 def _tokenizer(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    return lambda path: text(bent_tokenizer(change))(path)
+    return text(bent_tokenizer(change))
 
 
 TOKENIZERS: dict[str, Callable[[Path], None]] = {

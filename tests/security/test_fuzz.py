@@ -9,16 +9,15 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import pytest
 from hostile_files import header_of_model, write_model, write_weights
 
 from stoker.contract.names import Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.control.cluster import hosts
-from stoker.training.config.layers import gather
-from stoker.training.config.flags import Flag
-from stoker.training.config.resolve import settle
 from stoker.training.config.check import check
+from stoker.training.config.flags import Flag
+from stoker.training.config.layers import gather
+from stoker.training.config.resolve import settle
 from stoker.training.model import hf_config, hf_files
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -227,7 +228,7 @@ class Agent:
         sweeper = self._sweeper
         sweeper.run_id, sweeper.run_dir, sweeper.host = order["run"], order["dir"], order.get("host", "")
         # The guardian sweeps by the same tag, and our folder.
-        os.write(self._heart, os.fsencode(f"{sweeper.run_id}\0{sweeper.run_dir}\0{self._dir}\0{sweeper.host}\n"))
+        os.write(self._heart, json.dumps([sweeper.run_id, sweeper.run_dir, self._dir, sweeper.host]).encode() + b"\n")
         self._locks.run_id = sweeper.run_id
         self._hup_ignored = bool(order.get("hup_ignored"))
         if order.get("packages"):

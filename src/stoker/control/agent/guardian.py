@@ -5,6 +5,7 @@ Started on each host as   python -I -S -c BOOT <folder of stoker> <stdin fd or -
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import shutil
@@ -80,7 +81,7 @@ def _wait(child: int, heart: int, sweeper: Sweeper) -> int:
             *lines, words = (words + data).split(b"\n")
             for line in lines:
                 if line:  # an empty one is a heartbeat; this says which run it is
-                    sweeper.run_id, sweeper.run_dir, sweeper.scratch, sweeper.host = os.fsdecode(line).split("\0")
+                    sweeper.run_id, sweeper.run_dir, sweeper.scratch, sweeper.host = json.loads(line)
         elif time.monotonic() - last > STALL_S:
             print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
             os.kill(child, signal.SIGKILL)

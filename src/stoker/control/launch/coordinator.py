@@ -178,7 +178,7 @@ class Coordinator:
         else:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
             start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(plan.argv)}"
-            text = "\n".join([*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"])
+            text = "\n".join(map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}")))
         self._console.say(1, text)
 
     # ---- the record ----
