@@ -141,3 +141,21 @@ def test_a_user_whom_nobody_knows(home: str) -> None:
             assert done.returncode in codes and b"Traceback" not in done.stderr, (argv, done)
         assert not os.path.exists(os.path.join(place, "~"))
 
+
+
+@pytest.mark.parametrize(("problem", "code", "words"), [(RecursionError("deep"), 65, "nested too deeply"), (MemoryError(), 71, "out of memory")])
+def test_the_last_resort_is_a_line_that_says_where(
+    problem: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Other exceptions are bugs, and keep their traceback."""
+
+    def fail(argv: list[str]) -> int:
+        raise problem
+
+    monkeypatch.setattr("stoker.cli.runs.main", fail)
+    assert main(["runs"]) == code
+    err = capsys.readouterr().err
+    assert words in err and "in _main (" in err and err.count("\n") == 1
+    monkeypatch.setattr("stoker.cli.runs.main", lambda argv: {}["a bug"])
+    with pytest.raises(KeyError):
+        main(["runs"])

@@ -16,7 +16,7 @@ from stoker.training.data.units import Span
 from stoker.training.tokenizer.chat import LEARNED, ROLES
 
 LONGEST_LINE = 64 << 20
-_LONG_LINE = 1 << 20  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
+LONG_LINE = 1 << 20  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
 NAMED = 3  # rows that a message names
@@ -92,7 +92,7 @@ def _line(file: BinaryIO, path: str) -> bytes:
 def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
     where = f"{path}\0{place}"
     try:
-        found = json.loads(line) if len(line) < _LONG_LINE else parse_json(line)
+        found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
     except UnicodeDecodeError as problem:
         as_text(path, line, place)
         raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
