@@ -233,7 +233,7 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (place.rows("null.jsonl", [good, {"text": None}]), ["null.jsonl, line 2", "null"]),
         (place.file("broken.jsonl", json.dumps(good) + "\n\n{'text': 1}\n"), ["broken.jsonl, line 3", "not JSON"]),
         (place.file("cut.jsonl", (json.dumps(good) + "\n") * 5 + '{"text": "cut o'), ["cut.jsonl, line 6 is not JSON: Unterminated string", "column 10; it begins"]),
-        ("/dev/zero", ["/dev/zero is not a regular file"]),
+        ("/dev/zero", ["/dev/zero is a device, not a regular file"]),
         (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
         (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
         (place.file("array.json", '[{"text": "a"}]'), ["array.json", "JSON array", "jq"]),

@@ -110,7 +110,7 @@ def test_the_test_cluster_is_not_this_machine_but_its_bridge_is(netcluster: NetC
         ("hosts: [{host: a}]\nenv: {X: [1]}", "X: found [1]"),
         ("hosts: [{host: a}]\nssh_options: -v", "ssh_options: found '-v'"),
         ("hosts:\n  - {host: a, slots: 1\n  - {host: b}\n", "line 3: not YAML"),
-        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: the key slots is there twice"),
+        ("hosts:\n  - host: a\n    slots: 1\n    slots: 2\n", "line 4: not YAML: the key slots is there twice"),
     ],
 )  # fmt: skip
 def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> None:

@@ -18,6 +18,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
+from stoker.contract.untrusted import parse_json
 from stoker.control.doctor import burnin as doctor
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
@@ -208,7 +209,7 @@ def _records(path: str) -> Iterator[dict[str, Any]]:
             for line in file:
                 if line.endswith(b"\n"):
                     try:
-                        yield json.loads(line)
+                        yield parse_json(line)
                     except ValueError:
                         continue  # a full disk tore it
     except FileNotFoundError:

@@ -13,6 +13,7 @@ from stoker.contract import names
 from stoker.contract.quantities import duration, gb, size, span
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
+from stoker.contract.untrusted import printable
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
 from stoker.control.doctor.clean import Stopped
@@ -75,7 +76,7 @@ def _leftovers(told: argparse.Namespace) -> int:
         _show_locks(locks, strange)
         _show_others(others)
         if machine.gpu_error:
-            print(f"GPUs could not be checked: {machine.gpu_error}")
+            _line(f"GPUs could not be checked: {machine.gpu_error}")
     stopped: Stopped | None = None
     back: list[clean.Back] = []
     kept: list[tuple[Debris, str]] = []
@@ -181,7 +182,7 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         note = f", {len(members)} entries" if members[0].kind != "data" else ""
         note += f"; to prune: {gb(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
-        print(f"{members[0].kind:<8} {gb(sum(one.size for one in members)):>9} {span(min(one.idle for one in members)):>14}  {path}{note}")
+        _line(f"{members[0].kind:<8} {gb(sum(one.size for one in members)):>9} {span(min(one.idle for one in members)):>14}  {path}{note}")
     print(f"{'total':<8} {gb(sum(one.size for one in found)):>9}")
 
 
@@ -195,7 +196,7 @@ def _show_processes(title: str, found: list[Found]) -> None:
     for one in found:
         rss, held = ("n/a" if many is None else gb(many) for many in (one.rss, one.gpu_memory))
         why = f"  ({one.why})" if one.why else ""
-        print(f"  {one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}  {_short(one.command)}{why}")
+        _line(f"  {one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}  {_short(one.command)}{why}")
 
 
 def _show_debris(found: list[Debris]) -> None:
@@ -204,7 +205,7 @@ def _show_debris(found: list[Debris]) -> None:
     for kind in dict.fromkeys(one.kind for one in found):
         alike = [one for one in found if one.kind == kind]
         for one in alike[:_LINES]:
-            print(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
+            _line(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
         rest = alike[_LINES:]
         if rest:
             print(f"  and {len(rest)} more ({kind}), {sum(one.size for one in rest) / 1e6:.1f} MB; --json lists them all")
@@ -216,9 +217,9 @@ def _show_locks(locks: list[Lock], strange: list[str]) -> None:
     if locks:
         print(f"GPU locks: {len(held)} held, {len(locks) - len(held)} free (their files stay: a lock dies with its holder)")
     for one in held:
-        print(f"  {one.gpu}  held by {one.who}")
+        _line(f"  {one.gpu}  held by {one.who}")
     for line in strange[:_LINES]:
-        print(f"GPU locks: {line}; skipped")
+        _line(f"GPU locks: {line}; skipped")
     if len(strange) > _LINES:
         print(f"GPU locks: and {len(strange) - _LINES} more things that are no lock files; --json lists them all")
 
@@ -229,7 +230,8 @@ def _show_others(others: list[OnGpu]) -> None:
     for one in others:
         age = f", {span(one.age)} old" if one.age is not None else ""
         memory = gb(one.memory) if one.memory is not None else "n/a"
-        print(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}\n      {one.advice}")
+        _line(f"  {one.gpu}: pid {one.pid} ({one.user or '?'}{age}, {memory}) {_short(one.command or '?')}")
+        _line(f"      {one.advice}")
 
 
 def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
@@ -240,7 +242,7 @@ def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
         print(f"stopped in {span(stopped.seconds)}{forced}")
     for one in stopped.survivors:
         stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed" if one.state == "D" else ""
-        print(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {one.state}{stuck}")
+        _line(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {one.state}{stuck}")
     for gpu in back:
         when = f"back after {span(gpu.seconds)}" if gpu.whole else f"back; not all of what was held, {span(gpu.seconds)} after"
         print(f"{gpu.gpu}: {gb(gpu.freed)} {when}")
@@ -252,7 +254,12 @@ def _tell_removed(one: str, many: str, tried: list[Any], kept: list[tuple[Any, s
     if gone:
         print(f"removed {_count(gone, one, many)}, {sum(item.size for item in gone) / 1e6:.1f} MB")
     for item, why in kept:
-        print(f"{item.path} stays: {why}")
+        _line(f"{item.path} stays: {why}")
+
+
+def _line(text: str) -> None:
+    """One line, whatever the names of processes and files hold."""
+    print(printable(text))
 
 
 def _count(items: list[Any], one: str, many: str) -> str:

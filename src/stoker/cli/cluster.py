@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 
@@ -130,7 +130,7 @@ def check(argv: list[str]) -> int:
         "price": _price(facts, told.parameters or parameters(told.model) or 1.1e9), "tuned": tuned, "facts": facts.to_json(),
     }  # fmt: skip
     if told.json:
-        print(json.dumps(report, indent=1, ensure_ascii=False))
+        print(json_text(report))
     else:
         _print(facts, findings, report)
     return int(report["exit_code"])
@@ -175,7 +175,9 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     if report["price"]:
         print(f"a step's gradients: {report['price']['sentence']}   ({FORMULA}, n = {report['price']['hosts']})")
     for finding in sorted(findings, key=lambda one: list(_MARKS).index(one.level)):
-        print(f"{_MARKS[finding.level]} {finding.id}: {finding.text}" + (f"\n    → {finding.fix}" if finding.fix else ""))
+        print(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        if finding.fix:
+            print(printable(f"    → {finding.fix}"))
     if all(finding.level == "ok" for finding in findings):
         print(f"✓ {counted(len(facts.hosts), 'host')}, nothing wrong")
     for line in report["tuned"]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import json_text, printable, read_json
 from stoker.control.doctor import check
 from stoker.control.doctor.advice import advice
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
@@ -70,14 +70,14 @@ def main(argv: list[str]) -> int:
     found = look()
     findings = check.run(checks, found, asked)
     if told.record:
-        _write(told.record, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")
+        _write(told.record, json_text(found.to_json()) + "\n")
     if told.bundle:
         from stoker.control.doctor.bundle import write_bundle
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks], "findings": as_json(findings)}
-        print(json.dumps({**report, "advice": advice(found, findings), "examination": found.to_json()}, indent=1, ensure_ascii=False))
+        print(json_text({**report, "advice": advice(found, findings), "examination": found.to_json()}))
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):
@@ -90,14 +90,17 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     machine = found.machine
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
     torch = found.torch.version if found.torch and found.torch.version else "not looked at" if (found.missing or {}).get("torch") == NOT_ASKED else "none"
-    print(f"{machine.hostname}: {cards}; {machine.cores} cores, {machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory; torch {torch}")
+    memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
+    print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
         used = "n/a" if gpu.memory_used is None or gpu.memory_total is None else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
-        print(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}")
+        print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
     for finding in findings:
-        print(f"{_MARKS[finding.level]} {finding.id}: {finding.text}" + (f"\n    → {finding.fix}" if finding.fix else ""))
+        print(printable(f"{_MARKS[finding.level]} {finding.id}: {finding.text}"))
+        if finding.fix:
+            print(printable(f"    → {finding.fix}"))
     if not findings:
         print(f"✓ {count} checks, nothing wrong")
     print(advice(found, findings))
@@ -114,9 +117,9 @@ def _watch(look: Any, checks: list[check.Check], asked: check.Asked, seconds: fl
             now = {(finding.id, finding.text): finding for finding in findings}
             stamp = time.strftime("%H:%M:%S")
             for key in now.keys() - before.keys():
-                print(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}", flush=True)
+                print(printable(f"{stamp} {_MARKS[now[key].level]} {key[0]}: {key[1]}"), flush=True)
             for key in before.keys() - now.keys():
-                print(f"{stamp} ✓ {key[0]}: no longer: {key[1]}", flush=True)
+                print(printable(f"{stamp} ✓ {key[0]}: no longer: {key[1]}"), flush=True)
             if first and not now:
                 print(f"{stamp} ✓ {len(checks)} checks, nothing wrong", flush=True)
             before, first = now, False
@@ -127,12 +130,13 @@ def _watch(look: Any, checks: list[check.Check], asked: check.Asked, seconds: fl
 
 def _read(path: str) -> Examination:
     try:
-        with open(path, encoding="utf-8") as file:
-            return examination_from_json(json.load(file))
+        return examination_from_json(read_json(path))
     except FileNotFoundError as problem:
         raise Refusal(f"recorded machine {path} is not there", EX_NOINPUT) from problem
-    except (OSError, ValueError) as problem:
-        raise Refusal(f"recorded machine {path}: {problem}", EX_DATAERR) from problem
+    except OSError as problem:
+        raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except (ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise Refusal(f"recorded machine {path} is no recorded machine: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
 
 
 def _write(path: str, text: str) -> None:

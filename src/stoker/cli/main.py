@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 COMMANDS = {
@@ -44,6 +45,13 @@ usage: stoker COMMAND [options]
 
 
 def main(argv: list[str] | None = None) -> int:
+    from stoker.contract.terminal import own_lines
+
+    with own_lines():
+        return _main(argv)
+
+
+def _main(argv: list[str] | None) -> int:
     words = sys.argv[1:] if argv is None else argv
     if not words or words[0] in ("-h", "--help", "help"):
         print(_HELP.format(commands="\n".join(f"  {name:<11}{text}" for name, text in COMMANDS.items())), end="")
@@ -53,7 +61,8 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"stoker {__version__}")
         return 0
-    from stoker.contract.names import EX_OSERR, EX_USAGE, Refusal
+    from stoker.contract.names import EX_DATAERR, EX_OSERR, EX_USAGE, Refusal
+    from stoker.contract.untrusted import printable
 
     command, rest = words[0], words[1:]
     try:
@@ -71,20 +80,33 @@ def main(argv: list[str] | None = None) -> int:
         return refusal.code
     except BrokenPipeError:
         # `stoker logs | head`: the reader has enough. Python would complain once more when it flushes at exit.
-        import os
-
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except OSError as problem:
         from stoker.contract import redact
 
-        print(redact.whole(f"stoker: {problem}"), file=sys.stderr)
+        print(redact.whole(f"stoker: {printable(str(problem))}"), file=sys.stderr)
+        return EX_OSERR
+    except RecursionError as problem:
+        print(f"stoker: something is nested too deeply, {_place(problem)}", file=sys.stderr)
+        return EX_DATAERR
+    except MemoryError as problem:
+        print(f"stoker: out of memory, {_place(problem)}", file=sys.stderr)
         return EX_OSERR
 
 
-def entry() -> None:
-    import os
+def _place(problem: BaseException) -> str:
+    """The function of ours that was at work: a report of a bug needs it."""
+    trace, place = problem.__traceback__, ""
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if f"{os.sep}stoker{os.sep}" in code.co_filename:
+            place = f"in {code.co_name} ({code.co_filename}:{trace.tb_lineno})"
+        trace = trace.tb_next
+    return place
 
+
+def entry() -> None:
     for handle in (0, 1, 2):  # `<&-`: a pipe of ours must not land on a standard descriptor
         try:
             os.fstat(handle)
@@ -93,6 +115,9 @@ def entry() -> None:
     for stream in (sys.stdout, sys.stderr):  # a terminal that has no ✓ gets a ?, and no traceback
         if stream is not None and stream.encoding.lower().replace("-", "") != "utf8":
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    from stoker.contract.terminal import own_lines
+
+    own_lines().__enter__()  # to the end: a traceback quotes foreign text, too
     try:
         sys.exit(main())
     except KeyboardInterrupt:

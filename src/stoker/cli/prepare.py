@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -11,6 +10,7 @@ import time
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
+from stoker.contract.untrusted import json_text
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
     seconds = time.monotonic() - began
     if as_data:
-        print(json.dumps({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}, indent=1, ensure_ascii=False))
+        print(json_text({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}))
         return 0
     documents = made.train_documents + made.validation_documents
     tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes

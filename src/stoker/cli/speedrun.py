@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -12,6 +11,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.contract.shape import replace
+from stoker.contract.untrusted import json_text
 from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
@@ -87,7 +87,7 @@ def _plan(course: Course) -> int:
     from stoker.speedrun import plan
 
     if course.options.json:
-        print(json.dumps(redact.data(plan.as_data(course), frozenset(("key",))), indent=1, ensure_ascii=False))
+        print(json_text(redact.data(plan.as_data(course), frozenset(("key",)))))
         return 0
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     refused = [f"here it would be refused: {course.refused}"] if course.refused else []

@@ -12,6 +12,7 @@ from stoker.contract import names, redact
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import replace
+from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
@@ -126,7 +127,7 @@ def _ranks_asked(options: RunOptions) -> str:
 def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """None: other hosts have a say, or only `stoker run` knows."""
     asked = _ranks_asked(options)
-    if options.hosts is not None or options.nnodes != "1" or "SLURM_JOB_ID" in os.environ or (asked and not asked.isdigit()):
+    if options.hosts is not None or options.nnodes != "1" or "SLURM_JOB_ID" in os.environ or (asked and not is_count(asked)):
         return None
     return int(asked) if asked else 1 if on_cpu(config, gpus) else len(machine.gpus) or None
 
@@ -144,7 +145,7 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         raise Refusal(f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out", EX_USAGE)
     if not remote:
         check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
-        if options.nproc_per_node and options.nproc_per_node.isdigit():
+        if options.nproc_per_node and is_count(options.nproc_per_node):
             check_ranks(config, int(options.nproc_per_node), given)
     elif config.needs.gpus or config.needs.vram:
         _say("needs: not checked, the GPUs are those of other hosts")

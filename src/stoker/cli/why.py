@@ -84,14 +84,14 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     _print_lines(verdict.summary)
     for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:
-            print(f"{heading}:")
+            _print(f"{heading}:")
             for line in lines:
                 _print_lines(line)
     restarts = [event for event in reader.events(run_dir) if event["event"] == "restart"] if run_dir else []
     if restarts:
         _print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
-        print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
+        _print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
     if run_dir:
         _print(f"record: {run_dir}")
     return 0

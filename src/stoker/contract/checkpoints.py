@@ -49,7 +49,7 @@ def _complete(folder: str) -> bool:
     from stoker.contract.untrusted import read_json
 
     try:
-        files = read_json(os.path.join(folder, "manifest.json")).get("files", {})
+        files = read_json(os.path.join(folder, "manifest.json"), 1 << 30).get("files", {})
         return all(os.path.getsize(os.path.join(folder, name)) == _size(want) for name, want in files.items())
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return False

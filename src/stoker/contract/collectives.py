@@ -5,6 +5,8 @@ Used by the shim (a rank that fails says where it was) and by the agent (which a
 
 from __future__ import annotations
 
+from stoker.contract.untrusted import is_count
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -36,7 +38,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         first = max(0, min(pending, len(group["ops"]) - RECENT))
         group["ops"] = group["ops"][first : first + RECENT]
         told = (trace.get("pg_config") or {}).get(group["group"], {}).get("ranks", "")
-        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if word.isdigit()]
+        ranks = [int(word) for word in str(told).strip("[]").replace(",", " ").split() if is_count(word)]
         if ranks:
             group["ranks"] = ranks
     return list(groups.values())

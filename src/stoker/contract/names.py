@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from stoker.contract.untrusted import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 RUN_ID = "STOKER_RUN_ID"
 RUN_DIR = "STOKER_RUN_DIR"
 RUN_ORIGIN = "STOKER_RUN_ORIGIN"  # which agent started the rank, and where (control/machine/origin.py)
@@ -45,13 +51,23 @@ EX_TEMPFAIL = 75  # --wait ran out: try again later
 EX_NOPERM = 77
 EX_CONFIG = 78  # a config file with unknown or impossible values
 
+_LONGEST_LINE = 4000
+
 
 class Refusal(Exception):
-    """Something a user can mend: one line, and the exit code that goes with it."""
+    """Something a user can fix: one line, and the exit code that goes with it.
 
-    def __init__(self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "") -> None:
-        super().__init__(line)
-        self.line = line
+    The line quotes file names, keys and texts from anywhere: control codes and line ends in it are escaped, and its middle is cut where it is endless.
+    `more`: lines below it.
+    """
+
+    def __init__(self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "", more: Iterable[str] = ()) -> None:
+        self.line = "\n".join(printable(_shortened(one)) for one in (line, *more))
+        super().__init__(self.line)
         self.code = code
         self.cause = cause
-        self.fix = fix
+        self.fix = printable(fix)
+
+
+def _shortened(line: str) -> str:
+    return line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE // 2]} … {line[-_LONGEST_LINE // 2 :]}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+_LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _TIME = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def size(text: str) -> int:
     """Bytes. GB is 10^9 and GiB is 2^30, as nvidia-smi and the vendors' sheets have it."""
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
+    match = None if len(text) > _LONGEST else re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i":
         raise ValueError(f"{text!r} is not a size; write it like 20GB, 512MB or 1.5GiB")
     return int(float(match[1]) * _SIZE[match[2]])
@@ -19,6 +20,8 @@ def size(text: str) -> int:
 def duration(text: str) -> float:
     """Seconds. A bare number is seconds."""
     word = text.strip().lower()
+    if len(word) > _LONGEST:
+        raise ValueError(f"{text[:_LONGEST]!r}… is not a duration; write it like 30s, 10m or 1h30m")
     if re.fullmatch(r"[0-9]*\.?[0-9]+", word):
         return float(word)
     parts = re.findall(r"([0-9]*\.?[0-9]+)(ms|s|m|h|d)", word)

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     T = TypeVar("T")
 
 
+_LONGEST_NAME = 200
+
+
 class Parser(argparse.ArgumentParser):
     """Raises Refusal instead of exiting, and suggests the flag that was probably meant."""
 
@@ -33,6 +36,8 @@ class Parser(argparse.ArgumentParser):
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """; did you mean ...? A beginning that is nearly right counts as much as the whole: people abbreviate."""
+    if len(word) > _LONGEST_NAME:  # comparing takes as long as word and names together, many times over
+        return ""
     import difflib
 
     def likeness(name: str) -> float:
@@ -67,7 +72,10 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tup
 
 def _read(convert: Callable[[str], Any], text: str) -> Any:
     try:
-        return convert(text)
+        value = convert(text)
+        if isinstance(value, float) and value - value != 0:
+            raise ValueError(f"{text!r} is not a finite number")
+        return value
     except ValueError as problem:
         plain = {int: f"{text!r} is not a whole number", float: f"{text!r} is not a number"}.get(convert)  # type: ignore[call-overload]
         raise ValueError(plain or str(problem)) from problem

@@ -12,10 +12,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
+MOST_VALUES = 8_000_000  # of one JSON text: at about 60 bytes each they stay below half a gigabyte
+LONGEST_NUMBER = 40  # digits. A 128-bit state of a random generator has 39
+LONGEST_LINE = 64 << 20
 _SMALL = 64 << 20  # the largest file that read_text and read_json take where no other limit is given
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
+# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
+_NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
 def printable(text: str, limit: int = 0) -> str:
@@ -24,7 +29,7 @@ def printable(text: str, limit: int = 0) -> str:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
         return text
-    return "".join(sign if (sign.isprintable() or sign == "\u3000") and sign not in _HIDING else _escaped(sign) for sign in text)
+    return "".join(sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escaped(sign) for sign in text)
 
 
 def printable_lines(text: str) -> str:
@@ -39,18 +44,46 @@ def _escaped(sign: str) -> str:
     return sign.encode("unicode_escape").decode() if code != 0x5C else sign
 
 
-def parse_json(text: str | bytes | bytearray, depth: int = DEPTH) -> Any:
-    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on."""
+def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
+    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on.
+
+    `unique`: an object with the same key twice is refused.
+    """
     import json
 
     if not isinstance(text, str):
         text = text.decode("utf-8")  # UnicodeDecodeError is a ValueError
+    containers = text.count("[") + text.count("{")
+    if containers + text.count(",") > most:
+        raise ValueError(f"more than {most:,} values")
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_int=_short_integer, object_pairs_hook=_each_key_once if unique else None)
     except RecursionError:
         raise ValueError(f"nested more than {depth} levels deep") from None
-    if text.count("[") + text.count("{") > depth and deeper_than(found, depth):
+    if containers > depth and deeper_than(found, depth):
         raise ValueError(f"nested more than {depth} levels deep")
+    return found
+
+
+def json_text(found: Any) -> str:
+    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of them."""
+    import json
+
+    text = json.dumps(found, indent=1, ensure_ascii=False)
+    return text if printable_lines(text) == text else json.dumps(found, indent=1)
+
+
+def _short_integer(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
     return found
 
 
@@ -95,22 +128,41 @@ def kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "no file")
 
 
-def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
-    """All of a small regular file. OSError says what is wrong with the file, ValueError that it is not text."""
+def read_bytes(path: str | os.PathLike[str], limit: int = _SMALL) -> bytes:
+    """All of a small regular file. OSError says what is wrong with it."""
     with os.fdopen(open_regular(path), "rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"is larger than {limit >> 20} MiB", os.fspath(path))
-    return data.decode("utf-8", errors)
+    return data
+
+
+def read_text(path: str | os.PathLike[str], limit: int = _SMALL, errors: str = "strict") -> str:
+    """The same as text; ValueError: it is not UTF-8."""
+    return read_bytes(path, limit).decode("utf-8", errors)
 
 
 def read_json(path: str | os.PathLike[str], limit: int = _SMALL) -> Any:
     return parse_json(read_text(path, limit))
 
 
+def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Iterator[bytes]:
+    """Of a regular file, with their ends. ValueError: one is longer than that."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(longest + 1), b""), 1):
+            if len(line) > longest:
+                raise ValueError(f"line {number} is longer than {longest >> 20} MB")
+            yield line
+
+
+def is_count(text: str) -> bool:
+    """Whether int() may read it: str.isdigit is true of `²` and of ten thousand nines, and int() fails on both."""
+    return text.isascii() and text.isdigit() and len(text) <= 18
+
+
 def whole_number(text: str) -> int:
     """int() without its surprises: `²`.isdigit() is true and int("²") fails; int("1_0") is 10 and int("٣") is 3."""
     digits = text.removeprefix("-").removeprefix("+")
-    if not (digits.isascii() and digits.isdigit()) or len(digits) > 18:
+    if not is_count(digits):
         raise ValueError(f"{printable(text, 40)!r} is not a whole number")
     return int(text)

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
 MOST_NODES = 100_000  # with every alias written out
 DEPTH = 64
+LONGEST_NUMBER = 40  # digits
 
 
 class NotYaml(ValueError):
@@ -30,6 +31,8 @@ def parse_yaml(text: str) -> Any:
 
     if len(text) > LONGEST:
         raise NotYaml(f"longer than {LONGEST >> 10} KiB")
+    if _open_brackets(text) > 4 * DEPTH:
+        raise NotYaml(f"nested more than {DEPTH} levels deep")
     try:
         loader = yaml.SafeLoader(text)
         try:
@@ -37,7 +40,7 @@ def parse_yaml(text: str) -> Any:
             if node is None:
                 return None
             _bounded(node)
-            return loader.construct_document(node)
+            return _checked(loader.construct_document(node))
         finally:
             loader.dispose()
     except yaml.YAMLError as problem:
@@ -50,6 +53,17 @@ def parse_yaml(text: str) -> Any:
         if isinstance(problem, NotYaml):
             raise
         raise NotYaml(str(problem)) from problem
+
+
+def _open_brackets(text: str) -> int:
+    """At most at once, those in texts and comments included. PyYAML's time grows with their number squared: 25 s for 100,000."""
+    import re
+
+    most = now = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        now = now + 1 if bracket in "[{" else max(now - 1, 0)
+        most = max(most, now)
+    return most
 
 
 def _bounded(root: Any) -> None:
@@ -81,6 +95,22 @@ def _bounded(root: Any) -> None:
         return total
 
     size(root, 0)
+
+
+def _checked(found: Any) -> Any:
+    """Whole numbers that fit a float, and texts that can be written as UTF-8. Everything is small and finite by now."""
+    if isinstance(found, dict):
+        for key, value in found.items():
+            _checked(key)
+            _checked(value)
+    elif isinstance(found, list):
+        for item in found:
+            _checked(item)
+    elif isinstance(found, str) and not found.isascii() and any("\ud800" <= sign <= "\udfff" for sign in found):
+        raise NotYaml("half of a surrogate pair, which is no character")
+    elif isinstance(found, int) and abs(found) >= 10**LONGEST_NUMBER:
+        raise NotYaml(f"a whole number of more than {LONGEST_NUMBER} digits")
+    return found
 
 
 def _no_key_twice(node: Any) -> None:

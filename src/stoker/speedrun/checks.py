@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.untrusted import is_count
 from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.overrides import PATHS
@@ -24,7 +25,7 @@ _WRITTEN = ("checkpoint.resume", "checkpoint.folder")  # may be words, or folder
 
 def check_options(options: SpeedrunOptions) -> None:
     ranks, price = options.nproc_per_node, options.price_per_hour
-    if ranks is not None and ranks.strip().lower() not in ("gpu", "cpu", "auto") and not (ranks.isascii() and ranks.isdigit() and int(ranks) > 0):
+    if ranks is not None and ranks.strip().lower() not in ("gpu", "cpu", "auto") and not (is_count(ranks) and int(ranks) > 0):
         raise Refusal(f"--nproc-per-node {ranks}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
     if price is not None and not 0 <= price < math.inf:
         raise Refusal(f"--price-per-hour {price:g}: give what an hour costs, from 0 up", EX_USAGE)

@@ -10,6 +10,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count
 from stoker.control.machine.model import Machine
 from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
@@ -84,7 +85,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     ranks = _ranks(options.nproc_per_node, min(machine.cores, CPU_RANKS) if on_cpu else len(machine.gpus))
     wanted = selected(stages, options.begin, options.until, options.only)
     found = entries(folder, stages, keys)
-    counted = on_cpu or (options.nproc_per_node or "").isdigit()
+    counted = on_cpu or is_count(options.nproc_per_node or "")
     check_stages([stage for stage in stages if stage.name in wanted and not found[stage.name].done], ranks if counted else None, on_cpu)
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
@@ -113,7 +114,7 @@ def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[S
 
 
 def _ranks(asked: str | None, usual: int) -> int:
-    return int(asked) if asked is not None and asked.isdigit() and int(asked) > 0 else max(usual, 1)
+    return int(asked) if asked is not None and is_count(asked) and int(asked) > 0 else max(usual, 1)
 
 
 def command(argv: Sequence[str], *choice: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -11,6 +10,7 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import lines_of, open_regular, parse_json
 from stoker.training.data.ours import files_below
 
 TEXT, ROWS, PARQUET, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".parquet", ".csv"
@@ -27,7 +27,6 @@ _WORDS = {"text": "text", "chat": "messages", "pair": "prompt, chosen and reject
 _HELD = re.compile(r"held.?out|(^|[-_.])(valid\w*|val|dev|test|eval)([-_.]|$)")
 _LOOKED_FOR = "base* or *.txt or rows with text; sft* or chat* with messages; pairs* with prompt, chosen, rejected; prompts* or GSM8K's train.jsonl; "\
               "questions* or test* (GSM8K, ARC, MMLU)"  # fmt: skip
-LONGEST = 1 << 26
 HELD_OUT = "-held-out"
 TRAIN, HALVES = ("train", "auxiliary_train"), ("dev", "val", "valid", "validation")  # beside test, of published questions
 _PART = re.compile(rf"(^|[-_.])(test|{'|'.join((*TRAIN, *HALVES))})([-_.]|$)")
@@ -112,7 +111,7 @@ def form_of(path: str) -> str | None:
     if ending in TEXT:
         return "text"
     if ending == PARQUET:
-        from stoker.training.data.units import open_parquet
+        from stoker.training.data.parquet import open_parquet
 
         return form_of_row(dict.fromkeys(open_parquet(path).schema_arrow.names, ""))
     if ending in ROWS:
@@ -133,7 +132,7 @@ def form_of_row(row: Any) -> str | None:
 
 def _begins_a_list(path: str) -> bool:
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             return file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     except OSError as problem:
         raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
@@ -141,10 +140,9 @@ def _begins_a_list(path: str) -> bool:
 
 def _first_row(path: str) -> Any:
     try:
-        with open(path, "rb") as file:
-            for line in iter(lambda: file.readline(LONGEST), b""):
-                if not line.isspace():
-                    return json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        for line in lines_of(path):
+            if not line.isspace():
+                return parse_json(line.removeprefix(b"\xef\xbb\xbf"))
     except OSError as problem:
         raise Refusal(f"--data: {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError:
@@ -154,7 +152,7 @@ def _first_row(path: str) -> Any:
 
 def _is_mmlu(path: str) -> bool:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
             return len(next(csv.reader(file), [])) == 6
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stoker.contract import terminal
 from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
@@ -264,13 +265,11 @@ class Drive:
         run = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage != REPORT else None
         steps = stage.keys.get("train.max_steps", 0)
         line = " | ".join(part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part)
-        sys.stderr.write(f"\r{line}\x1b[K")
-        sys.stderr.flush()
+        terminal.draw(line)
 
     def _wipe(self) -> None:
         if self._bar:
-            sys.stderr.write("\r\x1b[K")
-            sys.stderr.flush()
+            terminal.wipe()
 
 
 def _shown(path: str) -> str:

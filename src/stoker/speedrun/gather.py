@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -11,6 +10,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import lines_of, parse_json
 from stoker.control.record import reader
 from stoker.speedrun.significance import Measured, share
 from stoker.speedrun.stages import PROMPTS, REPORT
@@ -159,15 +159,14 @@ def _object(path: str) -> dict[str, Any]:
 def _lines(path: str) -> Iterator[dict[str, Any]]:
     """Whole JSON objects only: a crash may have cut the last line."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    row = None
-                if isinstance(row, dict):
-                    yield row
-    except OSError:
+        for line in lines_of(path):
+            try:
+                row = parse_json(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+    except (OSError, ValueError):
         return
 
 

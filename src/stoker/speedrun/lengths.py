@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import parse_json
 from stoker.speedrun.rows import pair_fault, rows_of
 from stoker.training.config.schema import Config
 from stoker.training.evaluate.asking import Manner, as_asked
@@ -60,5 +60,5 @@ def _lengths(recipe: str, c: Config, words: Tokenizer) -> Sequence[tuple[str, li
 
 def _pairs(path: str, words: Tokenizer) -> Iterator[tuple[list[int], list[int]]]:
     """Of the rows that are pairs: the others are counted by the stage."""
-    for row in (json.loads(line) for _, line, wrong in rows_of(path, pair_fault) if not wrong):
+    for row in (parse_json(line) for _, line, wrong in rows_of(path, pair_fault) if not wrong):
         yield answered(words, row["prompt"], row["chosen"]), answered(words, row["prompt"], row["rejected"])

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
+from stoker.contract.untrusted import printable
 from stoker.speedrun import html, report_chain, report_models, report_results, report_samples, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import Drawing, draw
@@ -71,7 +72,7 @@ def markdown(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) 
             case Bullets(items=items):
                 parts.append("\n".join(f"- {plain(item)}" for item in items))
             case Code(lines=lines):
-                parts.append("\n".join(f"    {' '.join(line.split(chr(10)))}" for line in lines))
+                parts.append("\n".join(f"    {printable(line.replace(chr(10), ' '))}" for line in lines))
             case Table():
                 parts.append(_table(block))
             case Figure(name=name, caption=caption):
@@ -83,7 +84,7 @@ def markdown(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) 
 def plain(text: str) -> str:
     """Nothing in it is markup, and it stays on one line: what models write may look like anything."""
     safe = _MARKUP.sub(r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
-    return "<br>".join(line.strip() for line in safe.splitlines() if line.strip())
+    return "<br>".join(printable(line.strip()) for line in safe.splitlines() if line.strip())
 
 
 def _table(table: Table) -> str:

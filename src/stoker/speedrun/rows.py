@@ -9,10 +9,12 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import lines_of, parse_json, read_json
 from stoker.training.data.files import sync_folder, write_json
+from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.data.read import MESSAGES, texts
 from stoker.training.data.sources import find_sources
-from stoker.training.data.units import open_parquet, split
+from stoker.training.data.units import split
 from stoker.training.tokenizer.chat import LEARNED, ROLES
 
 TOLERATED = 0.01
@@ -72,26 +74,28 @@ def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple
             yield number, json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass"), fault(row)
         return
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if number == 1:
-                    line = line.removeprefix(b"\xef\xbb\xbf")
-                if line.isspace() or not line:
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError:
-                    yield number, line, "not JSON"
-                    continue
-                yield number, line, fault(row) if isinstance(row, dict) else "not an object"
+        for number, line in enumerate(lines_of(path), 1):
+            if number == 1:
+                line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.isspace() or not line:
+                continue
+            try:
+                row = parse_json(line)
+            except ValueError:
+                yield number, line, "not JSON"
+                continue
+            yield number, line, fault(row) if isinstance(row, dict) else "not an object"
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path}: {problem}: is this a row per line?", EX_DATAERR) from problem
 
 
 def _parquet(path: str) -> Iterator[dict[str, Any]]:
     table = open_parquet(path)
-    for batch in table.iter_batches(batch_size=1024, use_threads=False):
-        yield from batch.to_pylist()
+    for group in range(table.metadata.num_row_groups):
+        for some in read_rows(path, table, group, table.schema_arrow.names):
+            yield from some
 
 
 def check_rows(role: str, path: str) -> Checked:
@@ -160,8 +164,7 @@ def check_questions(path: str, digest: str, cache: str) -> None:
 
 def _read(index: str) -> dict[str, Any]:
     try:
-        with open(index, encoding="utf-8") as file:
-            told = json.load(file)
+        told = read_json(index)
     except (FileNotFoundError, ValueError):
         return {}  # it only saves reading: what it held is found again
     return told["files"] if isinstance(told, dict) and told.get("schema") == SCHEMA else {}

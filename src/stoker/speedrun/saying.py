@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Mapping
@@ -10,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.quantities import span
+from stoker.contract.untrusted import parse_json
 from stoker.control.record import reader
 from stoker.speedrun.gather import number_at
 
@@ -57,7 +57,7 @@ def progress(run: str | None, steps: int) -> str:
     if not lines:
         return ""
     try:
-        row = json.loads(lines[-1])
+        row = parse_json(lines[-1])
     except ValueError:
         return ""  # longer than the tail
     done = number_at(row, "step")

@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from stoker.contract import protocol, redact
+from stoker.contract import protocol, redact, untrusted
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, read_json
@@ -326,7 +326,7 @@ class Agent:
                 data = self._mail.recv(1 << 16)
                 pid, _, rest = data.decode("utf-8", "replace").partition("\t")
                 kind, _, text = rest.partition("\t")
-                rank = self._by_pid.get(int(pid)) if pid.isdigit() and pid.isascii() and len(pid) < 12 else None
+                rank = self._by_pid.get(int(pid)) if untrusted.is_count(pid) else None
                 if rank is not None:
                     self._hear(rank, kind, text)
 

@@ -13,6 +13,7 @@ import sys
 import time
 
 from stoker.contract import protocol
+from stoker.contract.untrusted import printable
 from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
@@ -51,7 +52,7 @@ def main(stdin_fd: int = -1) -> int:
     if scratch:
         shutil.rmtree(scratch, ignore_errors=True)  # an agent that was killed could not
     for one in survivors:
-        print(f"stoker: pid {one.pid} ({one.name}) can't be killed: state {one.state}", file=sys.stderr)
+        print(f"stoker: pid {one.pid} ({printable(one.name)}) can't be killed: state {one.state}", file=sys.stderr)
     return os.waitstatus_to_exitcode(status) & 0xFF
 
 

@@ -10,6 +10,7 @@ import os
 import time
 from typing import Any
 
+from stoker.contract.untrusted import is_count, printable
 from stoker.control.agent.memory import children
 from stoker.control.agent.recorder import flight_recorder, timings
 from stoker.control.agent.spawn import Rank
@@ -74,7 +75,7 @@ def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
         while text:
             text = text[os.write(3, text) :]
     except BaseException as problem:
-        os.write(2, f"stoker: an inspection failed: {type(problem).__name__}: {problem}\n".encode())
+        os.write(2, printable(f"stoker: an inspection failed: {type(problem).__name__}: {problem}").encode() + b"\n")
     os._exit(0)
 
 
@@ -200,7 +201,7 @@ def _syscall(pid: int) -> str:
             word = file.read().split(" ")[0].strip()
     except OSError:
         return ""
-    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if word.lstrip("-").isdigit() else word
+    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if is_count(word.removeprefix("-")) else word
 
 
 _ASK_NVML = """

@@ -15,6 +15,7 @@ from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.process import process, send
+from stoker.contract.untrusted import printable
 from stoker.control.agent import kernel
 
 LIMIT_S = 60.0  # where the order does not say
@@ -92,7 +93,7 @@ def _in_child(order: dict[str, Any], told: int, write: int, agent: int) -> None:
             while text:
                 text = text[os.write(3, text) :]
     except BaseException as problem:
-        os.write(2, f"stoker: a probe ({order['what']}) failed: {type(problem).__name__}: {problem}\n".encode())
+        os.write(2, printable(f"stoker: a probe ({order['what']}) failed: {type(problem).__name__}: {problem}").encode() + b"\n")
     os._exit(0)
 
 

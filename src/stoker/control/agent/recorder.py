@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from stoker.contract import collectives
+from stoker.contract.untrusted import parse_json
 
 ASK_S = 1.0
 
@@ -39,7 +40,6 @@ def _ask_server(path: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
-    import json
     import socket
 
     parts: list[bytes] = []
@@ -58,7 +58,7 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     if b" 200 " not in head.partition(b"\r\n")[0]:
         return None, f"the worker server says {head.partition(chr(13).encode())[0].decode('ascii', 'replace')}"
     try:
-        found = json.loads(body)
+        found = parse_json(body)
     except ValueError as problem:
         return None, f"the flight recorder's answer can't be read: {problem}"
     return (found, "") if isinstance(found, dict) else (None, "the flight recorder's answer is no trace")

@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.contract.process import send
+from stoker.contract.untrusted import is_count
 from stoker.control.machine import processes
 
 SPY_S = 2.0
@@ -60,7 +61,7 @@ class Spy:
         for thread in threads:
             for frame in thread.get("frames") or () if thread.get("os_thread_id") == pid else ():
                 for local in frame.get("locals") or () if frame.get("name") == function else ():
-                    if local.get("name") in names_ and str(local.get("repr")).isdigit():
+                    if local.get("name") in names_ and is_count(str(local.get("repr"))):
                         return int(local["repr"])
         return None
 
@@ -154,7 +155,7 @@ def _threads_of(text: str) -> list[dict[str, Any]]:
         elif line.startswith('  File "') and threads:
             file, _, rest = line[len('  File "') :].rpartition('", line ')
             number, _, name = rest.partition(" in ")
-            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
+            threads[-1]["frames"].append([name, file, int(number) if is_count(number) else 0])
     if threads:
         threads[-1]["main"] = True  # faulthandler writes the newest thread first
     return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]

@@ -38,6 +38,7 @@ while len(data) < int(want):
 if hashlib.sha256(data).hexdigest() != digest: sys.exit("DAMAGED")
 archive = zipfile.ZipFile(io.BytesIO(data))
 home = os.path.expanduser("~")
+if not os.path.isabs(home): sys.exit("NOT_WRITTEN this user has no home folder and HOME is not set")
 cache = os.path.join(home, ".cache", "stoker")
 base = os.path.join(cache, "agent-" + digest[:32])
 

@@ -7,6 +7,8 @@ import os
 import re
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
+from stoker.contract.untrusted import parse_json, read_text
+from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NOTE = "measured by `stoker cluster check --tune`"
 # From `env:` at the start of a line to the next line that begins with something else than a space or a comment that belongs to the block.
@@ -15,11 +17,9 @@ _BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE
 
 def with_env(text: str, env: dict[str, str]) -> str:
     """The file's text with this and no other env; without the block where env is empty."""
-    import yaml
-
-    before = yaml.safe_load(text) or {}
+    before = parse_yaml(text) or {}
     try:
-        json.loads(text)
+        parse_json(text)
         return json.dumps({**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}, indent=1) + "\n"
     except ValueError:
         pass  # not JSON: YAML, with comments worth keeping
@@ -32,8 +32,8 @@ def with_env(text: str, env: dict[str, str]) -> str:
         after = text + ("" if text.endswith("\n") or not text else "\n") + block
     wanted = {**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}
     try:
-        right = (yaml.safe_load(after) or {}) == wanted
-    except yaml.YAMLError:  # a file in one pair of braces
+        right = (parse_yaml(after) or {}) == wanted
+    except NotYaml:  # a file in one pair of braces
         right = False
     if not right:
         raise ValueError("its env: can't be replaced without touching the rest")
@@ -43,9 +43,7 @@ def with_env(text: str, env: dict[str, str]) -> str:
 def keep(path: str, env: dict[str, str]) -> None:
     """Writes it, whole or not at all."""
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-        changed = with_env(text, env)
+        changed = with_env(read_text(path), env)
         fresh = f"{path}.{os.getpid()}"
         with open(fresh, "w", encoding="utf-8") as file:
             file.write(changed)

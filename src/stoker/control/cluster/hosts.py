@@ -15,6 +15,8 @@ import re
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import read_text
+from stoker.contract.yamltext import NotYaml, parse_yaml
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _KEYS = ("host", *_TEXT, "gpus", "port", "slots", "local")
 _PATHS = ("identity", "python", "venv", "workdir")
 # ssh puts user and host into the commands of ProxyCommand and Match exec, which a shell runs.
 _ACTED_ON = re.compile(r"""[\s'"`$;&|<>()\[\]{}*?!#~^\\,=\x00-\x1f\x7f]""")
+_MOST_SLOTS = 4096
 _LOOPBACK = re.compile(r"localhost|127(\.\d+){3}|::1")
 
 
@@ -105,42 +108,19 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
 
 def _parse(path: str) -> dict[Any, Any]:
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        data = parse_yaml(read_text(path))  # JSON is YAML
     except FileNotFoundError as problem:
         raise Refusal(f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT) from problem
-    except (OSError, UnicodeDecodeError) as problem:
-        raise Refusal(f"the hosts file {path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_NOINPUT) from problem
-    import yaml  # JSON is YAML
-
-    try:
-        _no_key_twice(yaml.compose(text, yaml.SafeLoader), path)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark is not None else ""
-        said = getattr(problem, "problem", None) or str(problem).splitlines()[0]
-        raise Refusal(f"{path}{where}: not YAML: {said}", EX_CONFIG) from problem
+    except OSError as problem:
+        raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except NotYaml as problem:
+        where = f", line {problem.line}" if problem.line else ""
+        raise Refusal(f"{path}{where}: not YAML: {problem.problem}", EX_CONFIG) from problem
+    except ValueError as problem:
+        raise Refusal(f"the hosts file {path} is not text: {problem}", EX_CONFIG) from problem
     if not isinstance(data, dict):
         _refuse(path, f"{_found(data)}; a hosts file has a key hosts: with a list")
     return data
-
-
-def _no_key_twice(node: Any, path: str) -> None:
-    """YAML readers take the last of two equal keys without a word."""
-    import yaml
-
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if key.value in seen:
-                    _refuse(path, f"line {key.start_mark.line + 1}: the key {key.value} is there twice")
-                seen.add(key.value)
-            _no_key_twice(value, path)
-    elif isinstance(node, yaml.SequenceNode):
-        for one in node.value:
-            _no_key_twice(one, path)
 
 
 def _entry(entry: Any, where: str) -> dict[str, Any]:
@@ -171,6 +151,8 @@ def _known_keys(entry: Mapping[Any, Any], where: str, without: tuple[str, ...] =
             _refuse(where, f"port: {value} is not between 1 and 65535")
         if key == "slots" and value < 1:
             _refuse(where, f"slots: {value}; a host has at least one rank, or is left out of the file")
+        if key == "slots" and value > _MOST_SLOTS:
+            _refuse(where, f"slots: {value}; a host has at most {_MOST_SLOTS} ranks")
         if key == "local" and not isinstance(value, bool):
             _refuse(where, f"local: {_found(value)}, not true or false")
     if "python" in entry and "venv" in entry:
@@ -240,17 +222,16 @@ def is_address(word: str) -> bool:
         try:
             socket.inet_pton(family, word.partition("%")[0])
             return True
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a NUL in it
             continue
     return False
 
 
 def _is_here(name: str, user: str | None, plain_ssh: bool) -> bool:
     """Loopback, unless ssh settings may lead it elsewhere (a forwarded port), or the address of an interface of ours."""
-    import getpass
     import socket
 
-    if user is not None and user != getpass.getuser():
+    if user is not None and user != _own_name():
         return False
     if _LOOPBACK.fullmatch(name):
         return plain_ssh
@@ -262,6 +243,16 @@ def _is_here(name: str, user: str | None, plain_ssh: bool) -> bool:
         except OSError:  # not an address of ours
             return False
     return True
+
+
+def _own_name() -> str | None:
+    """As getpass has it. None: this uid has no entry in the password database, as in many containers."""
+    import getpass
+
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # OSError since Python 3.13
+        return None
 
 
 def _gpus(told: Any, where: str) -> str | None:

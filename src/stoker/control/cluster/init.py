@@ -10,6 +10,8 @@ from stoker.contract import redact
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
+from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
@@ -96,7 +98,7 @@ def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
     failed = {name: answer["error"] for name, answer in answers.items() if "error" in answer}
     if failed:
         lines = [why if why.startswith(f"host {name}: ") else f"host {name}: {why}" for name, why in failed.items()]
-        raise Refusal("\n".join(lines), EX_UNAVAILABLE, cause="host.agent")
+        raise Refusal(lines[0], EX_UNAVAILABLE, cause="host.agent", more=lines[1:])
 
 
 def _answer(user: str | None, name: str, asked: list[str], found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:
@@ -126,15 +128,13 @@ def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, 
         entry: dict[str, Any] = {"host": answer.name, "slots": max(1, len(answer.gpus))}
         mine = {"user": answer.user, "python": answer.python, "interface": answer.interface, "address": answer.address}
         entry |= {key: value for key, value in mine.items() if value is not None and value != common.get(key)}
-        lines.append(f"  - {_flow(entry)}  # {answer.about}")
+        lines.append(f"  - {_flow(entry)}  # {printable(answer.about)}")
     return "\n".join(lines) + "\n"
 
 
 def _flow(value: Any) -> str:
     """One line of YAML; a text is quoted where YAML would read it as something else."""
     import json
-
-    import yaml
 
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_flow(one)}" for key, one in value.items()) + "}"
@@ -143,8 +143,8 @@ def _flow(value: Any) -> str:
     if not isinstance(value, str):
         return json.dumps(value)
     try:
-        same = value.isprintable() and yaml.safe_load(f"{{k: {value}}}") == {"k": value}
-    except yaml.YAMLError:
+        same = value.isprintable() and parse_yaml(f"{{k: {value}}}") == {"k": value}
+    except NotYaml:
         same = False
     return value if same else json.dumps(value)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.untrusted import is_count
 from stoker.control.cluster import bundle, transport
 from stoker.control.machine.origin import run_we_are_in
 
@@ -66,7 +67,7 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
     if step is None or step == _INTERACTIVE_STEP or environ.get("SLURM_PTY_PORT"):
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks.isdigit() and int(tasks) > 1:
+    if is_count(tasks) and int(tasks) > 1:
         raise Refusal(f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job script or in salloc's shell; "
                       "it starts the ranks on all nodes itself", EX_USAGE, cause="slurm.allocation")  # fmt: skip
     return False

@@ -14,6 +14,7 @@ from stoker.contract import job, redact
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
+from stoker.contract.untrusted import is_count
 from stoker.control.record.ownership import own_folder
 from stoker.control.record.writer import cannot_write, write_json
 
@@ -179,7 +180,7 @@ def slurm_time(text: str | None) -> str | None:
 def limit_s(spelling: str) -> float | None:
     """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
     days, dash, rest = spelling.rpartition("-")
-    if not rest.replace(":", "").isdigit():
+    if not all(is_count(part) for part in (*rest.split(":"), days or "0")):
         return None
     parts = [int(part) for part in rest.split(":")]
     units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from stoker.contract.quantities import gb
+from stoker.contract.untrusted import printable
 from stoker.control.cluster.between import CLOCK_S
 from stoker.control.cluster.compare import odd
 from stoker.control.cluster.facts import Facts, OneHost, Pair
@@ -109,7 +110,7 @@ def _reached(facts: Facts, one: OneHost) -> str:
 
 
 def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:
-    return label, [values.get(one.name) or ("" if one.error else NONE) for one in facts.hosts], [one.name in marked for one in facts.hosts]
+    return label, [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts], [one.name in marked for one in facts.hosts]
 
 
 def lines(facts: Facts, width: int = 120) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import counted
 from stoker.contract.shapes import Finding
+from stoker.contract.untrusted import is_count
 from stoker.control.doctor.check import Asked, check, fail, warn
 from stoker.control.machine.facts import Examination
 
@@ -36,7 +37,7 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = found.machine.driver
-    if need and have and have.split(".")[0].isdigit() and int(have.split(".")[0]) < need:
+    if need and have and is_count(have.split(".")[0]) and int(have.split(".")[0]) < need:
         yield fail(
             f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}",
             "a newer driver, or a torch built for an older CUDA",
@@ -68,7 +69,7 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
     for word in archs:
         kind, _, number = word.partition("_")
         digits = number.rstrip("af")
-        if not digits.isdigit():
+        if not is_count(digits):
             continue
         have_major, have_minor = int(digits[:-1]), int(digits[-1])
         if kind == "sm" and have_major == major and have_minor <= minor:

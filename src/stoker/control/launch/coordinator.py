@@ -16,6 +16,7 @@ from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch import about, detach
 from stoker.control.launch.attempts import Attempts
@@ -76,7 +77,8 @@ class Coordinator:
             self._say(f"✓ {done}")
             return 0
         except Refusal as refusal:
-            self._say(f"stoker: {refusal.line}")
+            for line in f"stoker: {refusal.line}".split("\n"):
+                self._say(line)
             if self._report is not None:
                 self._report.refused(refusal)
             from stoker.control.verdict import launch
@@ -201,8 +203,8 @@ class Coordinator:
         else:
             rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
             start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.argv))}"
-            text = "\n".join([*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"])
-        self._console.put(1, text.encode("utf-8", "backslashreplace") + b"\n")
+            text = "\n".join(map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}")))
+        self._console.say(1, text)
 
     # ---- the record ----
 
@@ -217,10 +219,12 @@ class Coordinator:
             self._record.event(kind, **more)
 
     def _say(self, line: str) -> None:
+        """One line, whatever the texts that it quotes hold."""
+        line = printable(line)
         if self._output is not None and not self._output.between_lines():
             line = "\n" + line
         line = redact.whole(line)
-        self._console.put(2, line.encode("utf-8", "backslashreplace") + b"\n")
+        self._console.say(2, line)
         if self._record is not None:
             self._record.say(line)
 

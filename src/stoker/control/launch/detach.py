@@ -28,7 +28,9 @@ class Report:
         self._pipe = pipe
 
     def started(self, run_dir: str) -> None:
-        self._send(_STARTED + run_dir.encode() + b"\n")
+        import json
+
+        self._send(_STARTED + json.dumps(run_dir).encode() + b"\n")
 
     def refused(self, refusal: Refusal) -> None:
         """The line itself is on stderr, which the shell reads."""
@@ -78,8 +80,10 @@ def _listen(pipe: int) -> int:
         *lines, buffer = buffer.split(b"\n")
         for line in lines:
             if line.startswith(_STARTED):
-                run_dir = line[len(_STARTED) :].decode()
+                import json
                 import shlex
+
+                run_dir = json.loads(line[len(_STARTED) :])
 
                 name = os.path.basename(run_dir)
                 run = shlex.quote(name)

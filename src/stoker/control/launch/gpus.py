@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import gb
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import Gpu, Machine
 
@@ -93,7 +94,7 @@ def _number(text: str, where: str) -> int | str:
     word = text.strip().lower()
     if word in ("gpu", "cpu", "auto"):
         return word
-    if not (word.isdigit() and word.isascii()) or int(word) < 1:
+    if not is_count(word) or int(word) < 1:
         raise Refusal(f"{where} {text}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
     return int(word)
 
@@ -122,7 +123,7 @@ def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
 
 
 def _by_id(word: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
-    if word.isdigit():
+    if is_count(word):
         return [gpu for gpu in gpus if gpu.index == int(word)]
     if "." in word and word.replace(".", "").isdigit():
         return [gpu for gpu in gpus if gpu.label == f"GPU{word}"]
@@ -136,7 +137,7 @@ def _any(options: RunOptions) -> int | None:
     if not options.gpus or not options.gpus.startswith("any"):
         return None
     head, _, number = options.gpus.partition(":")
-    if head != "any" or (number and not (number.isdigit() and int(number))):
+    if head != "any" or (number and not (is_count(number) and int(number))):
         raise Refusal(f"--gpus {options.gpus}: write any:2 for the two with most room", EX_USAGE)
     return int(number or 1)
 

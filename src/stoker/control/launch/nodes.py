@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
+from stoker.contract.untrusted import is_count
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, by_hand
 
@@ -77,7 +78,7 @@ def span_of(nnodes: str) -> tuple[int, int]:
     """Of --nnodes: at least, at most."""
     low, colon, high = nnodes.partition(":")
     words = [low, high] if colon else [low]
-    numbers = [int(word) for word in words if word.isdigit() and word.isascii()]
+    numbers = [int(word) for word in words if is_count(word)]
     if len(numbers) != len(words) or numbers[0] < 1 or numbers[-1] < numbers[0]:
         raise Refusal(f"--nnodes {nnodes}: give a number of machines, or MIN:MAX", EX_USAGE)
     return numbers[0], numbers[-1]
@@ -99,11 +100,11 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
     options = request.options
     if options.rdzv_endpoint:
         address, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not port.isdigit():
+        if colon and not is_count(port):
             raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
         return (address.strip("[]"), int(port)) if colon else (port, options.master_port or 0)
     asked = environment.get("MASTER_PORT", "")
-    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (int(asked) if asked.isdigit() else 0)
+    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (int(asked) if is_count(asked) else 0)
 
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:

@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract import names
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.untrusted import is_count
 from stoker.control.launch import gpus
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request, notices
@@ -139,7 +140,7 @@ def _pythons(options: RunOptions, argv: list[str], hosts: Mapping[str, Host] | N
 
 def _slots(asked: str | None, choice: gpus.Choice, machine: Machine) -> int:
     if asked is not None and asked != "auto":
-        if not asked.isdigit() or int(asked) < 1:
+        if not is_count(asked) or int(asked) < 1:
             raise Refusal(f"--init-slots {asked}: give a number from 1 up, or auto", EX_USAGE)
         return min(int(asked), choice.ranks)
     if choice.ranks == 1:
@@ -159,7 +160,7 @@ def _visible(choice: gpus.Choice, machine: Machine, environment: Mapping[str, st
 
 def _check_ranks(text: str, world: int) -> None:
     for word in text.split(","):
-        if not word.strip().isdigit() or int(word) >= world:
+        if not is_count(word.strip()) or int(word) >= world:
             raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
 
 

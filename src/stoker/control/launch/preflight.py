@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 
@@ -10,6 +9,7 @@ from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import replace
+from stoker.contract.untrusted import is_count, read_json
 from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
@@ -81,8 +81,7 @@ def _recorded() -> Mapping[str, Probe] | None:
     path = os.environ.get(names.MACHINE)
     if not path:
         return None
-    with open(path, encoding="utf-8") as file:
-        data = json.load(file)
+    data = read_json(path)
     return examination_from_json(data).probes if "machine" in data else {}
 
 
@@ -90,7 +89,7 @@ def check_legal(options: RunOptions, plan: RunPlan) -> None:
     if options.legal_ranks is None:
         return
     words = [word.strip() for word in options.legal_ranks.split(",")]
-    if not all(word.isdigit() and int(word) for word in words):
+    if not all(is_count(word) and int(word) for word in words):
         raise Refusal(f"--legal-ranks {options.legal_ranks}: write numbers like 1,2,4,8", EX_USAGE)
     legal = sorted(int(word) for word in words)
     if plan.world_size not in legal:

@@ -7,9 +7,11 @@ import sys
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import options_of, replace, shape
+from stoker.contract.untrusted import open_regular
 from stoker.control.launch.options import RunOptions
 
 # Flags that are taken and change nothing, with the reason that is printed.
+_LONGEST_SCRIPT = 16 << 20
 _NO_EFFECT = {
     "monitor_interval": "a rank's end is seen at once", "start_method": "ranks are always fresh processes",
     "run_path": "the script always runs as __main__", "local_addr": "the address is that of the route to the others",
@@ -142,17 +144,19 @@ def _check_script(path: str, own_python: bool) -> None:
     if os.path.isdir(path) or not path.endswith(".py") or not own_python:
         return
     try:
-        with open(path, "rb") as file:
-            source = file.read()
+        with os.fdopen(open_regular(path), "rb") as file:
+            source = file.read(_LONGEST_SCRIPT + 1)
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT, cause="launch.script-missing") from problem
+    if len(source) > _LONGEST_SCRIPT:
+        raise Refusal(f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script", EX_DATAERR, cause="launch.syntax-error")
     try:
         compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as problem:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # the last two: nested too deeply for Python's own parser
         import traceback
 
-        shown = "".join(traceback.format_exception_only(problem)).rstrip()
-        raise Refusal(f"{path} does not parse; nothing was started\n{shown}", EX_DATAERR, cause="launch.syntax-error") from problem
+        shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
+        raise Refusal(f"{path} does not parse; nothing was started", EX_DATAERR, cause="launch.syntax-error", more=shown) from problem
 
 
 def _near(path: str) -> str:

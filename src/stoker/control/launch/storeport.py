@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.untrusted import is_count
 from stoker.control.launch.request import Request
 
 
@@ -18,11 +19,11 @@ def wanted_port(request: Request) -> tuple[int, bool]:
         return options.master_port, True
     if options.rdzv_endpoint:
         _, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not port.isdigit():
+        if colon and not is_count(port):
             raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
         return (int(port), True) if colon else (0, False)
     asked = os.environ.get("MASTER_PORT", "")
-    return (int(asked), False) if asked.isdigit() and 1024 <= int(asked) <= 65535 else (0, False)
+    return (int(asked), False) if is_count(asked) and 1024 <= int(asked) <= 65535 else (0, False)
 
 
 def check_numbers(request: Request) -> None:

@@ -26,7 +26,9 @@ def sha256_of(path: str) -> str:
 
 
 def cache_folder() -> str:
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache"), "stoker")
+    """Absolute. A user without HOME and without an entry in the password database has none: what is kept there is kept nowhere."""
+    home = os.path.expanduser("~")
+    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"), "stoker")
 
 
 class Hashes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
 from stoker.contract import names
+from stoker.contract.untrusted import read_json
 from stoker.control.machine import host
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
@@ -49,13 +49,12 @@ class Observer:
 
 def read_recorded(path: str) -> Machine:
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
-            return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)  # a look, or a whole examination
+        data = read_json(path)
+        return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)  # a look, or a whole examination
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
-    except (OSError, ValueError) as problem:
-        raise names.Refusal(f"{names.MACHINE}={path}: {problem}", names.EX_DATAERR) from problem
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:
+        raise names.Refusal(f"{names.MACHINE}={path} is no recorded machine: {problem}", names.EX_DATAERR) from problem
 
 
 def packages_dir() -> str | None:

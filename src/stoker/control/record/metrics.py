@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout
+from stoker.contract.untrusted import parse_json
 
 
 def _number(value: Any) -> Any:
@@ -28,7 +29,7 @@ class Metrics:
         with open(self._path, encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
-                    if line.endswith("\n") and json.loads(line)["step"] < step:
+                    if line.endswith("\n") and parse_json(line)["step"] < step:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that a crash cut
@@ -54,7 +55,7 @@ def read_metrics(run_dir: str) -> list[dict[str, Any]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
-                found.append(json.loads(line))
+                found.append(parse_json(line))
             except ValueError:
                 continue  # a line that is being written, or that a crash cut
     return [one for one in found if isinstance(one, dict)]

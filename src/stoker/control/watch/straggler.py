@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count
 from stoker.control.watch import stacks
 from stoker.control.watch.snapshot import Snapshot, main_thread
 
@@ -128,7 +129,7 @@ class Stragglers:
 
     def answered(self, host: str, told: Mapping[str, Any]) -> None:
         for rank, data in told.items():
-            if rank.isdigit() and isinstance(data, dict) and "timings" in data:
+            if is_count(rank) and isinstance(data, dict) and "timings" in data:
                 self._timings.setdefault(host, {})[int(rank)] = data["timings"]
 
     def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:

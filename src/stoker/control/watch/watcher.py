@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Stall
-from stoker.contract.untrusted import parse_json
+from stoker.contract.untrusted import is_count, parse_json
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.progress import Progress
@@ -106,7 +106,7 @@ class Watcher:
             name, _, ranks = item.partition("=")
             if ranks:
                 everybody = tuple(range(self._world))
-                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if word.isdigit() and word.isascii())
+                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if is_count(word))
 
     def ended(self, rank: int, code: int) -> None:
         self._ended[rank] = code
@@ -140,7 +140,7 @@ class Watcher:
         if self.stragglers.asked == ask:
             self.stragglers.answered(host, told)
         for rank, data in told.items():
-            if rank.isdigit() and rank.isascii() and isinstance(data, dict) and "timings" not in data:
+            if is_count(rank) and isinstance(data, dict) and "timings" not in data:
                 self._answers[int(rank)] = snapshot.read(int(rank), data)
         self._waiting_hosts.discard(host)
 

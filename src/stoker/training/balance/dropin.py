@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import stoker
+from stoker.contract.untrusted import printable
 from stoker.training.balance.plan import Plan
 from stoker.training.balance.rule import Rule
 from stoker.training.balance.sampler import Given, Sampler
@@ -26,7 +27,7 @@ LAG = 2  # steps between a rank's time and the step that carries it, and again u
 
 
 def _said(line: str) -> None:
-    print(f"stoker balance: {line}", flush=True)
+    print(f"stoker balance: {printable(line)}", flush=True)
 
 
 def attach(model: nn.Module, loader: Any, *, rows: bool = True, say: Callable[[str], None] = _said) -> Any:

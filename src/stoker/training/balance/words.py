@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from stoker.contract.untrusted import is_count
+
 PLAIN = ("full", "bf16", "powersgd")
 
 
 def comm(text: str) -> str:
     """full, bf16, powersgd, or local:N."""
     kind, _, number = text.partition(":")
-    if text in PLAIN or (kind == "local" and number.isdigit() and int(number) > 1):
+    if text in PLAIN or (kind == "local" and is_count(number) and int(number) > 1):
         return text
     if kind == "local":
         raise ValueError(f"{text!r} does not say how many steps a rank goes alone: local:8, say, from local:2 up")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json, shape
+from stoker.contract.untrusted import read_json
 from stoker.training.checkpoint.folders import sync_folder, write_whole
 from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
 from stoker.training.checkpoint.sums import SummedFile
@@ -66,8 +67,7 @@ def write_part(folder: str, rank: int, step: int, placed: Sequence[Placed], buff
 
 
 def read_part(folder: str, rank: int) -> Part:
-    with open(os.path.join(folder, note_name(rank)), "rb") as file:
-        found = json.load(file)
+    found = read_json(os.path.join(folder, note_name(rank)))
     return Part(rank, decode_files(found["files"]), decode_tensors(found["tensors"]))
 
 

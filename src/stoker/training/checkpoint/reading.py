@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint.folders import mend, steps_in
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, decode, overlap
 from stoker.training.checkpoint.pieces import DTYPES, Block, dtype_of, local_block
@@ -101,8 +102,7 @@ def _copy(opened: Any, piece: Piece, block: Block, entry: Entry) -> None:
 def open_checkpoint(path: str) -> Checkpoint:
     """Manifest and sizes are checked, not the bytes: `verify` does that."""
     try:
-        with open(os.path.join(path, NAME), "rb") as file:
-            data = file.read()
+        data = read_bytes(os.path.join(path, NAME), 2 << 30)
     except OSError as problem:
         raise Refusal(f"{path} is not a complete checkpoint: {NAME}: {problem.strerror}", EX_NOINPUT) from problem
     try:

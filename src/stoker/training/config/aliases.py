@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract.settings import suggest
+from stoker.contract.untrusted import is_count
 from stoker.training.config.keys import BARE, KEYS, LEAVES, truth
 
 PRESET, GPU = "preset", "run.gpu"  # what an alias may mean besides a key: the preset, and an option of `stoker run`
@@ -51,7 +52,7 @@ def _debug(value: Any) -> dict[str, Any]:
 
 
 def _device_id(value: Any) -> dict[str, Any]:
-    if isinstance(value, bool) or not str(value).isdigit():
+    if isinstance(value, bool) or not is_count(str(value)):
         raise ValueError(f"{value!r} is not the number of a GPU")
     return {GPU: str(value)}
 

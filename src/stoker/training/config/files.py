@@ -9,10 +9,14 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
+from stoker.contract.untrusted import parse_json, read_text
+from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
-_STRING = r'"(?:\\.|[^"\\])*"'
-_COMMENT = re.compile(_STRING + r"|//[^\n]*|/\*.*?\*/", re.DOTALL)
+_LONGEST = 1 << 20
+# A string or comment that does not end goes to the end of the text: looking for each of them again from the next sign on would be quadratic.
+_STRING = r'"(?:\\.|[^"\\])*(?:"|\Z)'
+_COMMENT = re.compile(_STRING + r"|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
 
 
@@ -27,46 +31,54 @@ def load(path: str) -> dict[str, Any]:
     if path in shipped() and not os.path.exists(path):
         path = os.path.join(_NAMED, f"{path}.yaml")
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
+        text = read_text(path, _LONGEST)
     except FileNotFoundError as problem:
         names = ", ".join(shipped())
         raise Refusal(f"{where} is not there{suggest(path, shipped())}; by name there are {names}", EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except UnicodeDecodeError as problem:
+    except ValueError as problem:  # not UTF-8, or a path with a NUL in it
         raise Refusal(f"{where} is not text: {problem}", EX_DATAERR) from problem
     data = _parse(text, path, where)
     if data is None:
         return {}
     if not isinstance(data, dict):
         raise Refusal(f"{where} holds a {type(data).__name__}, not keys and values", EX_DATAERR)
+    bad = _no_name(data)
+    if bad is not None:
+        raise Refusal(f"{where}: {bad!r} holds a NUL character or half of a surrogate pair, which no path and no name has", EX_DATAERR)
     return data
 
 
+def _no_name(value: Any) -> str | None:
+    """Nesting is bounded by now."""
+    if isinstance(value, str):
+        return value if any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value) else None
+    inside = (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next((bad for one in inside if (bad := _no_name(one)) is not None), None)
+
+
 def _parse(text: str, path: str, where: str) -> Any:
-    if path.endswith((".json", ".jsonc")) or text.lstrip().startswith(("{", "//", "/*")):
+    as_json = path.endswith((".json", ".jsonc"))
+    if as_json or text.lstrip("\ufeff \t\r\n").startswith(("{", "//", "/*")):
         try:
-            return json.loads(without_comments(text.removeprefix("\ufeff")))
+            return parse_json(without_comments(text.removeprefix("\ufeff")), unique=True)
         except ValueError as problem:
-            if path.endswith((".json", ".jsonc")):
+            if as_json:
                 at = f" at line {problem.lineno}, column {problem.colno}: {problem.msg}" if isinstance(problem, json.JSONDecodeError) else f": {problem}"
                 raise Refusal(f"{where} is not JSON{at}", EX_DATAERR) from problem
             # else YAML, which has {a: 1} too
-    import yaml  # 25 ms: only a launch with --config pays for it
-
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        mark = getattr(problem, "problem_mark", None)
-        at = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise Refusal(f"{where} is not YAML{at}: {getattr(problem, 'problem', None) or problem}", EX_DATAERR) from problem
+        return parse_yaml(text)
+    except NotYaml as problem:
+        raise Refusal(f"{where} is not YAML{problem.where}: {problem.problem}", EX_DATAERR) from problem
 
 
 def without_comments(text: str) -> str:
     """Blanks in their place, so that an error's line and column stay true. Strings are left alone: "https://x" is no comment."""
 
     def blank(match: re.Match[str]) -> str:
-        return match[0] if match[0].startswith('"') else re.sub(r"[^\n]", " ", match[0])
+        endless = match[0].startswith("/*") and (len(match[0]) < 4 or not match[0].endswith("*/"))
+        return match[0] if match[0].startswith('"') or endless else re.sub(r"[^\n]", " ", match[0])
 
     return _LAST_COMMA.sub(blank, _COMMENT.sub(blank, text))

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from stoker.contract.untrusted import read_json
 from stoker.training.data.files import write_json
 
 BLOCK = 32 << 20
@@ -62,8 +62,7 @@ def _block(block: tuple[str, int]) -> bytes:
 
 def _read(index: str) -> dict[str, list[object]]:
     try:
-        with open(index, encoding="utf-8") as file:
-            told = json.load(file)
+        told = read_json(index, 1 << 30)  # a line for each of a million files
     except (FileNotFoundError, ValueError):
         return {}  # it only saves reading: what it held is found again
     return told["files"] if isinstance(told, dict) and told.get("schema") == SCHEMA else {}

@@ -19,6 +19,7 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
         say(f"{name}: the copy in {path} is used; remove it to fetch it again")
         return path
     identity, _, subset = name.partition(":")
+    os.environ.setdefault("HF_DATASETS_TRUST_REMOTE_CODE", "0")  # before version 4, `datasets` can run a data set's own Python
     try:
         rows = import_module("datasets").load_dataset(identity, subset or None, split="train", streaming=True)
         os.makedirs(os.path.dirname(path), exist_ok=True)

@@ -6,21 +6,26 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.training.data.read import utf8
+from stoker.contract.untrusted import lines_of, parse_json
+from stoker.training.data.read import LONG_LINE, utf8
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of those that are not blank. A line ends with a newline and nothing else."""
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line
+    """(number, line) of those that are not blank. A line ends with a newline and nothing else. ValueError: not UTF-8, or an endless line."""
+    for number, line in enumerate(lines_of(path), 1):
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if not line.isspace():
+            yield number, line.decode()
 
 
 def row(line: str) -> Any:
     """Half a surrogate pair is legal JSON and no character: it becomes U+FFFD here, before something that writes UTF-8 meets it. ValueError: not JSON."""
-    found = json.loads(line)
-    return _sound(found) if "\\ud" in line.lower() else found
+    try:
+        found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
+        return _sound(found) if "\\ud" in line.lower() else found
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def _sound(value: Any) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
-import stat
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.untrusted import open_regular
 
 _BEGINNINGS = (
     (b"\x1f\x8b", "gzip"), (b"PK\x03\x04", "a zip archive"), (b"PAR1", "parquet"), (b"\x89PNG", "a PNG image"), (b"\xff\xd8\xff", "a JPEG image"),
@@ -44,12 +45,12 @@ def _is_text(head: bytes) -> bool:
 def check_head(path: str, text: bool) -> None:
     """Cheap, before any work: the file is there, is readable, holds something, and is no picture."""
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # before it is opened: a pipe without a writer would wait for one
-            raise Refusal(f"{path} is not a regular file", EX_DATAERR)
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             head = file.read(HEAD)
             size = os.fstat(file.fileno()).st_size
     except OSError as problem:
+        if problem.errno in (errno.EINVAL, errno.EISDIR):
+            raise Refusal(f"{path} {problem.strerror}", EX_DATAERR) from problem
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     if not size:
         raise Refusal(f"{path} is empty", EX_DATAERR)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from stoker.contract import terminal
 from stoker.contract.quantities import span
 
 EVERY_S = 5.0
@@ -30,13 +31,11 @@ class Progress:
         left = span((self.total - self.done) / rate) if rate else "n/a"
         line = f"{self.what}: {self.done / 1e6:.0f}/{self.total / 1e6:.0f} MB, {100 * self.done / max(self.total, 1):.0f} %, {rate / 1e6:.1f} MB/s, ETA {left}"
         if self.terminal:
-            sys.stderr.write(f"\r\033[K{line}")
-            sys.stderr.flush()
+            terminal.draw(line)
             self.shown = True
         else:
             self.say(line)
 
     def end(self) -> None:
         if self.shown:
-            sys.stderr.write("\r\033[K")
-            sys.stderr.flush()
+            terminal.wipe()

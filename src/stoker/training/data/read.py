@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.settings import suggest
+from stoker.contract.untrusted import open_regular, parse_json, printable
 from stoker.training.data.looks import as_text, refuse_binary
-from stoker.training.data.units import Span, open_parquet
+from stoker.training.data.parquet import open_parquet, read_rows
+from stoker.training.data.units import Span
 from stoker.training.tokenizer.chat import LEARNED, ROLES
 
-LONGEST_LINE = 256 << 20
+LONGEST_LINE = 64 << 20
+LONG_LINE = 1 << 20  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
 NAMED = 3  # rows that a message names
@@ -36,18 +40,18 @@ def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
     found = 0
     for row, place in rows(span, MESSAGES):
         try:
-            messages = _messages(row, place)
-        except Refusal as refusal:  # a line is numbered by reading all before it: not for thousands of them
-            wrong.append(at(place) + refusal.line[len(place) :] if len(wrong) < NAMED else "")
+            messages = _messages(row)
+        except _NotAChat as problem:  # a line is numbered by reading all before it: not for thousands of them
+            wrong.append(printable(f"{at(place)}{problem}", 1000) if len(wrong) < NAMED else "")
             if len(wrong) == HOPELESS and not found:
-                raise Refusal(wrong[0], EX_DATAERR) from refusal
+                raise Refusal(wrong[0], EX_DATAERR) from problem
             continue
         found += 1
         yield messages
 
 
 def _stretch(span: Span) -> bytes:
-    with open(span.path, "rb") as file:
+    with os.fdopen(open_regular(span.path), "rb") as file:
         file.seek(span.begin)
         data = file.read(span.end - span.begin)
     refuse_binary(span.path, data, span.begin)
@@ -61,7 +65,7 @@ def rows(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 def _lines(span: Span) -> Iterator[tuple[dict[str, Any], str]]:
-    with open(span.path, "rb") as file:
+    with os.fdopen(open_regular(span.path), "rb") as file:
         file.seek(max(span.begin - 1, 0))
         if span.begin:
             _line(file, span.path)  # the end of a line that began before, or of one that ends just there
@@ -88,7 +92,7 @@ def _line(file: BinaryIO, path: str) -> bytes:
 def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
     where = f"{path}\0{place}"
     try:
-        found = json.loads(line)
+        found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
     except UnicodeDecodeError as problem:
         as_text(path, line, place)
         raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
@@ -107,12 +111,12 @@ def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
         raise Refusal(f"{span.path} has no column {column!r}{_did_you_mean(column, names)}; its columns: {', '.join(names)}", EX_DATAERR)
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
     place = 0
-    for batch in table.iter_batches(batch_size=1024, row_groups=[span.group], columns=[column], use_threads=False):
-        if place + len(batch) > span.begin:
-            for offset, value in enumerate(batch.column(0).to_pylist()):
+    for some in read_rows(span.path, table, span.group, (column,)):
+        if place + len(some) > span.begin:
+            for offset, row in enumerate(some):
                 if span.begin <= place + offset < span.end:
-                    yield {column: value}, f"{span.path}, row {before + place + offset + 1}"
-        place += len(batch)
+                    yield row, f"{span.path}, row {before + place + offset + 1}"
+        place += len(some)
         if place >= span.end:
             return
 
@@ -135,22 +139,26 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def _messages(row: dict[str, Any], where: str) -> list[Message]:
+class _NotAChat(ValueError):
+    """What is wrong with a row, to stand behind its place."""
+
+
+def _messages(row: dict[str, Any]) -> list[Message]:
     if MESSAGES not in row:
-        raise Refusal(f"{where} has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}", EX_DATAERR)
+        raise _NotAChat(f" has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}")
     told = row[MESSAGES]
     if not isinstance(told, list) or not told:
-        raise Refusal(f"{where}: {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content", EX_DATAERR)
+        raise _NotAChat(f": {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content")
     found: list[Message] = []
     for number, one in enumerate(told, 1):
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)
         if role not in ROLES:
-            raise Refusal(f"{where}: message {number} has the role {role!r}, not one of {', '.join(ROLES)}", EX_DATAERR)
+            raise _NotAChat(f": message {number} has the role {role!r}, not one of {', '.join(ROLES)}")
         if not isinstance(content, str):
-            raise Refusal(f"{where}: message {number} has no text as content but {type(content).__name__}", EX_DATAERR)
+            raise _NotAChat(f": message {number} has no text as content but {type(content).__name__}")
         found.append((role, utf8(content)))
     if not any(role == LEARNED for role, _ in found):
-        raise Refusal(f"{where}: no message is the {LEARNED}'s", EX_DATAERR)
+        raise _NotAChat(f": no message is the {LEARNED}'s")
     return found
 
 

@@ -6,13 +6,13 @@ damage that is no attack.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stoker.contract.untrusted import read_json
 from stoker.training.data.files import write_json
 
 SCHEMA = 1
@@ -75,8 +75,7 @@ class ShardWriter:
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """None where there is none, or one of another schema."""
     try:
-        with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
-            told = json.load(file)
+        told = read_json(os.path.join(folder, MANIFEST))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError:
@@ -119,11 +118,10 @@ def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
 
 def _known(path: str) -> dict[str, list[int]]:
     try:
-        with open(path, encoding="utf-8") as file:
-            found: dict[str, list[int]] = json.load(file)
+        found = read_json(path)
     except (FileNotFoundError, ValueError):
         return {}  # nothing is known: all is checked
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def _checksum(path: str) -> int:

@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data.parquet import open_parquet
 from stoker.training.data.sources import Source
 
 PACKING = 2  # raised when the same sources would give other tokens
 UNIT = 1 << 20  # small: the last ones are done at the same time
 LOOK = 1 << 18  # a text is cut at the first line end within so many bytes, else anywhere between characters
 ROW_GROUP_UNIT = 64 << 20  # a part of a row group decodes what stands before it: larger than other units
+MOST_PARTS = 4096  # of a row group, whatever size it claims
 _LINE = re.compile(rb"\n(?=\S)")
 
 
@@ -51,7 +52,7 @@ def split(sources: Sequence[Source], share: float) -> tuple[list[Span], list[Spa
         within = min(max(border - place, 0), source.size)
         place += source.size
         if source.form == "parquet":
-            early, late = _row_groups(source, within / source.size)
+            early, late = _row_groups(source, within / max(source.size, 1))
             train += early
             held += late
             continue
@@ -96,7 +97,7 @@ def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
     before = 0
     for group in range(table.metadata.num_row_groups):
         about = table.metadata.row_group(group)
-        parts = max(1, -(-about.total_byte_size // ROW_GROUP_UNIT))
+        parts = max(1, min(-(-about.total_byte_size // ROW_GROUP_UNIT), MOST_PARTS))
         marks = {about.num_rows * part // parts for part in range(parts + 1)} | {min(max(border - before, 0), about.num_rows)}
         places = sorted(marks)
         for begin, end in pairwise(places):
@@ -104,17 +105,6 @@ def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
             (train if before + begin < border else held).append(Span(source.path, "parquet", begin, end, group, True, size))
         before += about.num_rows
     return train, held
-
-
-def open_parquet(path: str) -> Any:
-    try:
-        parquet = import_module("pyarrow.parquet")
-    except ImportError as problem:
-        raise Refusal(f"{path} needs pyarrow: `pip install pyarrow`", EX_DATAERR) from problem
-    try:
-        return parquet.ParquetFile(path)
-    except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
-        raise Refusal(f"{path} is not a parquet file: {str(problem).splitlines()[0][:200]}", EX_DATAERR) from problem
 
 
 def jobs_of(spans: Sequence[Span]) -> list[list[Span]]:

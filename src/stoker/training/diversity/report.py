@@ -15,7 +15,7 @@ def report(
     found: dict[str, Any], prompts: Sequence[str], baseline: Sequence[Sequence[str]], compared: Sequence[Sequence[str]], names: tuple[str, str], rounds: int
 ) -> str:  # fmt: skip
     lines = ["# Diversity", "", f"**{found['verdict'][0].upper()}{found['verdict'][1:]}.**", ""]
-    lines += [f"Baseline: `{names[0]}`. Compared: `{names[1]}`. {len(prompts)} prompts, {len(baseline[0])} answers to each from both.", ""]
+    lines += [f"Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])} answers to each from both.", ""]
     if len(prompts) < 20:
         lines += [f"Only {len(prompts)} prompts: take the intervals as rough.", ""]
     varied = [name for name in found["difference"] if METRICS[name].varied]

@@ -9,8 +9,9 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
+from stoker.contract.untrusted import open_regular
 from stoker.training.data import jsonl
-from stoker.training.data.units import open_parquet
+from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
 
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
@@ -163,7 +164,7 @@ def _lines(path: str, key: str) -> Iterator[tuple[str, Any]]:
     try:
         for number, line in jsonl.lines(path):
             yield f"line {number}", _json(line)
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
 
 
@@ -177,7 +178,9 @@ def _json(line: str) -> Any:
 def _parquet_rows(path: str) -> list[tuple[str, Row]]:
     if not os.path.isfile(path):
         raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
-    rows = open_parquet(path).read().to_pylist()
+    table = open_parquet(path)
+    groups = range(table.metadata.num_row_groups)
+    rows = [row for group in groups for some in read_rows(path, table, group, table.schema_arrow.names) for row in some]
     if not rows:
         raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
@@ -185,7 +188,7 @@ def _parquet_rows(path: str) -> list[tuple[str, Row]]:
 
 def _csv_rows(path: str) -> list[tuple[str, list[str]]]:
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
             rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(file), 1) if cells]
     except (OSError, UnicodeDecodeError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,8 @@ from typing import Any
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
+from stoker.contract.tensorheader import Header, Tensor, read_header
+from stoker.contract.untrusted import read_json
 from stoker.training.forensics.report import Report, TensorStats
 
 REPORT, BATCH = "report.json", "batch.json"
@@ -18,7 +19,6 @@ PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters.safetensors", "gradients.safete
 _TENSORS = (ACTIVATIONS, GRADIENTS, PARAMETERS)
 _PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_LONGEST_HEADER = 100 << 20
 
 
 @shape
@@ -88,29 +88,22 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
 
 def _json(path: str) -> Any:
     try:
-        with open(path, encoding="utf-8") as file:
-            return json.load(file)
+        return read_json(path)
     except FileNotFoundError as problem:
         raise Refusal(f"{path} is not there", EX_NOINPUT) from problem
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:
         raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
 
 
-def header(path: str) -> tuple[dict[str, Any], int]:
-    """Name -> dtype, shape, data_offsets; and where the data begins."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, _LONGEST_HEADER):
-            raise Refusal(f"{path} is damaged: its header would be {length} bytes of {size}", EX_DATAERR)
-        try:
-            found = json.loads(file.read(length))
-        except ValueError as problem:
-            raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
-    ends = [one["data_offsets"][1] for name, one in found.items() if name != "__metadata__"]
-    if max(ends, default=0) + 8 + length > size:
-        raise Refusal(f"{path} is cut off: {size} bytes of {max(ends) + 8 + length}", EX_DATAERR)
-    return found, 8 + length
+def header(path: str) -> Header:
+    try:
+        return read_header(path)
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
 
 
 def show(dump: RankDump, name: str, most: int = 8) -> Shown:
@@ -122,22 +115,22 @@ def show(dump: RankDump, name: str, most: int = 8) -> Shown:
         kind = file.removesuffix(".safetensors")
         if not os.path.exists(path):
             continue
-        found, start = header(path)
-        known += [f"{kind}/{one}" for one in found if one != "__metadata__"]
+        found = header(path)
+        known += [f"{kind}/{tensor}" for tensor in found.tensors]
         sought = rest if wanted == kind and rest else name
-        if sought in found and sought != "__metadata__" and (wanted == kind or not rest):
-            return _read(path, kind, sought, found[sought], start, str((found.get("__metadata__") or {}).get(f"cut {sought}", "")), most)
+        if sought in found.tensors and (wanted == kind or not rest):
+            return _read(path, f"{kind}/{sought}", found.tensors[sought], found.metadata.get(f"cut {sought}", ""), most)
     raise Refusal(f"no tensor {name} in {dump.folder}{suggest(name, known)}", EX_NOINPUT)
 
 
-def _read(path: str, kind: str, name: str, entry: dict[str, Any], start: int, cut: str, most: int) -> Shown:
+def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
     import numpy as np
 
-    dtype, sizes = str(entry["dtype"]), tuple(entry["shape"])
+    dtype, sizes = tensor.dtype, tensor.shape
     if dtype not in _PLAIN and dtype != "BF16":
         raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
     count = math.prod(sizes)
-    raw = np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", start + entry["data_offsets"][0], (count,)) if count else np.zeros(0)
+    raw = np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", tensor.begin, (count,)) if count else np.zeros(0)
     nan = inf = 0
     low, high = math.inf, -math.inf
     bad: list[tuple[tuple[int, ...], str]] = []
@@ -151,4 +144,4 @@ def _read(path: str, kind: str, name: str, entry: dict[str, Any], start: int, cu
         for place in np.flatnonzero(~good)[: most - len(bad)]:
             bad.append((tuple(int(one) for one in np.unravel_index(begin + int(place), sizes)), f"{float(values[place]):g}"))
     ends = (low, high, max(abs(low), abs(high))) if low <= high else (None, None, None)
-    return Shown(TensorStats(f"{kind}/{name}", sizes, _NAMES.get(dtype, dtype.lower()), count, nan, inf, *ends), path, tuple(bad), cut)
+    return Shown(TensorStats(name, sizes, _NAMES.get(dtype, dtype.lower()), count, nan, inf, *ends), path, tuple(bad), cut)

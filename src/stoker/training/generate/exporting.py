@@ -116,4 +116,4 @@ def add_template(folder: str, tokenizer: Tokenizer, say: Say) -> None:
     if START not in tokenizer.special or STOP not in tokenizer.special:
         say(f"no chat template: the tokenizer has no {START} and {STOP}")
         return
-    write_whole(path, (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode())
+    write_whole(path, (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import read_json
 from stoker.control.record import reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
@@ -149,6 +149,9 @@ def _json(path: str) -> dict[str, Any]:
 
 def told_by(folder: str, key: str) -> Any:
     """A key of the folder's config.json; None where it has none."""
-    with open(os.path.join(folder, CONFIG), encoding="utf-8") as file:
-        found: Any = json.load(file)
+    path = os.path.join(folder, CONFIG)
+    try:
+        found = read_json(path)
+    except (OSError, ValueError) as problem:
+        raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
     return found.get(key) if isinstance(found, dict) else None

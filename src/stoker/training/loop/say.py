@@ -10,7 +10,8 @@ import time
 from typing import Any
 
 import stoker
-from stoker.contract import names, redact
+from stoker.contract import names, redact, terminal
+from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.config.resolve import flags
@@ -52,7 +53,7 @@ class Voice:
 
     def say(self, text: str) -> None:
         self._wipe()
-        print(f"INFO | [{self._group.label}] {redact.whole(text)}", flush=True)
+        print(printable_lines(f"INFO | [{self._group.label}] {redact.whole(text)}"), flush=True)
 
     def say_once(self, text: str) -> None:
         """Of the whole job: rank 0 says it."""
@@ -113,10 +114,8 @@ class Voice:
             return
         self._drawn = now
         full = 30 * done // max(self._steps, 1)
-        sys.stderr.write(f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}\x1b[K\r")
-        sys.stderr.flush()
+        terminal.draw(f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}", after="\r")
 
     def _wipe(self) -> None:
         if self._bar and self._own_terminal:
-            sys.stderr.write("\x1b[2K")
-            sys.stderr.flush()
+            terminal.wipe()

@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
+from stoker.contract.untrusted import printable_lines
 from stoker.training.forensics import dump
 from stoker.training.forensics.culprit import NonFinite, decide
 from stoker.training.forensics.inject import Drill
@@ -56,6 +57,6 @@ def explain(
     if guilty:
         from stoker.training.forensics.banner import banner
 
-        print(banner(found.report), flush=True)
+        print(printable_lines(banner(found.report)), flush=True)
         voice.say(f"{culprits.summary}{where}")
     return NonFinite(culprits.summary)

@@ -5,7 +5,6 @@ Our shape and a folder's are matched in hf_config, hf_names and hf_files, which 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, Refusal
 from stoker.contract.quantities import amount
+from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
@@ -129,11 +129,11 @@ def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
     paths = [os.path.join(tokenizer_folder, name) for name in ("tokenizer_config.json", "tokenizer.json")]
     if not all(os.path.isfile(path) for path in paths):
         return ()
-    told = []
-    for path in paths:
-        with open(path, encoding="utf-8") as file:
-            told.append(json.load(file))
-    eos = told[0].get("eos_token")
-    text = eos["content"] if isinstance(eos, dict) else eos
-    added = {one["content"]: one["id"] for one in told[1].get("added_tokens") or ()}
-    return (int(added[text]),) if text in added else ()
+    try:
+        config, tokenizer = (read_json(path) for path in paths)
+        eos = config.get("eos_token")
+        text = eos["content"] if isinstance(eos, dict) else eos
+        added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
+        return (int(added[text]),) if text in added else ()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        raise Refusal(f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}", EX_DATAERR) from problem

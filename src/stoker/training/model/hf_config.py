@@ -9,9 +9,12 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
 
 CONFIG = "config.json"
+_LONGEST = 1 << 24  # bytes of it
+_MOST, _MOST_LAYERS = 1 << 24, 10_000  # of anything it counts: beyond every model there is, and still quick to plan
 _LLAMA3 = {
     "rope_factor": "factor", "rope_low": "low_freq_factor", "rope_high": "high_freq_factor", "rope_original": "original_max_position_embeddings",
 }  # fmt: skip
@@ -28,13 +31,14 @@ class _Told:
         self.folder = folder
         path = os.path.join(folder, CONFIG)
         try:
-            with open(path, encoding="utf-8") as file:
-                self.told: dict[str, Any] = json.load(file)
+            self.told: dict[str, Any] = read_json(path, _LONGEST)
         except FileNotFoundError as problem:
             found = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
             raise Refusal(f"model {folder}: there is no {CONFIG} in it; found {found or 'nothing'}", EX_NOINPUT) from problem
-        except (OSError, ValueError) as problem:
-            raise Refusal(f"{path} can't be read as JSON: {problem}", EX_DATAERR) from problem
+        except OSError as problem:
+            raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+        except ValueError as problem:
+            raise Refusal(f"{path} is not JSON: {problem}", EX_DATAERR) from problem
         if not isinstance(self.told, dict):
             self.refuse(f"its {CONFIG} holds no keys")
 
@@ -62,12 +66,12 @@ class _Told:
         named = self.told.get("architectures")
         known = ", ".join(FAMILIES)
         if named:
-            if not isinstance(named, list) or len(named) != 1 or named[0] not in FAMILIES:
+            if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
                 self.refuse(f"its architecture is {_words(named)}; those that load are {known}")
             return FAMILIES[named[0]]
         family = self.told.get("model_type")
         if family not in FAMILIES.values():
-            self.refuse(f"its model_type is {family!r}; those that load are {known}")
+            self.refuse(f"its model_type is {str(family)[:80]!r}; those that load are {known}")
         return str(family)
 
     def _refuse_other_computations(self, family: str) -> None:
@@ -80,7 +84,7 @@ class _Told:
                 self.refuse(f"{key} is true, and our decoder has no biases")
         activation = self.told.get("hidden_act", "silu")
         if activation not in ("silu", "swish"):
-            self.refuse(f"hidden_act is {activation!r}; ours is silu")
+            self.refuse(f"hidden_act is {str(activation)[:80]!r}; ours is silu")
         window = self._window(family)
         if window:
             self.refuse(f"it attends within a sliding window of {window} tokens, ours over the whole context")
@@ -91,7 +95,7 @@ class _Told:
         layers = self.told.get("layer_types")
         if isinstance(layers, list):
             return self.told.get("sliding_window") or "some" if any(kind != "full_attention" for kind in layers) else None
-        slides = family == "qwen3" and self._yes("use_sliding_window") and self.told.get("max_window_layers", 28) < self._count("num_hidden_layers")
+        slides = family == "qwen3" and self._yes("use_sliding_window") and self._count("max_window_layers", 28) < self._count("num_hidden_layers")
         return self.told.get("sliding_window", 4096) if slides else None
 
     def _rope(self) -> dict[str, Any]:
@@ -106,7 +110,7 @@ class _Told:
                 stretched = {ours: self._positive(f"{key}.{theirs}", rope.get(theirs)) for ours, theirs in _LLAMA3.items()}
             elif kind != "default":
                 self.refuse(f"its rotary embedding is scaled ({key}: {kind}): ours knows plain and llama3, logits would differ")
-            if {rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor")} - {None, 1}:
+            if any(factor not in (None, 1) for factor in (rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor"))):
                 self.refuse("its rotary embedding turns a part of each head only (partial_rotary_factor)")
             theta = rope.get("rope_theta", theta)
         return {"rope_theta": self._positive("rope_theta", theta), **{key: int(value) if key == "rope_original" else value for key, value in stretched.items()}}
@@ -121,8 +125,9 @@ class _Told:
         value = self.told.get(key)
         if value is None and default is not None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.refuse(f"{key} in its {CONFIG} is {'missing' if value is None else _words(value)}: a whole number from 1 up is needed")
+        most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            self.refuse(f"{key} in its {CONFIG} is {'missing' if value is None else _words(value)}: a whole number from 1 to {most} is needed")
         return value
 
     def _number(self, key: str, default: float) -> float:

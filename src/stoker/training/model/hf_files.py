@@ -5,20 +5,18 @@ No torch here: the launcher can say what does not fit before any rank starts.
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.tensorheader import read_header
+from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_names import EMBEDDING, HEAD, Part, places
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_LONGEST_HEADER = 100_000_000  # what the safetensors library allows
 _COMPARED_AT_ONCE = 1 << 24
 
 
@@ -89,12 +87,16 @@ def stored_in(folder: str) -> dict[str, Stored]:
 def _indexed(folder: str) -> dict[str, Stored]:
     path = os.path.join(folder, INDEX)
     try:
-        with open(path, encoding="utf-8") as file:
-            where: dict[str, str] = json.load(file)["weight_map"]
-        files = sorted(set(where.values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise Refusal(f"{path} has no weight_map that can be read: {type(problem).__name__} {problem}", EX_DATAERR) from problem
-    outside = next((name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors")), None)
+        index = read_json(path)
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path} is not JSON: {problem}", EX_DATAERR) from problem
+    where = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
+        raise Refusal(f"{path} has no weight_map that says which tensor is in which file", EX_DATAERR)
+    files = sorted(set(where.values()))
+    outside = next((name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors") or "\0" in name), None)
     if outside is not None:
         raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
     headers = {name: _header(os.path.join(folder, name)) for name in files}
@@ -106,30 +108,14 @@ def _indexed(folder: str) -> dict[str, Stored]:
 
 def _header(path: str) -> dict[str, Stored]:
     try:
-        with open(path, "rb") as file:
-            whole = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if whole < 8 or length > min(whole - 8, _LONGEST_HEADER):
-                line = f"{path} ({whole} bytes) is no safetensors file, or only its beginning; a git-lfs pointer becomes the file by `git lfs pull`"
-                raise Refusal(line, EX_DATAERR)
-            told = json.loads(file.read(length))
-            return {name: _stored(path, one, 8 + length, whole) for name, one in told.items() if name != "__metadata__"}
+        found = read_header(path).tensors
     except FileNotFoundError as problem:
         raise Refusal(f"{path} is missing: the folder is not complete", EX_NOINPUT) from problem
-    except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise Refusal(f"{path} is damaged: {type(problem).__name__} {problem}", EX_DATAERR) from problem
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-
-
-def _stored(path: str, one: dict[str, Any], data: int, whole: int) -> Stored:
-    begin, end = one["data_offsets"]
-    size = tuple(int(length) for length in one["shape"])
-    if not 0 <= begin <= end or (one["dtype"] in BYTES and math.prod(size) * BYTES[one["dtype"]] != end - begin):
-        raise ValueError(f"{one} does not add up")
-    if data + end > whole:
-        raise ValueError(f"it ends after {whole} bytes, {data + end} are promised")
-    return Stored(path, str(one["dtype"]), size, data + begin, end - begin)
+    except ValueError as problem:
+        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
+    return {name: Stored(path, one.dtype, one.shape, one.begin, one.end - one.begin) for name, one in found.items()}
 
 
 def _equal(one: Stored, other: Stored) -> bool:

@@ -16,6 +16,7 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count
 from stoker.training.checkpoint.folders import mend, put_in_place, remove, sync_folder, write_whole
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG
@@ -170,7 +171,7 @@ def _sweep(parent: str, name: str) -> None:
     host = socket.gethostname()
     for entry in os.listdir(parent):
         pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")
-        if entry == f".{name}.{host}-{pid}.tmp" and pid.isdigit() and (int(pid) == os.getpid() or not _alive(int(pid))):
+        if entry == f".{name}.{host}-{pid}.tmp" and is_count(pid) and (int(pid) == os.getpid() or not _alive(int(pid))):
             remove(os.path.join(parent, entry))
 
 

@@ -12,6 +12,7 @@ import torch
 
 from stoker.contract import redact
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.untrusted import printable_lines, read_json
 from stoker.control.record.metrics import read_metrics
 from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.resolve import recipe_config
@@ -64,7 +65,7 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
         raise Refusal(f"{key} is empty: name a jsonl file", EX_USAGE)
     try:
         lines = list(jsonl.lines(path))
-    except (OSError, UnicodeDecodeError) as problem:
+    except (OSError, ValueError) as problem:
         raise Refusal(f"{key} {path} can't be read: {problem}", EX_NOINPUT) from problem
     found = []
     for number, line in lines:
@@ -104,8 +105,7 @@ def _before(folder: str) -> dict[str, Any]:
     path = os.path.join(folder, BEFORE)
     if not os.path.exists(path):
         return {}
-    with open(path, encoding="utf-8") as file:
-        told = json.load(file)
+    told = read_json(path)
     return {key: told[key] for key in ("val_loss_before", "val_bits_per_byte_before")}
 
 
@@ -118,7 +118,7 @@ def _newest(folder: str) -> dict[str, Any]:
 
 def from_rank_0(line: str) -> None:
     if os.environ.get("RANK", "0") == "0":
-        print(redact.whole(line), flush=True)
+        print(printable_lines(redact.whole(line)), flush=True)
 
 
 def guarded(main: Callable[[], int]) -> int:

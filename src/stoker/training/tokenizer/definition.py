@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import parse_json
 from stoker.training.tokenizer import alphabet
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
+MOST_IDS = 1 << 24  # a table of all ids is made
 KEEPS_TEXT = ("NFC", "NFD", "NFKC", "NFKD")  # normalizers that are left out: text comes back as it was
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel splits by where it is told to
 
@@ -36,7 +37,7 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         return Refusal(f"tokenizer {where}: {text}", EX_DATAERR)
 
     try:
-        told = json.loads(data)
+        told = parse_json(data)
         model = told["model"]
         kind = model.get("type") or "BPE"
         if kind != "BPE" or not isinstance(model["vocab"], dict):
@@ -44,8 +45,12 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         vocabulary: dict[str, int] = model["vocab"]
         merges = tuple(_pair(one) for one in model["merges"])
         added = told.get("added_tokens") or []
-        special = {one["content"]: one["id"] for one in added if one["special"]}
-        ordinary = {one["content"]: one["id"] for one in added if not one["special"]}
+        special = {_text(one["content"]): one["id"] for one in added if one["special"]}
+        ordinary = {_text(one["content"]): one["id"] for one in added if not one["special"]}
+        size = 1 + max(map(_id, (*vocabulary.values(), *special.values(), *ordinary.values())), default=0)
+        normalizer = (told.get("normalizer") or {}).get("type")
+        splitter = told.get("pre_tokenizer") or {}
+        prefix_space, pattern = _any(splitter, "add_prefix_space"), _pattern(splitter)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
         raise refuse(f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}") from problem
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
@@ -54,23 +59,32 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
     missing = [byte for byte, character in enumerate(alphabet.CHARACTERS) if character not in vocabulary]
     if missing:
         raise refuse(f"{len(missing)} of the 256 bytes have no token (the first: 0x{missing[0]:02x}): it is no byte-level BPE, text would be lost")
-    normalizer = (told.get("normalizer") or {}).get("type")
     if normalizer not in (None, *KEEPS_TEXT):
         raise refuse(f"its normalizer {normalizer} changes the text: bytes would not come back")
-    splitter = told.get("pre_tokenizer") or {}
-    if _any(splitter, "add_prefix_space"):
+    if prefix_space:
         raise refuse("it puts a space before each text (add_prefix_space): bytes would not come back")
     end = next((one for one in ENDS if one in special), eos)
-    if end is None or end not in special:
+    if not isinstance(end, str) or end not in special:
         raise refuse(f"no special token that ends a text ({', '.join(ENDS)}, or eos_token in tokenizer_config.json); found {', '.join(special) or 'none'}")
     plain = not any(one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word"))
-    size = max([*vocabulary.values(), *special.values(), *ordinary.values()]) + 1
-    return Definition(vocabulary, merges, bool(model.get("ignore_merges")), _pattern(splitter), special, ordinary, plain, end, size, normalizer)
+    return Definition(vocabulary, merges, bool(model.get("ignore_merges")), pattern, special, ordinary, plain, end, size, normalizer)
 
 
 def _pair(merge: Any) -> tuple[str, str]:
     left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return left, right
+    return _text(left), _text(right)
+
+
+def _text(found: Any) -> str:
+    if not isinstance(found, str):
+        raise ValueError(f"{str(found)[:40]!r} stands where a text should")
+    return found
+
+
+def _id(found: Any) -> int:
+    if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < MOST_IDS:
+        raise ValueError(f"the token id {str(found)[:40]}: ids go from 0 to {MOST_IDS - 1}")
+    return found
 
 
 def _any(splitter: dict[str, Any], flag: str) -> bool:

@@ -6,20 +6,22 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from stoker.contract.names import EX_DATAERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
+from stoker.contract.untrusted import read_bytes, read_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, fast_encoder, plan_fast, slow_encoder, table_encoder
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 
 SEGMENT = 1 << 16  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
+T = TypeVar("T")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
 
@@ -34,7 +36,7 @@ class Tokenizer:
     @cached_property
     def told(self) -> Definition:
         eos = self.config.get("eos_token")
-        return define(self.data, self.where, eos["content"] if isinstance(eos, dict) else eos)
+        return define(self.data, self.where, eos.get("content") if isinstance(eos, dict) else eos)
 
     @cached_property
     def digest(self) -> str:
@@ -55,18 +57,32 @@ class Tokenizer:
 
     @cached_property
     def plan(self) -> FastPlan | str:
-        return plan_fast(self.told, self.data)
+        return self._made(lambda: plan_fast(self.told, self.data))
 
     @cached_property
     def encoder(self) -> Encoder:
         if self.is_bytes:
             return table_encoder(self.told)
-        return slow_encoder(self.data) if isinstance(self.plan, str) else fast_encoder(self.told, self.data, self.plan)
+        return self._encoder(None if isinstance(self.plan, str) else self.plan)
 
     def use(self, plan: FastPlan | None) -> None:
         """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the same."""
         if not self.is_bytes:
-            self.__dict__["encoder"] = slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
+            self.__dict__["encoder"] = self._encoder(plan)
+
+    def _encoder(self, plan: FastPlan | None) -> Encoder:
+        return self._made(lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan))
+
+    def _made(self, make: Callable[[], T]) -> T:
+        """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""
+        try:
+            return make()
+        except ImportError:
+            raise
+        except BaseException as problem:
+            if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # a panic of Rust's, which is no Exception
+                raise
+            raise Refusal(f"tokenizer {self.where}: {FILES[0]} can't be used: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
 
     @property
     def is_bytes(self) -> bool:
@@ -115,7 +131,7 @@ class Tokenizer:
         """A folder that `transformers` opens."""
         os.makedirs(folder, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.told.end, "clean_up_tokenization_spaces": False, **self.config}
-        for name, data in zip(FILES, (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode()), strict=True):
+        for name, data in zip(FILES, (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")), strict=True):
             path = os.path.join(folder, name)
             with open(path + ".tmp", "wb") as file:
                 file.write(data)
@@ -143,16 +159,21 @@ def differs(known: Tokenizer, used: Tokenizer) -> str:
 
 
 def _read(folder: str, where: str) -> Tokenizer:
-    with open(os.path.join(folder, FILES[0]), "rb") as file:
-        data = file.read()
-    config: dict[str, Any] = {}
+    try:
+        data = read_bytes(os.path.join(folder, FILES[0]))
+    except OSError as problem:
+        raise Refusal(f"tokenizer {where}: {FILES[0]} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    config: Any = {}
     beside = os.path.join(folder, FILES[1])
     if os.path.exists(beside):
         try:
-            with open(beside, encoding="utf-8") as text:
-                config = json.load(text)
+            config = read_json(beside)
+        except OSError as problem:
+            raise Refusal(f"{beside} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         except ValueError as problem:
             raise Refusal(f"{beside} is not JSON: {problem}", EX_DATAERR) from problem
+    if not isinstance(config, dict):
+        raise Refusal(f"{beside} holds a {type(config).__name__}, not keys and values", EX_DATAERR)
     return Tokenizer(data, config, where)
 
 

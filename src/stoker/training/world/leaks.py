@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.untrusted import parse_json, read_json
 from stoker.training.world.lexicon import lexicon
 from stoker.training.world.reading import Content, Reader, sentences
 from stoker.training.world.splits import chain_held, fact_held, order_held, pair_held, sum_held
@@ -81,7 +81,7 @@ def _rows(folder: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         with open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
-                yield number, json.loads(line)
+                yield number, parse_json(line)
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}; make the world again", EX_NOINPUT) from problem
     except ValueError as problem:
@@ -91,8 +91,7 @@ def _rows(folder: str, name: str) -> Iterator[tuple[int, dict[str, Any]]]:
 def _level(folder: str) -> int:
     path = os.path.join(folder, "world.json")
     try:
-        with open(path, encoding="utf-8") as file:
-            return int(json.load(file)["level"])
+        return int(read_json(path)["level"])
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}; a world that was made whole has it", EX_NOINPUT) from problem
     except (ValueError, KeyError, TypeError) as problem:

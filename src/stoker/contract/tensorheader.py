@@ -1,0 +1,82 @@
+"""The header of a safetensors file, checked: which tensors lie where. Standard library only, so that the launcher can say what does not fit."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from stoker.contract.shape import shape
+from stoker.contract.untrusted import open_regular, parse_json
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts
+BITS = {
+    "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
+    "F8_E4M3": 8, "F8_E5M2": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F8_E8M0": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4, "C64": 64,
+}  # fmt: skip
+
+
+@shape
+class Tensor:
+    """`begin` and `end` count from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@shape
+class Header:
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str]
+
+
+def read_header(path: str) -> Header:
+    """OSError: it can't be read; ValueError: it is no safetensors file, or a damaged one."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        whole = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if whole < 8 or length > min(whole - 8, LONGEST):
+            raise ValueError(f"{whole} bytes are no safetensors file, or only its beginning; a git-lfs pointer becomes the file by `git lfs pull`")
+        found = parse_json(file.read(length))
+    if not isinstance(found, dict):
+        raise ValueError("its header holds no tensors by name")
+    about = found.pop("__metadata__", None) or {}
+    if not isinstance(about, dict) or not all(isinstance(value, str) for value in about.values()):
+        raise ValueError("its __metadata__ is not text by name")
+    tensors = {name: _tensor(name, entry, 8 + length, whole) for name, entry in found.items()}
+    _refuse_overlap(tensors)
+    return Header(tensors, about)
+
+
+def _tensor(name: str, entry: Any, start: int, whole: int) -> Tensor:
+    if not isinstance(entry, dict):
+        raise ValueError(f"{name} is not described")
+    dtype, sizes, offsets = (entry.get(key, "nothing") for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in BITS:
+        raise ValueError(f"{name} has the unknown dtype {str(dtype)[:40]!r}")
+    if not _counts(sizes) or not _counts(offsets) or len(offsets) != 2:
+        raise ValueError(f"{name} has the shape {str(sizes)[:80]} and the data_offsets {str(offsets)[:80]}")
+    begin, end = offsets
+    if begin > end or math.prod(sizes) * BITS[dtype] != 8 * (end - begin):
+        raise ValueError(f"{name}: {dtype} of shape {sizes} does not fill the bytes {begin} to {end}")
+    if start + end > whole:
+        raise ValueError(f"it is cut off: it ends after {whole} bytes, and {start + end} are promised")
+    return Tensor(dtype, tuple(sizes), start + begin, start + end)
+
+
+def _counts(found: Any) -> bool:
+    return isinstance(found, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found)
+
+
+def _refuse_overlap(tensors: dict[str, Tensor]) -> None:
+    last, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda pair: (pair[1].begin, pair[1].end)):
+        if tensor.begin < last and tensor.begin < tensor.end:
+            raise ValueError(f"{name} and {before} lie in the same bytes")
+        if tensor.end > last:
+            last, before = tensor.end, name

@@ -1,0 +1,65 @@
+"""Stoker's own lines on their way to a terminal: what stands in them may come from anywhere, so control codes are escaped on the way out.
+
+A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed goes out as bytes
+(`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress bar, go through `draw` and `wipe`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from stoker.contract.untrusted import printable, printable_lines
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import Any
+
+
+class OwnLines:
+    """A text stream that escapes control codes. All else is the stream's own: fileno, isatty, encoding, buffer."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self.stream.write(printable_lines(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+
+def _cleaning(stream: Any) -> Any:
+    return stream if stream is None or isinstance(stream, OwnLines) else OwnLines(stream)
+
+
+class own_lines:
+    """Within it, sys.stdout and sys.stderr escape control codes."""
+
+    def __enter__(self) -> None:
+        self._before = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = _cleaning(sys.stdout), _cleaning(sys.stderr)
+
+    def __exit__(self, *problem: object) -> None:
+        sys.stdout, sys.stderr = self._before
+
+
+def draw(line: str, after: str = "") -> None:
+    """A progress bar on stderr: in the place of the one before, or with `after` "\\r" so that the next one takes its place."""
+    _codes(f"{printable(line)}\x1b[K{after}" if after else f"\r{printable(line)}\x1b[K")
+
+
+def wipe() -> None:
+    """The terminal's line is empty again, and the cursor at its start."""
+    _codes("\r\x1b[K")
+
+
+def _codes(text: str) -> None:
+    stream = getattr(sys.stderr, "stream", sys.stderr)
+    stream.write(text)
+    stream.flush()

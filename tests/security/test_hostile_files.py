@@ -1,0 +1,161 @@
+"""Files that attack their reader. Each ends in one clear line and an exit code from 64 to 78: no traceback, no hang, no memory without end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from hostile_files import CASES
+
+from conftest import machine_json
+from stoker.cli.main import main
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "machine.json").write_text(json.dumps(machine_json(0)))
+    monkeypatch.setenv("STOKER_MACHINE", str(tmp_path / "machine.json"))
+    monkeypatch.chdir(tmp_path)
+
+
+def check_refusal(code: int, err: str) -> None:
+    assert 64 <= code <= 78, (code, err[-2000:])
+    assert "Traceback" not in err and "\x1b" not in err and "\x07" not in err, err[-2000:]
+    *before, last = err.splitlines() or [""]
+    assert last.startswith("stoker: ") or any(line.startswith("stoker: ") for line in before), err[-2000:]
+    assert len(last) < 5000 and sum(line.startswith("stoker: ") for line in err.splitlines()) <= 3, err[-2000:]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_hostile_file_is_refused_in_one_line(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    where = tmp_path / "hostile"
+    where.mkdir()
+    argv = CASES[case](where)
+    if argv[0] == "export":
+        import stoker.training.generate.exporting  # noqa: F401  torch alone takes 20 s on a busy machine
+    began = time.monotonic()
+    code = main(argv)
+    took = time.monotonic() - began
+    check_refusal(code, capfd.readouterr().err)
+    assert took < 20, f"{took:.1f} s"
+
+
+FEW = (
+    "run --config: deep lists", "run --config: an alias bomb", "run --config: 3 GB", "run --hosts: a device", "prepare --data: a row of ten million lists",
+    "prepare --data: a row without end", "prepare --data: one text of 8 MB in 1,000 rows", "prepare --data: one text of 700 MB", "tokenizer: an id of 12 digits",
+    "tokenizer: 3 GB", "export: model.safetensors: a header of 200 MB",
+)  # fmt: skip
+MAKE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from hostile_files import CASES
+print(json.dumps(CASES[sys.argv[2]](Path(sys.argv[3]))))
+"""
+
+
+# By way of a small process: a child's largest size counts what its parent had when it was made.
+MEASURE = """
+import json, os, subprocess, sys
+process = subprocess.Popen([sys.executable, "-m", "stoker", *sys.argv[1:]], stdout=subprocess.DEVNULL)
+_, status, used = os.wait4(process.pid, 0)
+print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss, used.ru_utime + used.ru_stime]))
+"""
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_memory_stays_below_a_gigabyte(case: str, tmp_path: Path) -> None:
+    (tmp_path / "hostile").mkdir()
+    made = subprocess.run([sys.executable, "-c", MAKE, os.path.dirname(__file__), case, str(tmp_path / "hostile")], capture_output=True, check=True)
+    done = subprocess.run([sys.executable, "-c", MEASURE, *json.loads(made.stdout)], capture_output=True, check=True, text=True)
+    code, kilobytes, seconds = json.loads(done.stdout)
+    check_refusal(code, done.stderr)
+    assert kilobytes < 1_000_000 and seconds < 20, f"{kilobytes / 1000:.0f} MB, {seconds:.1f} s of CPU"
+
+
+FINE = {
+    "an empty config": ("settings.yaml", b""),
+    "a config with a byte-order mark": ("settings.yaml", b"\xef\xbb\xbfshow: none\n"),
+    "JSON with a byte-order mark": ("settings.json", b"\xef\xbb\xbf{}"),
+    "JSON with comments": ("settings.json", b'{"show": "none", /* why */ // also\n }'),
+    "JSON in a YAML file": ("settings.yaml", b'{"show": "none"}'),
+    "brackets in a text": ("settings.yaml", b"name: 'a[[[[b'\n# [[[[[ }}}\n"),
+    "aliases that are few": ("settings.yaml", b"notify: &a 'true'\nname: *a\n"),
+}
+
+
+@pytest.mark.parametrize("case", FINE)
+def test_unusual_files_that_are_fine_are_read(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    name, content = FINE[case]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "ok.py").write_text("print(1)\n")
+    assert main(["run", "--dry-run", "--config", name, "ok.py"]) == 0, capfd.readouterr().err
+
+
+def test_texts_that_many_rows_share_are_read(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A dictionary column, and rows of several megabytes."""
+    import pyarrow
+    import pyarrow.parquet
+
+    shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0, 1, 0], pyarrow.int32()), pyarrow.array(["x " * 10_000, "y " * 20_000]))
+    pyarrow.parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "shared.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 500_000 for number in range(20)]}), tmp_path / "long.parquet")
+    for name, count in (("shared.parquet", 2 * (3 * 10_000 + 2 * 20_000)), ("long.parquet", 500_000 * (2 * 10 + 3 * 10))):
+        argv = ["prepare", "--data", name, "--tokenizer.path", "bytes", "--data.cache", "cache", "--data.context_length", "16", "--data.validation", "0", "--json"]
+        assert main(argv) == 0
+        assert json.loads(capfd.readouterr().out)["train_bytes"] == count
+
+
+NOBODY = 54321
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without an entry in the password database")
+@pytest.mark.parametrize("home", ["none", "/nonexistent", "/proc"])
+def test_a_user_whom_nobody_knows(home: str) -> None:
+    """As in many containers: a uid without a name, HOME unset or not writable."""
+    # With the right to read what root keeps for itself: an interpreter in /root, say.
+    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    if subprocess.run([*as_nobody, sys.executable, "-c", "import stoker"], capture_output=True, check=False).returncode:
+        pytest.skip(f"uid {NOBODY} can't start {sys.executable} here")
+    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME")}
+    env |= {} if home == "none" else {"HOME": home}
+    with tempfile.TemporaryDirectory() as place:
+        os.chmod(place, 0o777)
+        Path(place, "machine.json").write_text(json.dumps(machine_json(0)))
+        Path(place, "ok.py").write_text("print('it ran')\n")
+        Path(place, "cluster.yaml").write_text("hosts: [{host: 127.0.0.1, user: somebody, slots: 1}]\n")
+        Path(place, "data.txt").write_text("some text to train on " * 400)
+        env["STOKER_MACHINE"] = os.path.join(place, "machine.json")
+        prepare = ["prepare", "--data", "data.txt", "--tokenizer.path", "bytes", "--data.context_length", "16"]
+        for argv, codes in ((["run", "ok.py"], [0]), (prepare, [0]), (["doctor", "--only", "host."], [0, 1, 2, 3]), (["clean"], [0, 1, 3]), (["clean", "--cache"], [0]),
+                            (["run", "--dry-run", "--hosts", "cluster.yaml", "ok.py"], range(64, 79)), (["runs"], [0])):  # fmt: skip
+            done = subprocess.run([*as_nobody, sys.executable, "-m", "stoker", *argv], cwd=place, env=env, capture_output=True, check=False)
+            assert done.returncode in codes and b"Traceback" not in done.stderr, (argv, done)
+        assert not os.path.exists(os.path.join(place, "~"))
+
+
+
+@pytest.mark.parametrize(("problem", "code", "words"), [(RecursionError("deep"), 65, "nested too deeply"), (MemoryError(), 71, "out of memory")])
+def test_the_last_resort_is_a_line_that_says_where(
+    problem: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Other exceptions are bugs, and keep their traceback."""
+
+    def fail(argv: list[str]) -> int:
+        raise problem
+
+    monkeypatch.setattr("stoker.cli.runs.main", fail)
+    assert main(["runs"]) == code
+    err = capsys.readouterr().err
+    assert words in err and "in _main (" in err and err.count("\n") == 1
+    monkeypatch.setattr("stoker.cli.runs.main", lambda argv: {}["a bug"])
+    with pytest.raises(KeyError):
+        main(["runs"])
