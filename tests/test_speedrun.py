@@ -51,6 +51,7 @@ os.makedirs(run, exist_ok=True)
 number = len([one for one in os.listdir(run) if one.startswith("attempt-")])
 os.makedirs(f"{run}/attempt-{number}")
 start = int(open("/proc/self/stat").read().rpartition(")")[2].split()[19])
+record = open(run + "/events.jsonl", "a")  # as a launcher has it: by that it is known
 json.dump({"schema": 1, "name": name, "started": time.time(), "launcher": {"pid": os.getpid(), "start": start, "host": os.uname().nodename}}, open(run + "/run.json", "w"))
 with open(here + "/calls.jsonl", "a") as file:
     file.write(json.dumps({"stage": stage, "name": short, "run": os.path.basename(run), "keys": keys, "pid": os.getpid(), "words": words,
@@ -70,7 +71,7 @@ if "hang" in orders:
     open(here + "/hanging", "w").close()
     time.sleep(60)
 if "refuse" in orders:
-    os.rmdir(f"{run}/attempt-{number}"); os.unlink(run + "/run.json"); os.rmdir(run)
+    os.rmdir(f"{run}/attempt-{number}"); os.unlink(run + "/run.json"); os.unlink(run + "/events.jsonl"); os.rmdir(run)
     print("stoker: " + orders["refuse"], file=sys.stderr)
     sys.exit(65)
 if "fail" in orders:

@@ -230,7 +230,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(event, dict) or not isinstance(event.get("event"), str):
         return None
-    when = event.get("time")
+    when = event.setdefault("time", 0.0)
     return event if isinstance(when, (int, float)) and not isinstance(when, bool) and 0 <= when <= 1e11 else None
 
 
