@@ -128,7 +128,9 @@ class RunOptions:
     rdzv_backend: str | None = option(
         "static: --node-rank says who is who; c10d: the machines meet at --rdzv-endpoint and are numbered there", default=None, group=_TORCHRUN
     )
-    rdzv_endpoint: str | None = option("HOST:PORT where the machines meet, on one of them", default=None, group=_TORCHRUN)
+    rdzv_endpoint: str | None = option(
+        "HOST:PORT where the machines meet, on one of them; the same STOKER_RDZV_SECRET on all keeps strangers out", default=None, group=_TORCHRUN
+    )
     rdzv_id: str | None = option("becomes TORCHELASTIC_RUN_ID", default=None, group=_TORCHRUN)
     rdzv_conf: str | None = option(
         "last_call_timeout=SECONDS: how long --nnodes MIN:MAX waits for more than MIN (default: 30); no other key is needed", default=None, group=_TORCHRUN
