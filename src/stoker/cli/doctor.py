@@ -25,7 +25,7 @@ _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not
 examples:
   stoker doctor
   stoker doctor --only gpu. --json
-  stoker doctor --bundle ticket.tar.gz      for a support ticket, without secrets
+  stoker doctor --bundle ticket.tar.gz      for a support ticket; recognized secrets are taken out
   stoker doctor --record box.json           keep this machine; --machine box.json replays it"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 

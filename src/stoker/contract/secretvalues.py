@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from stoker.contract import secretnames
-from stoker.contract.secretnames import MAYBE, SURE, word_set
+from stoker.contract.secretnames import MAYBE, SURE, holds_any, word_set
 
 Span = tuple[int, int]
 
@@ -55,8 +55,7 @@ _MOST_MAYBE = 400
 
 def pairs(text: str) -> Iterator[Span]:
     """NAME=VALUE, name: value, "name": "value", ?name=value& and --name=value within a text."""
-    small = text.lower()
-    if not any(seed in small for seed in secretnames.SEEDS):
+    if ("=" not in text and ":" not in text) or not holds_any(text.lower(), secretnames.SEEDS):
         return
     done = 0
     for found in compiled(rf"(?<![\w.\-])([\w.\-]+)({_SEPARATOR})").finditer(text):
@@ -130,7 +129,7 @@ _COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "my
 
 def commands(text: str) -> Iterator[Span]:
     """--password VALUE, curl -u NAME:VALUE and .netrc's `login NAME password VALUE`, word by word."""
-    if not any(mark in text for mark in _COMMAND_MARKS):
+    if " " not in text.replace("\n", " ") or not holds_any(text, _COMMAND_MARKS):
         return
     words = []
     for found in compiled(r"\S+").finditer(text):

@@ -100,7 +100,7 @@ _TEMPLATE = """#!/bin/bash
 # Made by `stoker submit`. What sbatch reads:
 {options}
 
-# The job's environment is that of the shell that submitted it; no secret stands here.
+# The job's environment is that of the shell that submitted it; recognized secrets are there, and not here.
 {needs}name={name}
 notice={notice}
 rm -f -- "$notice"
