@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
@@ -70,14 +70,15 @@ def main(argv: list[str]) -> int:
     found = look()
     findings = check.run(checks, found, asked)
     if told.record:
-        _write(told.record, json.dumps(found.to_json(), indent=1, ensure_ascii=False) + "\n")
+        _write(told.record, json.dumps(redact.data(found.to_json()), indent=1, ensure_ascii=False) + "\n")
     if told.bundle:
         from stoker.control.doctor.bundle import write_bundle
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks], "findings": as_json(findings)}
-        print(json.dumps({**report, "advice": advice(found, findings), "examination": found.to_json()}, indent=1, ensure_ascii=False))
+        whole_report = {**report, "advice": advice(found, findings), "examination": found.to_json()}
+        print(json.dumps(redact.data(whole_report), indent=1, ensure_ascii=False))
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):
