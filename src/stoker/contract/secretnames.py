@@ -137,6 +137,14 @@ def _rate(name: str) -> int:
     return _by_last(words)
 
 
+def is_also_a_word(name: str) -> bool:
+    """Sentences and programs have these without a secret: token, pin; input_ids_key. Not api_key."""
+    words = words_of(name[-_LONGEST:])
+    if len(words) == 1:
+        return words[0] in _LAST
+    return words[-1:] == ["key"] and "-".join(words[-2:]) not in _PAIRS
+
+
 def is_phrase(name: str) -> bool:
     """People write these with spaces."""
     return words_of(name[-_LONGEST:])[-1].endswith(("password", "passphrase", "passwd", "secret", "mnemonic"))
