@@ -65,7 +65,10 @@ def shapes(place: str) -> dict[str, tuple[str, str]]:
         "xml": ("<server><password>" + body + "</password></server>", body),
         "flag": ("deploy --password " + body + " now", body),
         "flag in quotes": ("deploy --password 'two " + body + "' now", body),
+        "command that failed": ("Command '['curl', '-u', 'me:" + body + "', 'https://example.org']' returned non-zero exit status 22.", body),
+        "flags that failed": ("Command '['deploy', '--password', '" + body + "']' timed out", body),
         "python": ("os.environ['OPENAI_API_KEY'] = '" + body + "'", body),
+        "letters only": ("login(token='" + letters[:9] + "')", letters[:9]),
         "bytes": ("connect(password=b'" + body + "')", body),
         "digits": ("login with PASSWORD=" + digits, digits),
         "digits, pin": ("card_pin: " + digits[:8], digits[:8]),
@@ -93,4 +96,12 @@ HARMLESS = (
     "https://host/train.jsonl?split=train&revision=39e22cd0f1a2", "cache_key=deadbeef12345678", "GPU-5c7d2f1e-1111-2222-3333-444455556666",
     "TOKEN_FILE=/run/secrets/token", "the token is invalid", "stop_token=<|im_end|>", "primary_key=id", "password=$PASSWORD", "Authorization: Bearer $TOKEN",
     "checkpoint-key-frames.mp4", "train_tokens: 1000000", "special_tokens_map.json", "XDG_SESSION_ID=4", "signature: (int) -> str", "num_auth_retries=3",
+)  # fmt: skip
+
+# Sentences and lines of source code, as tracebacks and verdicts have them.
+SENTENCES = (
+    "a bent pin: reseat the card", "token = draw(logits, uniform, how)", "key = hashlib.sha256(text).hexdigest()[:32]", "Saver(rank=0, token=token, keep=2)",
+    "if key == 'rope_theta' or token == self._token:", "FLOP/token = 6·N + 12·L", "after each token: what is written so far", "`--api-key`, `HF_TOKEN`",
+    "def f(token: str, key: int) -> None:", "sorted(rows, key=lambda row: row.score)", "set --hf-token or HF_TOKEN", "argument --token: expected one argument",
+    "password = getpass.getpass()", "client = Client(api_key=self.api_key)", 'secret = os.environ["X"]', "the secret is in the file",
 )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from security.shapes import HARMLESS, NAMES, body_of, shapes
+from security.shapes import HARMLESS, NAMES, SENTENCES, body_of, shapes
 from stoker.contract import redact, secretnames
 from stoker.contract.redact import HIDDEN
 
@@ -75,6 +75,20 @@ def test_look_alikes_stay_readable(text: str) -> None:
     name, equals, value = text.partition("=")
     if equals and name.isidentifier():
         assert redact.environment({name: value}) == {name: value} and redact.data({name: value}) == {name: value}
+
+
+@pytest.mark.parametrize("text", SENTENCES)
+def test_sentences_and_source_code_stay_readable(text: str) -> None:
+    assert redact.whole(text) == text and redact.whole(f"first\n    {text}\nlast") == f"first\n    {text}\nlast"
+
+
+def test_every_verdict_and_every_page_stays_readable() -> None:
+    """What Stoker itself says has no secret in it."""
+    from pathlib import Path
+
+    for page in ("verdicts.md", "doctor.md", "cluster.md"):
+        text = (Path(__file__).parents[2] / "docs" / page).read_text()
+        assert redact.whole(text) == text, page
 
 
 def test_our_own_names_are_not_taken_for_secrets() -> None:

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
@@ -25,7 +25,7 @@ _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not
 examples:
   stoker doctor
   stoker doctor --only gpu. --json
-  stoker doctor --bundle ticket.tar.gz      for a support ticket, without secrets
+  stoker doctor --bundle ticket.tar.gz      for a support ticket; recognized secrets are taken out
   stoker doctor --record box.json           keep this machine; --machine box.json replays it"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 
@@ -70,14 +70,14 @@ def main(argv: list[str]) -> int:
     found = look()
     findings = check.run(checks, found, asked)
     if told.record:
-        _write(told.record, json_text(found.to_json()) + "\n")
+        _write(told.record, json_text(redact.data(found.to_json())) + "\n")
     if told.bundle:
         from stoker.control.doctor.bundle import write_bundle
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
         report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks], "findings": as_json(findings)}
-        print(json_text({**report, "advice": advice(found, findings), "examination": found.to_json()}))
+        print(json_text(redact.data({**report, "advice": advice(found, findings), "examination": found.to_json()})))
     else:
         _print(found, findings, len(checks))
         for word, path in (("bundle", told.bundle), ("recorded machine", told.record)):

@@ -120,7 +120,7 @@ def _without(value: str, hidden: list[Span]) -> str:
 
 
 def _value(name: str, value: str) -> str:
-    return text(_without(value, _value_spans(name, value)))
+    return HIDDEN if secret_value(rate(name), value) else text(_without(value, _value_spans(name, value)))
 
 
 def _value_spans(name: str, value: str) -> list[Span]:

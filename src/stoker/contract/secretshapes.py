@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
+from stoker.contract.secretnames import holds_any
 from stoker.contract.secretvalues import Span, commands, compiled, elements, opaque, pairs, plain
 
 # ---- tokens that are known by their beginning ----
 
+_SHORTEST_TOKEN = 16
 # What a text must hold for the pattern to be tried -> the pattern.
 _TOKENS = {
     ("hf_", "api_org_"): r"(?:hf|api_org)_[A-Za-z0-9]{16,}",  # Hugging Face
@@ -29,14 +31,16 @@ _TOKENS = {
     ("SG.", "hvs.", "hvb.", "hvr."): r"(?:SG|hv[sbr])\.[\w-]{16,}(?:\.[\w-]+)?",  # SendGrid, Vault
     ("dapi", "key-"): r"(?:dapi|key-)[0-9a-f]{32}",  # Databricks, Mailgun
     ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
-    ("M", "N", "O"): r"[MNO][\w-]{23,27}\.[\w-]{6}\.[\w-]{27,40}",  # Discord's bots
-    (":",): r"(?:bot)?\d{6,12}:[\w-]{30,64}",  # Telegram's bots
+    tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",  # Discord's bots
+    (":AA", "/bot"): r"(?:bot)?\d{6,12}:[\w-]{30,64}",  # Telegram's bots
 }  # fmt: skip
 
 
 def _tokens(text: str) -> Iterator[Span]:
+    if len(text) < _SHORTEST_TOKEN:
+        return
     for marks, pattern in _TOKENS.items():
-        if not any(mark in text for mark in marks):
+        if not holds_any(text, marks):
             continue
         for found in compiled(rf"(?<![A-Za-z0-9])(?:{pattern})").finditer(text):
             word = found[0]
@@ -95,6 +99,8 @@ _HEADER = (
 def _headers(text: str) -> Iterator[Span]:
     """Authorization: SCHEME VALUE, Cookie: VALUE; and a scheme with its value alone."""
     small = text.lower()
+    if not holds_any(small, ("authorization", "cookie", "bearer", "basic")):
+        return
     if "authorization" in small or "cookie" in small:
         for found in compiled(_HEADER).finditer(text):
             if not plain((found[1] or found[2] or "").strip()):
@@ -185,8 +191,23 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
 
 _DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
 
+_looked: dict[str, list[Span]] = {}  # a variable's value is looked at when secrets are learned, when it is described and when it is written
+_SHORT, _MANY = 1024, 512
+
+
 def spans(text: str) -> list[Span]:
     """What to hide, in order and without overlaps."""
+    known = _looked.get(text)
+    if known is None:
+        known = _found(text)
+        if len(text) <= _SHORT:
+            if len(_looked) >= _MANY:
+                _looked.clear()
+            _looked[text] = known
+    return known
+
+
+def _found(text: str) -> list[Span]:
     return merged(span for detector in _DETECTORS for span in detector(text) if span[0] < span[1])
 
 

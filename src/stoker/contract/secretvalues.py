@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from stoker.contract import secretnames
-from stoker.contract.secretnames import MAYBE, SURE, word_set
+from stoker.contract.secretnames import MAYBE, SURE, holds_any, word_set
 
 Span = tuple[int, int]
 
@@ -48,15 +48,14 @@ def secret_value(rating: int, value: str) -> bool:
 
 # ---- names and their values ----
 
-_SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?\s{0,3}(?:=>|:=|==|=|:(?!:|//))\s{0,3}"""
+_SEPARATOR = r"""(?:\\{0,8}["'`]){0,5}\]?[ \t]{0,3}(?:=>|:=|==|=|:(?!:|//))[ \t]{0,3}"""
 _VALUE_END = r"""[\s"'`]|\\{1,8}["'nrt]|[,;&](?=\s|$|["']|[\w.\-]{1,64}\s?[=:])|[)\]}](?=[\s,;.:)\]}"'`\\]|$)|$"""
 _MOST_MAYBE = 400
 
 
 def pairs(text: str) -> Iterator[Span]:
     """NAME=VALUE, name: value, "name": "value", ?name=value& and --name=value within a text."""
-    small = text.lower()
-    if not any(seed in small for seed in secretnames.SEEDS):
+    if ("=" not in text and ":" not in text) or not holds_any(text.lower(), secretnames.SEEDS):
         return
     done = 0
     for found in compiled(rf"(?<![\w.\-])([\w.\-]+)({_SEPARATOR})").finditer(text):
@@ -64,14 +63,32 @@ def pairs(text: str) -> Iterator[Span]:
         if rating == secretnames.NO or found.start() < done or text.startswith(HIDDEN, found.end()) or _is_of_others(text, found):
             continue
         begin, end, quoted = _value(text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE))
-        value = text[begin:end]
-        if not secret_value(rating, value) or (not quoted and value.lower().rstrip(".,:;)") in _PROSE):
+        if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
-        if rating == SURE and not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
+        if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
             end = compiled(r"[^\r\n]*").match(text, end).end()  # type: ignore[union-attr]  # YAML's `password: several words`
-        if rating == SURE or quoted or text[found.start() - 1 : found.start()] in ("?", "&", ";") or opaque(value):
-            yield begin, end
-            done = end
+        yield begin, end
+        done = end
+
+
+def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: bool) -> bool:
+    """Whether the name is a secret's here: sentences and lines of source code have `token` and `key` too."""
+    name, separator = found[1], found[2]
+    telling = opaque(value) or (rating == SURE and value.isdigit() and len(value) >= 4)
+    if text[found.start() - 1 : found.start()] in ("?", "&", ";"):
+        return True
+    if quoted:
+        word = secretnames.is_also_a_word(name) and name.lower().endswith("key")  # input_ids_key="tokens"
+        return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
+    if value.lower().rstrip(".,:;)") in _PROSE:
+        return False
+    if not name.isupper() and (compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name):  # key=int(x), token=self.token
+        return False
+    if separator[0] in "\"'`\\":  # JSON has nothing without quotes but numbers
+        return telling
+    if secretnames.is_also_a_word(name) and not name.isupper() and not (":" in separator and _begins_line(text, found.start())):
+        return telling
+    return rating == SURE or telling
 
 
 def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
@@ -130,12 +147,13 @@ _COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "my
 
 def commands(text: str) -> Iterator[Span]:
     """--password VALUE, curl -u NAME:VALUE and .netrc's `login NAME password VALUE`, word by word."""
-    if not any(mark in text for mark in _COMMAND_MARKS):
+    if " " not in text.replace("\n", " ") or not holds_any(text, _COMMAND_MARKS):
         return
     words = []
     for found in compiled(r"\S+").finditer(text):
         word = found[0].lstrip("\"'`([{")
-        words.append((word.rstrip("\"'`)]},"), found.end() - len(word)))
+        named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"  # a sentence about `--password`, no command with it
+        words.append(("" if named else word.rstrip("\"'`)]},"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]
         closing = text.find(quote, end, end + 400) if quote in ('"', "'") else -1

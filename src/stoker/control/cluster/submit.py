@@ -103,7 +103,7 @@ _TEMPLATE = """#!/bin/bash
 # Made by `stoker submit`. What sbatch reads:
 {options}
 
-# The job's environment is that of the shell that submitted it, less what a rank has; no secret stands here.
+# The job's environment is that of the shell that submitted it, less what a rank has; recognized secrets are there, and not here.
 unset {unset}
 {needs}name={name}
 notice={notice}
