@@ -50,6 +50,7 @@ DIFFERENCES = (
     Difference("`TORCHELASTIC_USE_AGENT_STORE`", "`True`: the launcher holds the store", "`False`: rank 0 holds it, as without a launcher", "test_dropin.py::test_a_script", ("env TORCHELASTIC_USE_AGENT_STORE",)),
     Difference("`TORCHELASTIC_RUN_ID` on one machine", "a UUID, even with `--rdzv-id`", "`--rdzv-id`, else the run's id", "test_dropin.py::test_a_script", ("env TORCHELASTIC_RUN_ID",)),
     Difference("more variables for the ranks", "none", "`STOKER_RUN_ID`, `STOKER_RUN_DIR`, `GPU_RANK`; with GPUs `CUDA_DEVICE_ORDER=PCI_BUS_ID`", "test_dropin.py::test_a_script", ("env STOKER_RUN_ID", "env STOKER_RUN_DIR", "env GPU_RANK")),
+    Difference("`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` with `--nnodes` or `--hosts`, where not set", "not set", "the interface of the route to the other machines", "test_dropin.py::test_ways_to_start", ("env NCCL_SOCKET_IFNAME", "env GLOO_SOCKET_IFNAME")),
     Difference("the ranks' output buffers", "`python -u`", "line by line, without `-u`: `sys.orig_argv` is the command as typed", "test_dropin.py::test_a_script", ("orig_argv",)),
     Difference("stdin", "every rank reads the launcher's", "rank 0 reads it, the others get end of file", "test_stopping.py::test_piped_stdin_reaches_rank_0"),
     Difference("lines on the console", "as printed; `[role0]:` before those of `--tee`", "whole, with `GPU0:` or `CPU0:` before them (`--prefix`, `--log-line-prefix-template`)", "test_dropin.py::test_prefixes", ("console",)),
