@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.cli.run import parser
+from stoker.cli.run import parser, split
 from stoker.control.launch.options import TORCHRUN_VARIABLES
 
 ALL = bool(os.environ.get("STOKER_TEST_ALL"))
@@ -268,6 +268,20 @@ def test_the_scripts_arguments_are_its_own(both: Both, words: list[str]) -> None
     if ALL and words[0] != "--debug":  # torchrun refuses --no and --m, which two of its flags begin with
         theirs = both.run("torchrun", "probe.py", *words)
         assert theirs["ranks"][0]["argv"] == ["probe.py", *words]
+
+
+DASHES = {
+    ("s.py", "--", "--x"): ["--x"], ("s.py", "a", "--", "b"): ["a", "--", "b"], ("s.py", "--", "--", "b"): ["--", "b"], ("--", "s.py", "--", "b"): ["--", "b"],
+    ("--", "s.py", "--", "--", "b"): ["--", "--", "b"], ("-m", "s.py", "--"): [], ("-r", "3", "-r3", "--standalone", "s.py", "-r"): ["-r"],
+}  # fmt: skip
+
+
+def test_two_dashes() -> None:
+    """One -- is dropped, before the script or right behind it: torchrun's argparse does that."""
+    ask = "import json, sys; from torch.distributed.run import parse_args; print(json.dumps([parse_args(words).training_script_args for words in json.loads(sys.argv[1])]))"
+    theirs = subprocess.run([sys.executable, "-c", ask, json.dumps(list(DASHES))], capture_output=True, text=True, check=True, timeout=120).stdout
+    assert json.loads(theirs) == list(DASHES.values()) == [split(list(words))[2] for words in DASHES]
+    assert all(split(list(words))[1] == "s.py" for words in DASHES)
 
 
 def test_the_number_of_ranks_by_default(both: Both) -> None:
