@@ -56,7 +56,10 @@ def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any],
         made.unknown(extra)
     given = vars(found)
     del given["script"], given["args"]
-    return given, argv[at] if at < len(argv) else None, argv[at + 1 :]
+    args = argv[at + 1 :]
+    if args[:1] == ["--"] and len(argv) == len(words):  # torchrun drops one: before the script, or right behind it
+        del args[0]
+    return given, argv[at] if at < len(argv) else None, args
 
 
 def _script_at(made: Parser, argv: list[str]) -> int:
