@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.tensorheader import read_header
 from stoker.training.config.schema import Config
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.evaluate import Validation, padded
@@ -124,13 +126,23 @@ def load(model: Decoder, folder: str, say: Say) -> None:
     """A reward model's folder, or a decoder's: the head then stays as it is."""
     assert isinstance(model, RewardModel)
     hf.load_named(model, ((name, p) for name, p in hf.named(model) if name not in _OWN), folder, say)
-    path = os.path.join(folder, HEAD)
-    if os.path.exists(path):
-        stored = load_file(path)
+    if os.path.exists(os.path.join(folder, HEAD)):
+        stored = _head(folder)
         with torch.no_grad():
             for name in model.own:
                 parameter = getattr(model, name)
+                if name not in stored or stored[name].shape != parameter.shape:
+                    raise Refusal(f"{os.path.join(folder, HEAD)}: {name} of shape {list(parameter.shape)} is not in it", EX_DATAERR)
                 parameter.copy_(like(stored[name].to(parameter.device), parameter))
+
+
+def _head(folder: str) -> dict[str, Tensor]:
+    path = os.path.join(folder, HEAD)
+    try:
+        read_header(path)
+        return load_file(path)
+    except (OSError, ValueError, SafetensorError) as problem:
+        raise Refusal(f"{path} can't be read: {getattr(problem, 'strerror', None) or problem}", EX_DATAERR) from problem
 
 
 def save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) -> None:
@@ -165,7 +177,7 @@ def open_reward(c: Config, folder: str, device: torch.device) -> RewardModel:
     folder = hf_hub.folder_of(folder, lambda line: None)
     if not os.path.exists(os.path.join(folder, HEAD)):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
-    kind = RewardModel if "trust" in load_file(os.path.join(folder, HEAD)) else _Plain
+    kind = RewardModel if "trust" in _head(folder) else _Plain
     with torch.device(device):
         model = kind(hf_config.shape_of(folder), c.data.context_length, ready.dtype_of(c.compute, device))
     model.place(device)
