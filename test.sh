@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change goes in: bash test.sh [pytest arguments]
+# Everything that must hold before a change goes in: bash test.sh [--all] [pytest arguments]
+#   --all   the complete suites too: every comparison with torchrun, every fault, long runs
 # Stops at the first step that fails, with that step's exit code.
 set -euo pipefail
 CDPATH='' cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")"
@@ -10,6 +11,10 @@ step() { # name, command
   "$@"
 }
 
+if [[ ${1:-} == --all ]]; then
+  shift
+  export STOKER_TEST_ALL=1
+fi
 step setup bash setup.sh --test
 export PATH="$PWD/.venv/bin:$PATH"
 # By module, not by script: a package of the Python below .venv leaves no script in .venv/bin.

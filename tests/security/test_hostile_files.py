@@ -34,6 +34,9 @@ def check_refusal(code: int, err: str) -> None:
     assert len(last) < 5000 and sum(line.startswith("stoker: ") for line in err.splitlines()) <= 3, err[-2000:]
 
 
+HANGS_S = 120.0  # alone each takes below 5 s; a busy machine takes its time
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_hostile_file_is_refused_in_one_line(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "hostile"
@@ -45,10 +48,10 @@ def test_a_hostile_file_is_refused_in_one_line(case: str, tmp_path: Path, capfd:
     code = main(argv)
     took = time.monotonic() - began
     check_refusal(code, capfd.readouterr().err)
-    assert took < 20, f"{took:.1f} s"
+    assert took < HANGS_S, f"{took:.1f} s"
 
 
-FEW = (
+FEW = (  # those that could take memory
     "run --config: deep lists", "run --config: an alias bomb", "run --config: 3 GB", "run --hosts: a device", "prepare --data: a row of ten million lists",
     "prepare --data: a row without end", "prepare --data: one text of 8 MB in 1,000 rows", "prepare --data: one text of 700 MB", "tokenizer: an id of 12 digits",
     "tokenizer: 3 GB", "export: model.safetensors: a header of 200 MB",
@@ -78,7 +81,7 @@ def test_memory_stays_below_a_gigabyte(case: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", MEASURE, *json.loads(made.stdout)], capture_output=True, check=True, text=True)
     code, kilobytes, seconds = json.loads(done.stdout)
     check_refusal(code, done.stderr)
-    assert kilobytes < 1_000_000 and seconds < 20, f"{kilobytes / 1000:.0f} MB, {seconds:.1f} s of CPU"
+    assert kilobytes < 1_000_000 and seconds < HANGS_S, f"{kilobytes / 1000:.0f} MB, {seconds:.1f} s of CPU"
 
 
 FINE = {
