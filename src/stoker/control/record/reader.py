@@ -10,6 +10,7 @@ from typing import Any
 from stoker.contract import layout, names
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.spelling import suggest
 
 
 @shape
@@ -90,10 +91,9 @@ def find(which: str | None, root: str, exact: bool = False) -> Run:
     begins = [run for run in runs if run.id.startswith(which) or run.name.startswith(which)]
     if len(begins) == 1 and not exact:
         return begins[0]
-    import difflib
-
-    near = difflib.get_close_matches(which, [run.id for run in runs] + [run.name for run in runs], 1, 0.4)
-    hint = f"; did you mean {near[0]}?" if near else f"; `stoker runs` lists the {len(runs)} there" if runs else ""
+    hint = suggest(which, [*(run.name for run in runs), *(run.id for run in runs)])
+    if not hint and runs:
+        hint = f"; `stoker runs` lists the {len(runs)} there"
     raise names.Refusal(f"no run {which!r} in {root}{hint}", names.EX_NOINPUT)
 
 
