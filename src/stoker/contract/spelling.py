@@ -36,16 +36,17 @@ def _nearest(word: str, names: list[str], part: Callable[[str], str], abbreviate
     if core < SHORTEST:
         return ""
     allowed = max(core // 4, 1)
-    found: list[tuple[int, int, str]] = []
+    found: list[tuple[int, bool, int, str]] = []
     for place, name in enumerate(names):
         whole = part(name)
-        candidates = [whole, *(whole[: len(word) + more] for more in (-1, 0, 1) if abbreviated and len(word) + more < len(whole))]
-        distance = min((edits(word, candidate) for candidate in candidates if _numbers(candidate) == _numbers(word)), default=allowed + 1)
-        if distance <= allowed:
-            found.append((distance, place, name))
-        elif len(whole) >= SHORTEST - 1 and word.startswith(whole) and 2 * len(whole) >= len(word):
-            found.append((allowed + 1, place, name))
-    return min(found)[2] if found else ""
+        beginnings = [whole[: len(word) + more] for more in (-1, 0, 1) if abbreviated and len(word) + more < len(whole)]
+        for candidate in (whole, *beginnings):
+            if _numbers(candidate) == _numbers(word):
+                found.append((edits(word, candidate), candidate != whole, place, name))
+        if len(whole) >= SHORTEST - 1 and word.startswith(whole) and 2 * len(whole) >= len(word):
+            found.append((allowed, True, place, name))
+    best = min(found, default=(allowed + 1, True, 0, ""))
+    return best[3] if best[0] <= allowed else ""
 
 
 def _only_one_with_these_words(word: str, names: list[str]) -> str:

@@ -23,6 +23,7 @@ BILLION = 1e9
 CAUTIOUS = {"stable": 1 / 3}  # of the rate, as that preset's own to production's
 CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as midtraining does
 KEEPS_ITS_LENGTH = ("debug",)
+MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
 RATES, LENGTH, BATCH = ("optim.learning_rate", "optim.muon_learning_rate"), ("train.max_steps", "train.epochs"), ("batch.tokens", "batch.accumulation")
 
@@ -33,7 +34,7 @@ class Learning:
 
     rate: float  # times the rate of fine-tuning; 0: the preset's own
     passes: float  # over the data
-    samples: int = 0  # in a step, at most; 0: as many as the preset has
+    samples: int = 0  # in a step, while a pass has at most MOST_STEPS_A_PASS; 0: as many as the preset has
     steps_a_pass: int = 1  # at least, where there are enough samples: the batch shrinks with the data
     most_steps: bool = False  # the preset's max_steps is the most, and `passes` too
     prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
@@ -113,17 +114,21 @@ def _rates(learning: Learning, config: Config, model: ModelConfig) -> dict[str, 
 def _samples(learning: Learning, config: Config, at: Situation) -> int:
     assert at.amount is not None
     preset = max(config.batch.tokens // config.data.context_length, 1)
-    most = min(learning.samples or preset, preset)
+    most = min(max(learning.samples or preset, _power_of_two(at.amount.samples // MOST_STEPS_A_PASS)), preset)
     wanted = at.amount.samples // learning.steps_a_pass
-    fewer = 1 << max(wanted.bit_length() - 1, 0) if wanted else 1
     least = at.ranks if at.ranks is not None else RANKS_UNKNOWN
-    return max(most if wanted >= most else fewer, min(least, preset))
+    return max(most if wanted >= most else max(_power_of_two(wanted), 1), min(least, preset))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above it; 0 of 0."""
+    return 1 << number.bit_length() - 1 if number > 0 else 0
 
 
 def _grpo_steps(config: Config, prompts: int) -> int:
     a_pass = prompts / config.grpo.prompts_per_step
-    passes = min(max(GRPO_STEPS / a_pass, 1.0), GRPO_PASSES)
-    return max(min(math.ceil(passes * a_pass), GRPO_MOST_STEPS), 1)
+    more = min(GRPO_STEPS, math.floor(GRPO_PASSES * a_pass))
+    return max(min(math.ceil(a_pass), GRPO_MOST_STEPS), more, 1)
 
 
 def _two_digits(value: float) -> float:
@@ -146,5 +151,5 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
     if dotted == "batch.tokens":
         most = ", ".join(f"{name} {learning.samples}" for name, learning in packed.items() if learning.samples)
         least = ", ".join(f"{name} {learning.steps_a_pass}" for name, learning in packed.items())
-        return f"samples a step at most: {most}; steps a pass at least, by a smaller batch: {least}"
+        return f"{most} samples, more where a pass has over {MOST_STEPS_A_PASS:,} steps, fewer where it has under: {least}; never above the preset's"
     return ""
