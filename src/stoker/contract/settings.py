@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
+from stoker.contract import spelling
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
-from stoker.contract.spelling import suggest as suggest  # where the callers look for it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn, TypeVar
 
     T = TypeVar("T")
+
+suggest = spelling.suggest
 
 
 class Parser(argparse.ArgumentParser):
