@@ -51,13 +51,15 @@ def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_sta
     done = stoker.torch("train", "sft", *words, "--runs-dir", str(tmp_path / "runs"), "--name", "plain", "--no-preflight")
     assert dry.code == done.code == 0, dry.err + done.out + done.err
     for shown in (dry.err, done.err):
-        assert "3 passes over your 60 conversations" in shown and "sft's default; --epochs or --max-steps" in shown and "0.001, cosine" in shown, shown
+        assert "3 passes over your 60 conversations" in shown and "sft's default; --epochs or --max-steps" in shown, shown
     (run,) = (tmp_path / "runs").glob("*-plain")
     (steps,) = re.findall(r"length +([\d,]+) steps", done.err)
     result = json.loads((run / "result.json").read_text())["metrics"]
     assert result["steps"] == int(steps) and 20 <= result["steps"] <= 120 and "passes over" not in done.out
     settings = (run / "config.yaml").read_text()
-    assert "learning_rate: 0.001\n" in settings and "epochs: 3.0\n" in settings and "max_steps: 0\n" in settings
+    (rate,) = re.findall(r"learning rate +([\d.e-]+), cosine", done.err)
+    assert float(rate) == pytest.approx(2e-5 * (1e9 / 25_000) ** 0.25, rel=0.1)  # the model has some 25,000 parameters
+    assert f"  learning_rate: {float(rate)!r}\n" in settings and "epochs: 3.0\n" in settings and "max_steps: 0\n" in settings
     # The recipe by itself, as torchrun starts it: rank 0 derives the same and prints it.
     recipe = ("-m", "stoker.training.recipes.sft", *words, "--train.max_steps", "900")
     alone = stoker.torch("run", "--no-preflight", "--nproc-per-node", "2", "--stop-after-steps", "2", *recipe)

@@ -328,8 +328,8 @@ def staged(stage: str, *argv: str, samples: int = 40, count: int = 200, model: M
 
 @pytest.mark.parametrize(
     ("stage", "model", "rate"),
-    [("sft", TINY, 8.8e-4), ("sft", LARGE, 7.1e-6), ("midtrain", TINY, 1e-3), ("midtrain", LARGE, 2.8e-5), ("reward", TINY, 4.4e-4), ("reward", LARGE, 3.5e-6),
-     ("grpo", TINY, 4.4e-5), ("grpo", LARGE, 3.5e-7), ("pretrain", TINY, 1e-3)],
+    [("sft", TINY, 1.3e-4), ("sft", LARGE, 1.2e-5), ("midtrain", TINY, 1e-3), ("midtrain", LARGE, 4.8e-5), ("reward", TINY, 4.4e-4), ("reward", LARGE, 5.9e-6),
+     ("grpo", TINY, 4.4e-5), ("grpo", LARGE, 5.9e-7), ("pretrain", TINY, 1e-3)],
 )  # fmt: skip
 def test_the_learning_rate_follows_from_stage_and_size(stage: str, model: ModelConfig, rate: float) -> None:
     assert staged(stage, model=model)[0].optim.learning_rate == pytest.approx(rate)
@@ -352,9 +352,9 @@ def test_what_is_given_wins_over_what_is_derived(tmp_path: Path) -> None:
     path.write_text("train: {epochs: 7}\nbatch: {accumulation: 2}\n")
     made, _ = staged("sft", "--config", str(path))
     assert (made.train.epochs, made.train.max_steps, made.batch.tokens, made.batch.accumulation) == (7.0, 0, 0, 2)
-    assert made.optim.learning_rate == 8.8e-4
+    assert made.optim.learning_rate == 1.3e-4
     assert staged("sft", "--config", str(path), "--max-steps", "5")[0].train.max_steps == 5
-    assert staged("sft", "--optim.kind", "muon")[0].optim.muon_learning_rate == pytest.approx(8.8e-4 * 96**0.5, rel=0.02)
+    assert staged("sft", "--optim.kind", "muon")[0].optim.muon_learning_rate == pytest.approx(1.3e-4 * 96**0.5, rel=0.05)
     assert staged("sft", "--optim.kind", "muon", "--muon-learning-rate", "0.3")[0].optim.muon_learning_rate == 0.3
 
 
@@ -397,7 +397,7 @@ def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> N
 def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
     found = settle(gather(parse(["--model.load", "hf"]), {}), False, STAGES["sft"].defaults)
     made, derived, lines = with_defaults("sft", found.config, found.given, Situation(TINY, None, 1), True)
-    assert derived == {"optim.learning_rate": 8.8e-4} and made.train.max_steps == 500 and "not on this machine yet" in lines[0]
+    assert derived == {"optim.learning_rate": 1.3e-4} and made.train.max_steps == 500 and "not on this machine yet" in lines[0]
 
 
 def test_the_table_in_the_docs_is_what_the_rules_give() -> None:

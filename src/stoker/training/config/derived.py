@@ -18,8 +18,8 @@ from stoker.training.data.amount import Amount
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import parameters
 
-RATE, FLOOR, CEILING = 2e-5, 5e-6, 1e-3  # full fine-tuning of a billion parameters; what no size goes below, and no stage above
-BILLION = 1e9
+RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
+BILLION, LARGER = 1e9, 0.25  # above a billion parameters the rate falls with the fourth root of the size
 CAUTIOUS = {"stable": 1 / 3}  # of the rate, as that preset's own to production's
 CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as midtraining does
 KEEPS_ITS_LENGTH = ("debug",)
@@ -32,11 +32,12 @@ RATES, LENGTH, BATCH = ("optim.learning_rate", "optim.muon_learning_rate"), ("tr
 class Learning:
     """How a stage learns where nobody says otherwise."""
 
-    rate: float  # times the rate of fine-tuning; 0: the preset's own
+    rate: float  # times RATE, for a billion parameters; 0: the preset's own
     passes: float  # over the data
     samples: int = 0  # in a step, while a pass has at most MOST_STEPS_A_PASS; 0: as many as the preset has
     steps_a_pass: int = 1  # at least, where there are enough samples: the batch shrinks with the data
     most_steps: bool = False  # the preset's max_steps is the most, and `passes` too
+    power: float = 0.5  # below a billion parameters the rate grows with this power of 1 / size
     prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
 
 
@@ -82,8 +83,9 @@ def derivable(learning: Learning | None) -> tuple[str, ...]:
     return (*RATES, *LENGTH) if learning.prompts else (*RATES, *LENGTH, *BATCH)
 
 
-def fine_tuning_rate(size: int) -> float:
-    return max(RATE * math.sqrt(BILLION / max(size, 1)), FLOOR)
+def rate_at(size: int, power: float) -> float:
+    smaller = BILLION / max(size, 1)
+    return RATE * smaller ** (power if smaller > 1 else LARGER)
 
 
 def samples_a_step(config: Config, ranks: int | None) -> int:
@@ -104,7 +106,7 @@ def _rates(learning: Learning, config: Config, model: ModelConfig) -> dict[str, 
     share = learning.rate or (CONTINUED if config.model.load else 0.0)
     if not share:
         return {}
-    rate = min(share * fine_tuning_rate(parameters(model)), CEILING) * CAUTIOUS.get(config.preset, 1.0)
+    rate = min(share * rate_at(parameters(model), learning.power), CEILING) * CAUTIOUS.get(config.preset, 1.0)
     found = {"optim.learning_rate": _two_digits(rate)}
     if config.optim.kind == "muon":  # an orthogonal matrix has entries of about 1/√width: the same change per weight
         found["optim.muon_learning_rate"] = _two_digits(rate * math.sqrt(model.dim))
@@ -140,7 +142,7 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
     packed = {name: learning for name, learning in stages.items() if not learning.prompts}
     if dotted == "optim.learning_rate":
         rates = ", ".join(f"{name} {learning.rate * RATE:g}" for name, learning in stages.items() if learning.rate)
-        return f"{rates} for 1 billion parameters, × √(1e9 / parameters), at most {CEILING:g}"
+        return f"{rates} for 1 billion parameters; smaller models more, larger ones less (docs/pipeline.md), at most {CEILING:g}"
     if dotted == "optim.muon_learning_rate":
         return "the AdamW rate × √dim in all but pretrain"
     if dotted == "train.epochs":

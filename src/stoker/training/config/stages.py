@@ -28,7 +28,7 @@ _CHAT = {"data.kind": "chat"}
 # Text may be read four times before that is worth much less than new text (Muennighoff and others, 2023, arXiv 2305.16264).
 _PRETRAIN = Learning(rate=0, passes=4, steps_a_pass=50, most_steps=True)
 _MIDTRAIN = Learning(rate=CONTINUED, passes=1, samples=128, steps_a_pass=50)
-_SFT = Learning(rate=1, passes=3, samples=32, steps_a_pass=32)
+_SFT = Learning(rate=1, passes=3, samples=32, steps_a_pass=32, power=0.25)  # 0.5 and 0.4 made a small model forget the rest (docs/pipeline.md)
 _REWARD = Learning(rate=0.5, passes=1, samples=32, steps_a_pass=32)
 _GRPO = Learning(rate=0.05, passes=1, prompts=True)  # 1e-6 for a billion parameters
 STAGES: dict[str, StageKind] = {
