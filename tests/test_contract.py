@@ -12,6 +12,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.settings import build, from_environment, from_mapping, suggest
 from stoker.contract.shape import as_json, option, replace, shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.spelling import suggest_file
 
 
 @pytest.mark.parametrize(("text", "count"), [("20GB", 20 * 10**9), ("1.5GiB", 1610612736), ("512mb", 512 * 10**6), ("7", 7), ("3 TB", 3 * 10**12)])
@@ -111,6 +112,41 @@ def test_suggestions_know_abbreviations() -> None:
     flags = ["--nproc-per-node", "--grace", "--name", "--gpus"]
     assert suggest("--nprc", flags) == "; did you mean --nproc-per-node?"
     assert suggest("--zzzzzzzz", flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("missing.txt", ["bin.txt", "mixed.txt"], ""),
+        ("notes.txt", ["n.txt", "votes-of-all.txt"], ""),
+        ("a.txt", ["b.txt"], ""),
+        ("part-1.txt", ["part-2.txt"], ""),
+        ("part-1.jsonl", ["part-2.jsonl", "part-1.json"], "part-1.json"),
+        ("train.text", ["train.txt"], "train.txt"),
+        ("bock.txt", ["book.txt", "back.md"], "book.txt"),
+        ("texts/bock.txt", ["book.txt"], "texts/book.txt"),
+        ("okay.py", ["ok.py"], "ok.py"),
+    ],
+)
+def test_a_file_is_suggested_only_where_its_name_is_close(word: str, known: list[str], meant: str) -> None:
+    assert suggest_file(word, known) == (f"; did you mean {meant}?" if meant else "")
+
+
+@pytest.mark.parametrize(
+    ("word", "known", "meant"),
+    [
+        ("stf", ["sft", "stable"], "sft"),
+        ("huge", ["debug", "small", "stable"], ""),
+        ("--steps", ["--max-steps", "--seed"], "--max-steps"),
+        ("--steps", ["--max-steps", "--warmup-steps"], ""),
+        ("layers.9.mlp", ["layers.1.mlp"], ""),
+        ("xy", ["xz"], ""),
+        ("epcohs", ["epochs", "eps"], "epochs"),
+        ("colour", ["count", "color"], "color"),
+    ],
+)
+def test_a_name_is_suggested_only_where_it_is_close(word: str, known: list[str], meant: str) -> None:
+    assert suggest(word, known) == (f"; did you mean {meant}?" if meant else "")
 
 
 def test_verdict_survives_json_and_a_newer_writer() -> None:

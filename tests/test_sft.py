@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -33,19 +34,47 @@ def chats(count: int, seed: int) -> str:
     return "\n".join(rows)
 
 
-def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_path: Path) -> None:
-    words = bytes_tokenizer()
-    words.save(str(tmp_path / "tokenizer"))
+@pytest.fixture
+def begin(tmp_path: Path) -> Path:
+    """A model to begin with."""
+    bytes_tokenizer().save(str(tmp_path / "tokenizer"))
     model = Decoder(SMALL, 128)
     model.start(3)
     hf.save(model, str(tmp_path / "begin"), say=lambda line: None, tokenizer_folder=str(tmp_path / "tokenizer"))
+    return tmp_path / "begin"
+
+
+def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_start(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
+    (tmp_path / "chats.jsonl").write_text(chats(60, 0))
+    words = ("--model.load", str(begin), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", "0", "--parallel.device", "cpu")
+    dry = stoker("train", "sft", *words, "--dry-run", "--no-preflight")
+    done = stoker.torch("train", "sft", *words, "--runs-dir", str(tmp_path / "runs"), "--name", "plain", "--no-preflight")
+    assert dry.code == done.code == 0, dry.err + done.out + done.err
+    for shown in (dry.err, done.err):
+        assert "3 passes over your 60 conversations" in shown and "sft's default; --epochs or --max-steps" in shown, shown
+    (run,) = (tmp_path / "runs").glob("*-plain")
+    (steps,) = re.findall(r"length +([\d,]+) steps", done.err)
+    result = json.loads((run / "result.json").read_text())["metrics"]
+    assert result["steps"] == int(steps) and 20 <= result["steps"] <= 120 and "passes over" not in done.out
+    settings = (run / "config.yaml").read_text()
+    (rate,) = re.findall(r"learning rate +([\d.e-]+), cosine", done.err)
+    assert float(rate) == pytest.approx(2e-5 * (1e9 / 25_000) ** 0.25, rel=0.1)  # the model has some 25,000 parameters
+    assert f"  learning_rate: {float(rate)!r}\n" in settings and "epochs: 3.0\n" in settings and "max_steps: 0\n" in settings
+    # The recipe by itself, as torchrun starts it: rank 0 derives the same and prints it.
+    recipe = ("-m", "stoker.training.recipes.sft", *words, "--train.max_steps", "900")
+    alone = stoker.torch("run", "--no-preflight", "--nproc-per-node", "2", "--stop-after-steps", "2", *recipe)
+    shown = alone.out + alone.err
+    assert shown.count("passes over your 60 conversations  you set it") == 1 and shown.count("warning: ") == 1, shown
+
+
+def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
     (tmp_path / "chats.jsonl").write_text(chats(240, 0))
     (tmp_path / "other.jsonl").write_text(chats(40, 1))
     curves, held_out = [], []
     for ranks in (1, 2, 3):
         done = stoker.torch(
             "train", "sft", "--nproc-per-node", str(ranks), "--name", f"r{ranks}", "--runs-dir", str(tmp_path / "runs"), "--preset", "small",
-            "--model.load", str(tmp_path / "begin"), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", str(tmp_path / "other.jsonl"),
+            "--model.load", str(begin), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", str(tmp_path / "other.jsonl"),
             "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "20", "--learning-rate", "3e-3", "--log_every", "1",
             "--parallel.device", "cpu", "--eval_every", "0",
         )  # fmt: skip

@@ -28,9 +28,13 @@ from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.lengths import TooLong, too_long
 from stoker.speedrun.stages import OUR_WORLD, PROMPTS, Data, File, Stage, chain, dependents, selected
+from stoker.training.config.derived import Situation, derive
 from stoker.training.config.schema import Config
+from stoker.training.config.stages import LEARNING
+from stoker.training.data.amount import Amount
 from stoker.training.evaluate.asking import refuse_long
 from stoker.training.evaluate.tasks import read_tasks
+from stoker.training.model.config import ModelConfig
 
 # What `stoker train` does to the disk, without torch. "orders.json" beside it says how stages shall go wrong; "calls.jsonl" what was asked for.
 TRAIN = """
@@ -182,6 +186,17 @@ def changed(after: tuple[Stage, ...], code: Callable[[str], str] = same_code) ->
 
 
 SFT_RATE = float(next(stage for stage in STAGES if stage.name == "sft").keys["optim.learning_rate"])
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+@pytest.mark.parametrize("samples", [1, 1000, 10**7])
+def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: int) -> None:
+    """They were tuned: neither the model's size nor the amount of data may change them."""
+    stages = [stage for stage in chain(presets.PRESETS[preset], OUR_WORLD, 0) if stage.stage in LEARNING]
+    assert len(stages) == 6
+    for stage in stages:
+        at = Situation(ModelConfig(kv_heads=12, head_dim=64, ff=2048, vocab_size=768), Amount(samples, samples, "rows"), 8)
+        assert derive(LEARNING[stage.stage], config_of_stage(stage), stage.keys, at) == {}, stage.name
 
 
 @pytest.mark.parametrize(

@@ -16,20 +16,28 @@ from conftest import Stoker, gpu_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
-from stoker.training.config import aliases, dial, docs
+from stoker.training.config import aliases, dial, docs, table
 from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
+from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
 from stoker.training.config.flags import parse
 from stoker.training.config.keys import BARE, DEFAULTS, KEYS, config_of, values_of
 from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
-from stoker.training.config.resolve import combine, flags, recipe_config, resolve, settle
+from stoker.training.config.resolve import combine, flags, recipe_config, recipe_settings, resolve, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.config.stages import STAGES
+from stoker.training.config.situation import with_defaults
+from stoker.training.config.stages import LEARNING, STAGES
 from stoker.training.config.yamlform import as_yaml
+from stoker.training.data import amount
+from stoker.training.data.amount import Amount
 from stoker.training.model.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
+    "intermediate_size": 128, "vocab_size": 1024,
+}  # fmt: skip
 
 
 def config(*argv: str, environment: dict[str, str] | None = None, gpus: bool = False) -> Config:
@@ -304,6 +312,120 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
     assert recipe_config(flags(told, defaults), False, {}, defaults=defaults) == told  # what the ranks of `stoker train sft` make of it
 
 
+# ---- a stage's defaults ----
+
+TINY = ModelConfig(load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768)  # 0.5 M parameters
+LARGE = ModelConfig(load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False)  # 8 B
+
+
+def staged(stage: str, *argv: str, samples: int = 40, count: int = 200, model: ModelConfig = TINY, ranks: int | None = 1, gpus: bool = False) -> tuple[Config, list[str]]:
+    found = settle(gather(parse(["--model.load", "hf", *argv] if stage != "pretrain" else argv), {}), gpus, STAGES[stage].defaults)
+    unit = {"pretrain": "tokens", "reward": "pairs", "grpo": "prompts"}.get(stage, "conversations")
+    made, _, lines = with_defaults(stage, found.config, found.given, Situation(model, Amount(samples, count, unit), ranks), not gpus)
+    check(made, found.given, on_cpu=not gpus)
+    return made, lines
+
+
+@pytest.mark.parametrize(
+    ("stage", "model", "rate"),
+    [("sft", TINY, 1.3e-4), ("sft", LARGE, 1.2e-5), ("midtrain", TINY, 1e-3), ("midtrain", LARGE, 4.8e-5), ("reward", TINY, 4.4e-4), ("reward", LARGE, 5.9e-6),
+     ("grpo", TINY, 4.4e-5), ("grpo", LARGE, 5.9e-7), ("pretrain", TINY, 1e-3)],
+)  # fmt: skip
+def test_the_learning_rate_follows_from_stage_and_size(stage: str, model: ModelConfig, rate: float) -> None:
+    assert staged(stage, model=model)[0].optim.learning_rate == pytest.approx(rate)
+    assert staged(stage, "--learning-rate", "0.5", model=model)[0].optim.learning_rate == 0.5
+    assert staged(stage, "--preset", "stable", model=model)[0].optim.learning_rate == pytest.approx(rate / 3 if stage != "pretrain" else 1e-4, rel=0.05)
+
+
+def test_200_chats_are_passed_over_three_times_and_not_275() -> None:
+    made, lines = staged("sft")
+    assert (made.train.max_steps, made.train.epochs, made.batch.tokens) == (0, 3.0, 256)
+    assert "3 passes over your 200 conversations" in lines[4] and "--epochs or --max-steps" in lines[4] and not any("warning" in line for line in lines)
+    asked, lines = staged("sft", "--max-steps", "10000", "--batch.tokens", "4096")
+    assert (asked.train.max_steps, asked.batch.tokens) == (10_000, 4096)
+    assert lines[-1].startswith("warning: 4,000 passes over your 200 conversations") and "--epochs 3 is the default" in lines[-1]
+    assert "you set it" in lines[4] and "sft's default" in lines[1]
+
+
+def test_what_is_given_wins_over_what_is_derived(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("train: {epochs: 7}\nbatch: {accumulation: 2}\n")
+    made, _ = staged("sft", "--config", str(path))
+    assert (made.train.epochs, made.train.max_steps, made.batch.tokens, made.batch.accumulation) == (7.0, 0, 0, 2)
+    assert made.optim.learning_rate == 1.3e-4
+    assert staged("sft", "--config", str(path), "--max-steps", "5")[0].train.max_steps == 5
+    assert staged("sft", "--optim.kind", "muon")[0].optim.muon_learning_rate == pytest.approx(1.3e-4 * 96**0.5, rel=0.05)
+    assert staged("sft", "--optim.kind", "muon", "--muon-learning-rate", "0.3")[0].optim.muon_learning_rate == 0.3
+
+
+def test_debug_keeps_its_ten_steps_in_every_stage() -> None:
+    for stage in LEARNING:
+        made, _ = staged(stage, "--debug")
+        assert (made.train.max_steps, made.batch.tokens, made.batch.micro) == (10, 0, 2), stage
+
+
+@pytest.mark.parametrize(
+    ("samples", "tokens", "steps", "epochs"), [(8, 256, 0, 4.0), (120, 512, 0, 4.0), (3000, 4096, 500, 1.0), (10**6, 4096, 500, 1.0)]
+)
+def test_small_text_is_read_four_times_at_most_and_large_text_as_the_preset_says(samples: int, tokens: int, steps: int, epochs: float) -> None:
+    made, _ = staged("pretrain", samples=samples)
+    assert (made.batch.tokens, made.train.max_steps, made.train.epochs) == (tokens, steps, epochs)
+
+
+def test_a_batch_has_a_sample_for_every_rank_and_more_where_there_is_more_data() -> None:
+    def of(samples: int, ranks: int | None) -> int:
+        return staged("sft", "--preset", "production", samples=samples, ranks=ranks)[0].batch.tokens // 2048
+
+    assert [of(10, 1), of(10, 8), of(10, None), of(100, 1), of(5000, 1), of(5000, 8), of(150_000, 8), of(10**9, 8)] == [1, 8, 16, 2, 32, 32, 128, 256]
+
+
+@pytest.mark.parametrize(("prompts", "steps"), [(8, 2), (100, 31), (1000, 100), (4000, 125), (10**6, 1000)])
+def test_grpo_steps_follow_from_the_prompts(prompts: int, steps: int) -> None:
+    made, lines = staged("grpo", samples=prompts, count=prompts)
+    assert made.train.max_steps == steps and f"{steps:,} steps" in lines[4] and not any("warning" in line for line in lines)
+
+
+@pytest.mark.parametrize("stage", LEARNING)
+def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> None:
+    for argv in ([], ["--epochs", "2"], ["--max-steps", "9"], ["--accumulation", "3"], ["--debug"]):
+        made, _ = staged(stage, *argv)
+        keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
+        found = recipe_settings(flags(made, keep), False, {}, defaults=STAGES[stage].defaults)
+        assert found.config == made and set(derivable(STAGES[stage].learning)) <= set(found.given)
+
+
+def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
+    found = settle(gather(parse(["--model.load", "hf"]), {}), False, STAGES["sft"].defaults)
+    made, derived, lines = with_defaults("sft", found.config, found.given, Situation(TINY, None, 1), True)
+    assert derived == {"optim.learning_rate": 1.3e-4} and made.train.max_steps == 500 and "not on this machine yet" in lines[0]
+
+
+def test_the_table_in_the_docs_is_what_the_rules_give() -> None:
+    text = (ROOT / "docs" / "pipeline.md").read_text()
+    shown = text.partition(table.BEGIN + "\n")[2].partition(table.END)[0]
+    assert shown == table.table(), "python -m stoker.training.config.table prints it"
+
+
+def test_no_case_of_the_table_is_absurd() -> None:
+    for line in table.table().splitlines()[2:]:
+        stage, _, preset, _, _, rate, _, steps, passes = [cell.strip() for cell in line.strip("|").split("|")]
+        assert 2e-7 <= float(rate) <= 1e-3 and float(passes) <= 10, line
+        assert preset == "debug" or 10 <= int(steps.replace(",", "")) <= 10_000, line
+        assert stage != "sft" or preset == "debug" or float(passes) == 3, line
+
+
+def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(('{"messages": ' + "x" * 387 + "}\n") * 100 + "\n")
+    made = config("--data", str(chats), "--data.kind", "chat", "--data.validation", "0.1", "--context-length", "128", "--batch.tokens", "128")
+    found = amount.estimated(made, 1024)
+    assert found is not None and found.count == 90 and found.unit == "conversations" and not found.exact and 60 <= found.samples <= 90
+    assert amount.estimated(config("--data", "someone/data-set"), 1024) is None
+    made = config("--grpo.prompts", str(chats), "--reward.pairs", str(chats), "--max-samples", "30")
+    assert amount.of_prompts(made).count == 30 and amount.of_pairs(made, 1024).count == 90
+    assert amount.of_pairs(replace(made, reward=replace(made.reward, held_out="x")), 1024).count == 100
+
+
 # ---- refusals ----
 
 
@@ -490,9 +612,10 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
     done = trainer(*DRY, "--max-steps", "7", "--nproc-per-node", "2", env={"STOKER_TRAIN_OPTIM_BETA1": "0.8"})
     assert done.code == 0, done.err
     assert "preset small: no GPU to train on" in done.err and "  max_steps: 7\n" in done.out and "  beta1: 0.8\n" in done.out
-    command = "-m stoker.training.recipes.pretrain --preset small --data.path text.txt --optim.beta1 0.8 --train.max_steps 7"
-    assert f"would start 2 ranks of: {sys.executable} {command}\n" in done.out
+    command = "-m stoker.training.recipes.pretrain --preset small --data.path text.txt --batch.tokens 512 --optim.beta1 0.8 --train.max_steps 7"
+    assert f"would start 2 ranks of: {sys.executable} {command} " in done.out
     assert sorted(path.name for path in trainer.cwd.iterdir()) == ["machine.json", "text.txt"]
+    assert "pretrain: 4." in done.err and "passes over your" in done.err and "you set it; --epochs or --max-steps" in done.err, done.err
     plan = json.loads(trainer(*DRY, "--json").out)
     assert plan["argv"][1:5] == ["-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 
@@ -617,5 +740,6 @@ def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Sto
     done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
     assert done.code == 66 and "model.load weights has no tokenizer.json: name the tokenizer it was trained with" in done.err
     stoker.script("weights/tokenizer.json", "{}")
+    stoker.script("weights/config.json", json.dumps(LLAMA))
     done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
     assert done.code == 0 and "the tokenizer is that of model.load: weights" in done.err and "path: weights" in done.out, done.err

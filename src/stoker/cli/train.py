@@ -17,6 +17,7 @@ from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
+from stoker.training.config.derived import derivable
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.lasting import lasting, pinned, with_tokenizer
@@ -44,7 +45,8 @@ stages:
 """
 _EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
-preset < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags. docs/config.yaml has every key in one file.
+preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
+< flags. docs/config.yaml has every key in one file.
 exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
 
 
@@ -92,8 +94,11 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         _say(line)
     if resolved.config.model.load and not resolved.config.tokenizer.path:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
-    if STAGES[stage].prepares and not options.dry_run:
-        _prepare(resolved, options)
+    ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
+    if STAGES[stage].learning is not None:
+        resolved = _with_stage_defaults(stage, resolved, _most_ranks(resolved.config, options, machine, gpus), ready, on_cpu(resolved.config, gpus))
+    if ready is not None:
+        _check_resume(resolved.config, ready)
     if resolved.config.parallel.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # one CPU rank, or as many as asked for, and no GPU locked
     for name in [name for name in os.environ if name.startswith(PREFIX)]:
@@ -102,8 +107,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         os.environ[names.TERMINAL] = "1"
     from stoker.cli.run import start
 
+    keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    code = start(Request(options, module(stage), tuple(flags(resolved.config, STAGES[stage].defaults)), given, tuple(flags(lasting(resolved.config)))))
+    code = start(Request(options, module(stage), tuple(flags(resolved.config, keep)), given, tuple(flags(lasting(resolved.config)))))
     if options.dry_run and not options.json and not code:
         from stoker.training.config.yamlform import as_yaml
 
@@ -182,7 +188,7 @@ def _check_inputs(stage: str, config: Config) -> None:
             raise Refusal(f"{key} {path}: there is no such file or folder", EX_NOINPUT)
 
 
-def _prepare(resolved: Resolved, options: RunOptions) -> None:
+def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     """Before there are ranks, never inside a process group; then what only the data can tell."""
     from stoker.training.data.prepare import prepare
 
@@ -193,6 +199,21 @@ def _prepare(resolved: Resolved, options: RunOptions) -> None:
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
         _check_weights(config.model.load, config.model.vocab_size, ready)
+    return ready
+
+
+def _with_stage_defaults(stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool) -> Resolved:
+    """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every rank."""
+    from stoker.training.config.situation import situation, with_defaults
+
+    at = situation(stage, resolved.config, ranks, ready)
+    config, _, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)
+    for line in lines:
+        _say(line)
+    return replace(resolved, config=config)
+
+
+def _check_resume(config: Config, ready: Prepared) -> None:
     from stoker.training.loop.resume import check_before_launch, nothing_left
 
     begins = check_before_launch(config.checkpoint, config.model, config.optim.kind, ready)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import argparse
 
+from stoker.contract import spelling
 from stoker.contract.names import EX_CONFIG, EX_USAGE, Refusal
 from stoker.contract.shape import Option, options_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any, NoReturn, TypeVar
 
     T = TypeVar("T")
 
-
-_LONGEST_NAME = 200
+suggest = spelling.suggest
 
 
 class Parser(argparse.ArgumentParser):
@@ -32,19 +32,6 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         first = next((word for word in words if word.startswith("-")), words[0])
         raise Refusal(f"unknown option {first}{suggest(first.partition('=')[0], flags)}", EX_USAGE)
-
-
-def suggest(word: str, known: Iterable[str]) -> str:
-    """; did you mean ...? A beginning that is nearly right counts as much as the whole: people abbreviate."""
-    if len(word) > _LONGEST_NAME:  # comparing takes as long as word and names together, many times over
-        return ""
-    import difflib
-
-    def likeness(name: str) -> float:
-        return max(difflib.SequenceMatcher(None, word, part).ratio() for part in (name, name[: len(word) + 1]))
-
-    best = max(known, key=likeness, default="")
-    return f"; did you mean {best}?" if best and likeness(best) > 0.6 else ""
 
 
 def _kind(settings: type[Any], name: str) -> str:

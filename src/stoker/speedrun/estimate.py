@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.shape import fields_of, replace, shape
 from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage
 from stoker.training.config.resolve import combine
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.rows import parameters as parameters_of
 
 
 @shape
@@ -76,9 +78,8 @@ def _values(stage: Stage) -> dict[str, Any]:
 
 
 def parameters(values: Mapping[str, Any], vocabulary: int) -> int:
-    dim, heads, shared, width = (int(values[f"model.{name}"]) for name in ("dim", "heads", "kv_heads", "head_dim"))
-    block = dim * width * (2 * heads + 2 * shared) + 3 * dim * int(values["model.ff"]) + 2 * dim
-    return int(values["model.layers"]) * block + dim + vocabulary * dim * (1 if values["model.tied"] else 2)
+    shape = ModelConfig(**{name: values[f"model.{name}"] for name in fields_of(ModelConfig)})
+    return parameters_of(replace(shape, vocab_size=vocabulary))
 
 
 def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pace, ranks: int) -> Estimate:

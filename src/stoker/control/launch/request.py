@@ -7,6 +7,7 @@ import sys
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import options_of, replace, shape
+from stoker.contract.spelling import suggest_file
 from stoker.contract.untrusted import open_regular
 from stoker.control.launch.options import RunOptions
 
@@ -160,14 +161,11 @@ def _check_script(path: str, own_python: bool) -> None:
 
 
 def _near(path: str) -> str:
-    import difflib
-
     folder = os.path.dirname(path) or "."
     try:
-        found = difflib.get_close_matches(os.path.basename(path), [name for name in os.listdir(folder) if name.endswith(".py")], 1)
+        return suggest_file(path, [name for name in os.listdir(folder) if name.endswith(".py")])
     except OSError:
         return f"; the folder {folder} is not there either"
-    return f"; did you mean {os.path.join(os.path.dirname(path), found[0])}?" if found else ""
 
 
 def _check_module(name: str) -> None:

@@ -13,6 +13,7 @@ from stoker.contract import layout, names, untrusted
 from stoker.contract.process import owner, process
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
+from stoker.contract.spelling import suggest
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership
 
@@ -324,8 +325,6 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
 
 
 def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
-    import difflib
-
     shown = printable(which, 100)
     path = os.path.join(root, which)
     broken = dict(listing.damaged).get(which)
@@ -336,11 +335,10 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
         if not ownership.is_mine(uid, root):
             user = ownership.user_name(uid)
             return names.Refusal(f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}", names.EX_NOPERM)
-    near = difflib.get_close_matches(which, [run.id for run in listing.runs] + [run.name for run in listing.runs], 1, 0.4)
-    hint = f"; `stoker runs` lists the {len(listing.runs)} there" if listing.runs else ""
-    if near:
-        hint = f"; did you mean {printable(near[0])}?"
-    return names.Refusal(f"no run {shown!r} in {printable(root)}{hint}", names.EX_NOINPUT)
+    hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
+    if not hint and listing.runs:
+        hint = f"; `stoker runs` lists the {len(listing.runs)} there"
+    return names.Refusal(f"no run {shown!r} in {printable(root)}{printable(hint)}", names.EX_NOINPUT)
 
 
 # ---- how it stands ----

@@ -10,8 +10,10 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import shape
 from stoker.training.config import presets
 from stoker.training.config.aliases import RENAMED, SECTION_VALUES, TRANSLATED
+from stoker.training.config.derived import about
 from stoker.training.config.keys import BARE, KEYS, LEAVES
 from stoker.training.config.schema import ABOUT
+from stoker.training.config.stages import LEARNING
 
 STANDS_ALONE = ("use_amp", "gradient_checkpointing", "debug")  # aliases that may come without a value
 
@@ -47,7 +49,8 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
         alone = key.kind == "bool"
         differs = presets.differing(dotted)
         default = "none" if key.default in ((), "") else key.text(key.default)
-        text = f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''})"
+        derived = about(dotted, LEARNING)
+        text = f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''}{f'; stages: {derived}' if derived else ''})"
         metavar = key.spec.metavar or ("|".join(key.spec.choices) if key.spec.choices else None if alone else key.name.split("_")[-1].upper())
         _add(sections[key.section], dotted, [f"--{dotted}"], text, metavar, alone)
         _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)

@@ -115,10 +115,10 @@ def on_cpu(config: Config, gpus_present: bool) -> bool:
     return config.parallel.device == "cpu" or (config.parallel.device == "auto" and not gpus_present)
 
 
-def recipe_config(
+def recipe_settings(
     argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
-) -> Config:  # fmt: skip
+) -> Resolved:  # fmt: skip
     """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker run` have no meaning here."""
     told = parse(argv)
     layers = gather(told, os.environ if environment is None else environment)
@@ -127,4 +127,11 @@ def recipe_config(
     if say is not None and not any(flag.name == aliases.PRESET for flag in told):
         for line in found.lines:
             say(line)
-    return found.config
+    return found
+
+
+def recipe_config(
+    argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> Config:  # fmt: skip
+    return recipe_settings(argv, gpus_present, environment, say, defaults).config

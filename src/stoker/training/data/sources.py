@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
+from stoker.contract.spelling import suggest_file
 from stoker.training.data.hub import fetch
 from stoker.training.data.looks import check_head
 from stoker.training.data.ours import files_below
@@ -61,6 +61,12 @@ def check_there(paths: Sequence[str]) -> None:
         _files(path, "", lambda line: None, hub=lambda *_: "")
 
 
+def local_files(paths: Sequence[str]) -> list[str]:
+    """Nothing where a path is a hub id: its rows are not here yet."""
+    files = [list(_files(path, "", lambda line: None, hub=lambda *_: "")) for path in paths]
+    return [] if [""] in files else [file for found in files for file in found]
+
+
 def share_of(text: str) -> float | None:
     """What `data.validation` holds out of the data; None: it is a path."""
     try:
@@ -87,7 +93,7 @@ def _files(path: str, cache: str, say: Callable[[str], None], hub: Callable[...,
     if _HUB.fullmatch(path) and not os.path.isdir(above) and os.path.splitext(path)[1].lower() not in (*FORMS, *PACKED):
         return [hub(path, cache, say)]
     near = os.listdir(above or ".") if os.path.isdir(above or ".") else []
-    raise Refusal(f"{path} is not there{suggest(os.path.basename(path), near)}", EX_NOINPUT)
+    raise Refusal(f"{path} is not there{suggest_file(path, near)}", EX_NOINPUT)
 
 
 def _filled(files: list[str], where: str, say: Callable[[str], None]) -> list[str]:

@@ -38,7 +38,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 def main(argv: list[str]) -> int:
     # Settings, refused here where they can't work.
-    c = stage.settings(argv)
+    c = stage.settings(argv, "grpo")
     check(c)
     folder, micro = where_runs_go(c), micro_batch(c)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)

@@ -16,7 +16,7 @@ import torch
 
 from stoker.training.config.check import check_data, check_ranks
 from stoker.training.config.lasting import with_tokenizer
-from stoker.training.config.resolve import recipe_config
+from stoker.training.config.resolve import recipe_settings
 from stoker.training.config.stages import STAGES
 from stoker.training.data.prepare import prepare
 from stoker.training.loop.job import Job
@@ -33,7 +33,8 @@ def learn(name: str, argv: list[str]) -> int:
     stages = Stages()
     stages.done("imports")
     # Settings: a preset, a file, the environment, flags. Refused here, before anything is started, where they can't work.
-    c = recipe_config(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
+    resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
+    c = resolved.config
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)
     ready.environment(c.data.cache)
@@ -45,6 +46,7 @@ def learn(name: str, argv: list[str]) -> int:
         c = with_tokenizer(c, stage.from_rank_0)
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
     check_data(c, prepared.train_tokens, prepared.vocab_size)
+    c = stage.with_stage_defaults(name, c, resolved.given, prepared)
     stages.done("data")
 
     group = Group(c.parallel)

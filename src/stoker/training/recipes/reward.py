@@ -31,7 +31,7 @@ from stoker.training.tokenizer import chat
 def main(argv: list[str]) -> int:
     stages = Stages()
     stages.done("imports")
-    c = stage.settings(argv)
+    c = stage.settings(argv, "reward")
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     if c.compute.attention in ("flash", "cudnn"):
         raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)

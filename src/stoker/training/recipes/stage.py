@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.control.record.metrics import read_metrics
 from stoker.training.checkpoint.folders import write_whole
-from stoker.training.config.resolve import recipe_config
+from stoker.training.config.derived import derivable
+from stoker.training.config.resolve import on_cpu, recipe_settings
 from stoker.training.config.schema import Config
+from stoker.training.config.situation import situation, with_defaults
+from stoker.training.config.stages import STAGES
 from stoker.training.data import jsonl
+from stoker.training.data.prepared import Prepared
 from stoker.training.forensics.culprit import NonFinite
 from stoker.training.loop.job import BEFORE, Job
 from stoker.training.loop.say import where_runs_go
@@ -30,9 +34,22 @@ RESULT = "result.json"
 SCHEMA = 1
 
 
-def settings(argv: list[str]) -> Config:
-    c = recipe_config(argv, torch.cuda.is_available(), say=from_rank_0)
+def settings(argv: list[str], training: str = "") -> Config:
+    """`training`: the stage's name, of one that trains: what nobody gave is derived."""
+    resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0)
+    c = resolved.config
     ready.environment(c.data.cache)
+    return with_stage_defaults(training, c, resolved.given) if training else c
+
+
+def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:
+    """`stoker train` has given every key that can be derived, and has printed the block. Under torchrun that is done here."""
+    if all(key in given for key in derivable(STAGES[name].learning)):
+        return c
+    at = situation(name, c, int(os.environ.get("WORLD_SIZE", "1")), prepared)
+    c, _, lines = with_defaults(name, c, given, at, on_cpu(c, torch.cuda.is_available()))
+    for line in lines:
+        from_rank_0(line)
     return c
 
 

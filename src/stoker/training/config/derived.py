@@ -1,0 +1,157 @@
+"""Settings that follow from the stage, the model's size and the amount of data, where nobody gave them. docs/pipeline.md has the rule and a table.
+
+key default < preset < derived < config file < environment < flags
+
+A preset is written for pretraining: what a stage derives lies over it. `debug` alone keeps its 10 steps and its batch in every stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from stoker.contract.shape import shape
+from stoker.training.config.keys import config_of, values_of
+from stoker.training.config.schema import Config
+from stoker.training.data.amount import Amount
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.rows import parameters
+
+RATE, CEILING = 2e-5, 1e-3  # full fine-tuning of a billion parameters; above that no stage goes at any size
+BILLION, LARGER = 1e9, 0.25  # above a billion parameters the rate falls with the fourth root of the size
+CAUTIOUS = {"stable": 1 / 3}  # of the rate, as that preset's own to production's
+CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as midtraining does
+KEEPS_ITS_LENGTH = ("debug",)
+MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
+RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
+RATES, LENGTH, BATCH = ("optim.learning_rate", "optim.muon_learning_rate"), ("train.max_steps", "train.epochs"), ("batch.tokens", "batch.accumulation")
+
+
+@shape
+class Learning:
+    """How a stage learns where nobody says otherwise."""
+
+    rate: float  # times RATE, for a billion parameters; 0: the preset's own
+    passes: float  # over the data
+    samples: int = 0  # in a step, while a pass has at most MOST_STEPS_A_PASS; 0: as many as the preset has
+    steps_a_pass: int = 1  # at least, where there are enough samples: the batch shrinks with the data
+    most_steps: bool = False  # the preset's max_steps is the most, and `passes` too
+    power: float = 0.5  # below a billion parameters the rate grows with this power of 1 / size
+    prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
+
+
+GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = 100, 1000, 10  # wanted; at most; and the passes that few prompts are asked for it
+
+
+@shape
+class Situation:
+    """What the rules look at beside the settings."""
+
+    model: ModelConfig  # with its vocab_size
+    amount: Amount | None  # None: the data is not here yet
+    ranks: int | None  # None: only the launch will show
+
+
+def derive(learning: Learning, config: Config, given: Collection[str], at: Situation) -> dict[str, Any]:
+    """The keys that nobody gave, with their values. Pure."""
+    found = {name: value for name, value in _rates(learning, config, at.model).items() if name not in given}
+    if at.amount is None:
+        return found
+    free_length = not set(LENGTH) & set(given) and config.preset not in KEEPS_ITS_LENGTH
+    if learning.prompts:
+        return found | ({"train.max_steps": _grpo_steps(config, at.amount.samples)} if free_length else {})
+    samples = samples_a_step(config, at.ranks)
+    if not set(BATCH) & set(given) and config.preset not in KEEPS_ITS_LENGTH and config.batch.tokens:
+        samples = _samples(learning, config, at)
+        found["batch.tokens"] = samples * config.data.context_length
+    if free_length and not (learning.most_steps and config.train.max_steps * samples <= learning.passes * at.amount.samples):
+        found |= {"train.max_steps": 0, "train.epochs": learning.passes}
+    return found
+
+
+def settled(learning: Learning, config: Config, given: Collection[str], at: Situation) -> tuple[Config, dict[str, Any]]:
+    """The configuration with what was derived, and that alone."""
+    found = derive(learning, config, given, at)
+    return config_of(config.preset, values_of(config) | found), found
+
+
+def derivable(learning: Learning | None) -> tuple[str, ...]:
+    """What a launcher says to its ranks in any case: they must not derive it again."""
+    if learning is None:
+        return ()
+    return (*RATES, *LENGTH) if learning.prompts else (*RATES, *LENGTH, *BATCH)
+
+
+def rate_at(size: int, power: float) -> float:
+    smaller = BILLION / max(size, 1)
+    return RATE * smaller ** (power if smaller > 1 else LARGER)
+
+
+def samples_a_step(config: Config, ranks: int | None) -> int:
+    batch = config.batch
+    return batch.tokens // config.data.context_length or max(batch.micro, 1) * batch.accumulation * (ranks or 1)
+
+
+def steps_and_passes(learning: Learning, config: Config, at: Situation) -> tuple[int, float]:
+    """Of the whole run. The passes of data that is not here yet are nan."""
+    samples = config.grpo.prompts_per_step if learning.prompts else samples_a_step(config, at.ranks)
+    if at.amount is None:
+        return config.train.max_steps, math.nan
+    steps = config.train.max_steps or max(-(-round(config.train.epochs * at.amount.samples) // samples), 1)
+    return steps, steps * samples / at.amount.samples if config.train.max_steps else config.train.epochs
+
+
+def _rates(learning: Learning, config: Config, model: ModelConfig) -> dict[str, float]:
+    share = learning.rate or (CONTINUED if config.model.load else 0.0)
+    if not share:
+        return {}
+    rate = min(share * rate_at(parameters(model), learning.power), CEILING) * CAUTIOUS.get(config.preset, 1.0)
+    found = {"optim.learning_rate": _two_digits(rate)}
+    if config.optim.kind == "muon":  # an orthogonal matrix has entries of about 1/√width: the same change per weight
+        found["optim.muon_learning_rate"] = _two_digits(rate * math.sqrt(model.dim))
+    return found
+
+
+def _samples(learning: Learning, config: Config, at: Situation) -> int:
+    assert at.amount is not None
+    preset = max(config.batch.tokens // config.data.context_length, 1)
+    most = min(max(learning.samples or preset, _power_of_two(at.amount.samples // MOST_STEPS_A_PASS)), preset)
+    wanted = at.amount.samples // learning.steps_a_pass
+    least = at.ranks if at.ranks is not None else RANKS_UNKNOWN
+    return max(most if wanted >= most else max(_power_of_two(wanted), 1), min(least, preset))
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is not above it; 0 of 0."""
+    return 1 << number.bit_length() - 1 if number > 0 else 0
+
+
+def _grpo_steps(config: Config, prompts: int) -> int:
+    a_pass = prompts / config.grpo.prompts_per_step
+    more = min(GRPO_STEPS, math.floor(GRPO_PASSES * a_pass))
+    return max(min(math.ceil(a_pass), GRPO_MOST_STEPS), more, 1)
+
+
+def _two_digits(value: float) -> float:
+    return float(f"{value:.1e}")
+
+
+def about(dotted: str, stages: Mapping[str, Learning]) -> str:
+    """What the generated docs say of a key that stages derive."""
+    packed = {name: learning for name, learning in stages.items() if not learning.prompts}
+    if dotted == "optim.learning_rate":
+        rates = ", ".join(f"{name} {learning.rate * RATE:g}" for name, learning in stages.items() if learning.rate)
+        return f"{rates} for 1 billion parameters; smaller models more, larger ones less (docs/pipeline.md), at most {CEILING:g}"
+    if dotted == "optim.muon_learning_rate":
+        return "the AdamW rate × √dim in all but pretrain"
+    if dotted == "train.epochs":
+        return ", ".join(f"{name} {learning.passes:g}{' at most' if learning.most_steps else ''}" for name, learning in packed.items())
+    if dotted == "train.max_steps":
+        grpo = f"grpo one pass over the prompts, up to {GRPO_PASSES} to make {GRPO_STEPS} steps, {GRPO_MOST_STEPS:,} steps at most"
+        return f"{grpo}; others 0, so that epochs counts (pretrain: where the data is small)"
+    if dotted == "batch.tokens":
+        most = ", ".join(f"{name} {learning.samples}" for name, learning in packed.items() if learning.samples)
+        least = ", ".join(f"{name} {learning.steps_a_pass}" for name, learning in packed.items())
+        return f"{most} samples, more where a pass has over {MOST_STEPS_A_PASS:,} steps, fewer where it has under: {least}; never above the preset's"
+    return ""
