@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from stoker.contract.collectives import digest
+from stoker.contract.quantities import ranks_text
+from stoker.control.verdict.hang import summary
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot, read
-from stoker.control.watch.stacks import ranks_text
 from stoker.control.watch.straggler import who_is_late, why
 from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
 
@@ -85,9 +86,12 @@ def test_another_operation_and_another_shape_are_proof() -> None:
     other = rank(1, group(op(25), op(26, "gloo:broadcast", [[3]], done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
     stall = found(waiting(0), other, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("op-mismatch", 1, True)
-    shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=BACKWARD)
     stall = found(waiting(0), shape, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("shape-mismatch", 1, True)
+    elsewhere = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    stall = found(waiting(0), elsewhere, waiting(2))
+    assert (stall.kind, stall.rank, stall.proof) == ("diverged", 1, True)
 
 
 def test_the_same_numbers_in_another_shape_are_fine() -> None:
@@ -152,6 +156,67 @@ def test_groups_entered_in_opposite_order() -> None:
 
     stall = found(pair(0, "1", "2"), pair(1, "2", "1"), members={"1": (0, 1), "2": (0, 1)})
     assert (stall.kind, stall.proof) == ("diverged", True)
+
+
+def entry(number: int, seq: int, name: str = "gloo:all_reduce", size: int = 72, pg: str = "0") -> dict[str, Any]:
+    return {"process_group": [pg, "default_pg" if pg == "0" else "undefined"], "collective_seq_id": seq, "profiling_name": name, "input_sizes": [[size]], "retired": True, "time_created_ns": number}
+
+
+def test_what_comes_next_is_known_from_what_came_before() -> None:
+    """Each step reduces a metric, then the gradients. A rank that leaves the metric out makes an operation that never came next."""
+    steps = [entry(n, n, size=5 if n % 2 else 289) for n in range(1, 41)]
+    said = {"as before": entry(41, 41, size=5), "left out": entry(41, 41, size=289), "another": entry(41, 41, "gloo:barrier", 1)}
+    assert {name: digest({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {"as before": True, "left out": False, "another": False}
+    assert digest({"entries": steps[:3]})[0]["ops"][-1]["usual"] is None  # nothing has repeated itself yet
+    evaluated = [entry(n, n, size=7 if n % 20 == 0 else 289) for n in range(1, 100)]  # an evaluation now and then
+    assert digest({"entries": [*evaluated, entry(100, 100, size=7)]})[0]["ops"][-1]["usual"]
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
+    def one(number: int) -> Snapshot:
+        usual = number != guilty
+        last = {**op(26, "gloo:all_reduce" if usual else "gloo:barrier", done=False), "usual": usual}
+        return rank(number, group(op(25), last), frames=BACKWARD if usual else [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "save")])
+
+    stall = found(one(0), one(1))
+    assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
+    text = summary(stall, "CPU0")
+    assert f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+
+
+def test_a_tie_names_both_with_their_lines() -> None:
+    stall = found(waiting(0), rank(1, group(op(25), op(26, "gloo:broadcast", done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")]))
+    assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
+    text = summary(stall, "")
+    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+@pytest.mark.parametrize("guilty", [0, 1, 2, 3])
+def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty: int, used: bool) -> None:
+    """Everybody ends up waiting for the partner, who waits for the guilty one."""
+    partner = guilty ^ 1
+
+    def one(number: int) -> Snapshot:
+        past = [op(1, order=24)] if used else []
+        mine = [] if number == guilty else [op(len(past) + 1, done=number != partner, order=30)]
+        world = [op(25, order=25)] if number == partner else [op(25, order=25), op(26, done=False, order=40)]
+        pair = group(*past, *mine, name=str(1 + number // 2), about="")
+        return rank(number, group(op(23, order=23), *world), *([pair] if past or mine else []), frames=ALL_REDUCE if number == partner else BACKWARD)
+
+    stall = found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)})
+    assert (stall.kind, stall.rank, stall.proof) == ("diverged", guilty, True)
+
+
+def test_stages_of_a_pipeline_may_differ() -> None:
+    """Ranks 0 and 1 reduce other sizes than ranks 2 and 3, in every step; rank 3 sleeps."""
+    def one(number: int) -> Snapshot:
+        stage = number // 2
+        mine = group(*(op(n, sizes=[[10 + stage]], done=not (n == 9 and number == 2), order=2 * n) for n in range(5, 9 if number == 3 else 10)), name=str(1 + stage), about="")
+        return rank(number, group(*(op(n, order=2 * n + 1) for n in range(5, 9))), mine, frames=at(12) if number == 3 else ALL_REDUCE, syscall="clock_nanosleep")
+
+    assert found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}).rank == 3
 
 
 def test_a_receive_without_a_send() -> None:

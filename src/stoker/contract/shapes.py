@@ -92,6 +92,7 @@ class Stall:
     silent_s: float = 0.0
     step: int = 0
     evidence: tuple[str, ...] = ()
+    parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()  # ranks that wait for each other: (ranks, what they entered, where), the wrong ones first
 
 
 @shape

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
-from stoker.contract.shapes import RankEnd
+from stoker.contract.shapes import RankEnd, RankError
+from stoker.contract.stacktext import threads_of
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
@@ -15,7 +16,19 @@ from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from stoker.control.watch.numbers import BadNumber
+
+
+def place_in(error: RankError) -> list[Any]:
+    """Where an exception was raised, as the one frame of a stack."""
+    return [[error.function, error.file, error.line]] if error.file else []
+
+
+def main_thread(stack: str) -> list[Any]:
+    """The main thread's frames in faulthandler's report."""
+    return next((thread["frames"] for thread in threads_of(stack) if thread["main"]), [])
 
 
 class Hearing:
@@ -80,8 +93,7 @@ class Hearing:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            told = error.collectives
-            self._feed(lambda: self._attempt.watch.failed(message["rank"], told))
+            self._feed(lambda: self._attempt.watch.failed(message["rank"], error.collectives, place_in(error)))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
@@ -97,9 +109,9 @@ class Hearing:
         )  # fmt: skip
         attempt.ends[rank] = end
         self._feed(lambda: attempt.watch.ended(rank, int(message["code"])))
-        if error is not None:
-            told = error.collectives
-            self._feed(lambda: attempt.watch.failed(rank, told))
+        if error is not None or stack:
+            collectives, frames = (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
+            self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message.get("elastic"):
             record.save(layout.rank_error(record.dir, attempt.number, rank), {**(message.get("error") or {}), "torchelastic": message.get("elastic")})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
 from stoker.control.verdict import data  # noqa: F401  registers data.shm
 from stoker.control.verdict.catalogue import CATALOGUE, entry
@@ -150,17 +151,38 @@ def cause_of(stall: Stall) -> str:
 
 
 def summary(stall: Stall, label: str) -> str:
-    """rank 1 (CPU1) stands still since 4 s at step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in gloo:all_reduce [[4]]"""
+    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in gloo:all_reduce [[4]]"""
+    step = f" after step {stall.step}" if stall.step else " before the first step"
+    if stall.parties:
+        return _parted(stall, label, step)
     if stall.rank is None:
-        return f"no rank goes on since {stall.silent_s:.0f} s: {stall.detail}" + (f" ({stall.where})" if stall.where else "")
+        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (f" ({stall.where})" if stall.where else "")
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (f" in {stall.operation}" if stall.operation else "")
-    step = f" after step {stall.step}" if stall.step else " before its first step"
+    if stall.kind == "left":
+        return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
+
+
+def _parted(stall: Stall, label: str, step: str) -> str:
+    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31, in save; ranks 0, 2-3 entered …"""
+    each = [f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}" for ranks, entered, where in stall.parties[:4]]
+    more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
+    if stall.rank is None:
+        everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
+        return f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen from outside"
+    who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
+    others = ranks_text(stall.waiting)
+    what = f"left the training loop{step}, with fewer batches than {others}" if stall.kind == "unequal" else f"left the path of {others}{step}"
+    return f"{who} {what}: {'; '.join(each)}{more}"
+
+
+def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
+    return "it" if ranks == (stall.rank,) else ranks_text(ranks)
 
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
@@ -175,7 +197,7 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
         }  # fmt: skip
     return {
         "cause": known.id, "rank": stall.rank, "exit_code": EX_SOFTWARE, "summary": summary(stall, label), "retryable": known.retryable, "at_once": True,
-        "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence],
+        "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}" if stall.silent_s else why, *stall.evidence],
         "fix": [line.replace("{where}", stall.where or "the stacks").replace("{rank}", str(stall.rank)) for line in known.fix],
         "where": stall.where, "step": stall.step,
     }  # fmt: skip

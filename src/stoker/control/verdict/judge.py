@@ -14,6 +14,7 @@ from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
+from stoker.control.verdict.wording import exit_code
 
 AT_ONCE_S = 5.0
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
@@ -28,9 +29,11 @@ def judge(evidence: Evidence) -> Verdict:
         return replace(known, retryable=False, evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     guilty = _guilty(evidence)
     stall = evidence.stall
-    if stall is not None and stall.rank is not None and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
-        label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
-        told = hang.trouble(stall, label, "the ranks that waited for it gave up")
+    if stall is not None and (stall.rank is not None or stall.parties) and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
+        accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
+        told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
+        if accused is not None and failed(accused, evidence.stopped_at):
+            told["exit_code"] = exit_code(accused)
         return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
         before = guilty is not None and when(guilty) < evidence.stopped_at

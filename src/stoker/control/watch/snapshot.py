@@ -39,6 +39,7 @@ class Op:
     sizes: tuple[Any, ...]
     done: bool
     order: int
+    usual: bool | None = None  # it is what came next before too (contract/collectives.py)
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.sizes)}" if self.sizes else self.name
@@ -130,7 +131,7 @@ def groups(told: Any) -> tuple[Group, ...]:
     return tuple(
         Group(
             str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(one.get("ranks") or ()),
-            tuple(Op(op["seq"], op["p2p"], str(op["op"]), tuple(op["sizes"]), bool(op["done"]), op["order"]) for op in one.get("ops") or ()),
+            tuple(Op(op["seq"], op["p2p"], str(op["op"]), tuple(op["sizes"]), bool(op["done"]), op["order"], op.get("usual")) for op in one.get("ops") or ()),
         )
         for one in told or ()
     )  # fmt: skip

@@ -8,10 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.culprit import explain
+from stoker.control.watch.diverged import after_the_end
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot
 from stoker.control.watch.straggler import Stragglers
@@ -118,13 +119,13 @@ class Watcher:
             one.stopped_since = 0.0
         self._forget()
 
-    def failed(self, rank: int, collectives: Sequence[Any]) -> None:
-        """Its last operations, told with its exception. The newest one is what failed, though torch calls it done."""
+    def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
+        """Its last operations, told with its exception, and its stack. The newest operation is what failed, though torch calls it done."""
         newest = max((op.get("order", 0) for group in collectives for op in group.get("ops") or ()), default=0)
         for group in collectives:
             for op in group.get("ops") or ():
                 op["done"] = op.get("done") and op.get("order") != newest
-        self._failed[rank] = Snapshot(rank, state="Z", groups=snapshot.groups(collectives))
+        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]})
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
@@ -305,10 +306,11 @@ class Watcher:
         `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd one.
         """
         if len(self._failed) > 1:
-            steps = {rank: one.steps for rank, one in self._ranks.items()}
-            found = explain({**self.snapshots, **self._failed}, self._world, self._members, {}, dict.fromkeys(self._failed, 0.0), steps)
-            if found is not None and found.kind in ("op-mismatch", "shape-mismatch", "unequal"):
-                return found
+            seen = {**self.snapshots, **self._failed}
+            stall = after_the_end(seen, self._members, self._world, sizes_differ)
+            if stall is not None:
+                made = [self._ranks[rank].steps for rank in ((stall.rank,) if stall.rank is not None else self._failed) if rank in self._ranks]
+                return replace(stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values())))
         return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:
