@@ -434,6 +434,15 @@ def test_three_bad_losses_are_firm_one_is_not() -> None:
         (b"no loss nan\n", False), (b"loss: nanometers\n", False), (b"step 3 loss 2.5\n", False), (b"lossless compression: nan\n", False),
         (b"[eval] step 3 loss: nan\n", False), (b"Validation - loss: nan\n", False), (b"eval/lm_loss: nan\n", False), (b"lm loss: nan\n", True),
         (b"epoch 3 | 5 min | loss: nan\n", True), (b"best 2.31 last 2.40 | loss nan\n", True), (b"best loss: nan\n", False),
+        (b"{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '4.7e-05', 'epoch': '0.06'}\n", True),  # transformers 5
+        (b"{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 4.7e-05, 'epoch': 0.06}\n", True),  # transformers 4
+        (b"{'loss': '0', 'grad_norm': '0.0', 'epoch': '0.06'}\n", False), (b"{'loss': '2.31', 'grad_norm': '1.2'}\n", False),
+        (b"{'loss': '0', 'grad_norm': 'nan', 'num_tokens': '4096', 'mean_token_accuracy': '0', 'rewards/chosen': 'nan', 'kl': 'nan'}\n", True),  # TRL
+        (b"Epoch 0:   5%|5   | 21/400 [00:01<00:24, 15.6it/s, v_num=0, train_loss=nan.0]\r", True),  # Lightning, tqdm
+        (b"Epoch 0:   5%|5   | 21/400 [00:01<00:24, 15.6it/s, v_num=0, train_loss=2.310]\r", False),
+        (b"Epoch 0/9 --- 41/400 0:00:03 * 0:00:28 13.08it/s v_num: 0.000 \x1b[37mtrain_loss: \x1b[0mnan\n", True),  # Lightning, rich
+        (b"epoch 0: step 20: {'train_loss': nan, 'lr': 0.001}\n", True), (b"loss: tensor(nan, grad_fn=<MeanBackward0>)\n", True),  # accelerate
+        (b"iter 21: loss nan, time 28.27ms, mfu -100.00%\n", True), (b"{'eval_loss': 'nan', 'epoch': '1'}\n", False),
         (b"glossary: inf\n", False), (b"the loss is a number\n", False), (b"loss: 1.5 | nan checks: 0\n", False),
     ],
 )  # fmt: skip
@@ -448,6 +457,35 @@ def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
     assert told == [], "a critic's may grow as it should"
     told = [one for _ in range(9) for one in losses.read(0, b"aux_loss: nan\n")]
     assert [(one.kind, one.firm, one.stops) for one in told] == [("loss", False, False)]
+
+
+def test_a_gradient_scaler_may_overflow_for_a_while() -> None:
+    fine, bad = b"{'loss': '2.3', 'grad_norm': '1.1'}\n", b"{'loss': '2.3', 'grad_norm': 'inf'}\n"
+    told = Losses().read(0, (bad * 9 + fine) * 3)
+    assert [(one.kind, one.firm) for one in told] == [("grad-norm", False)]
+    told = Losses().read(0, fine + bad * 10)
+    assert [(one.kind, one.firm) for one in told] == [("grad-norm", False), ("grad-norm", True)]
+
+
+def test_a_bar_that_is_drawn_again_counts_once() -> None:
+    losses, bar = Losses(), b"Epoch 0:   5%%|5   | %d/400 [00:01<00:24, train_loss=nan.0]\r"
+    assert not any(one.firm for one in losses.read(0, bar % 21 * 5))
+    assert any(one.firm for one in losses.read(0, bar % 22 + bar % 23))
+
+
+def test_a_loss_that_one_rank_prints_may_be_any_ranks() -> None:
+    losses = Losses()
+    assert [one.shared for one in losses.read(0, b"loss nan\n")] == [True]
+    losses.read(1, b"loss 2.0\n")
+    assert [one.shared for one in losses.read(0, b"loss nan\nloss nan\n")] == [False]
+
+
+def test_a_last_loss_that_is_no_number_is_noted() -> None:
+    losses = Losses()
+    losses.read(0, b"loss 2.0\nloss nan\n")
+    assert [one.value for one in losses.unresolved()] == ["nan"]
+    losses.read(0, b"loss 2.0\n")
+    assert losses.unresolved() == []
 
 
 def test_lines_that_come_in_pieces_and_floods() -> None:

@@ -9,7 +9,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 _CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in
+
+
+def is_library(file: str) -> bool:
+    """Not the script's own code."""
+    return any(part in file for part in _LIBRARY)
 
 
 def threads_of(text: str) -> list[dict[str, Any]]:

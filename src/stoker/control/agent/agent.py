@@ -20,6 +20,7 @@ from typing import Any
 
 from stoker.contract import protocol
 from stoker.contract.names import EX_OSERR, Refusal
+from stoker.contract.untrusted import parse_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
 from stoker.control.agent.gate import Gate
@@ -333,7 +334,7 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            self._relay.say({"is": "error", "rank": rank.rank, "error": _read_json(rank.files["error"])})
+            self._relay.say({"is": "error", "rank": rank.rank, "error": _parse_json(name) if name else _read_json(rank.files["error"])})
             self._vitals.note_holders(rank, self._nvml, self._sweeper.run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
@@ -405,6 +406,13 @@ def _read_json(path: str) -> Any:
         with open(path, encoding="utf-8") as file:
             return json.load(file)
     except (OSError, ValueError):
+        return None
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:  # cut off on its way
         return None
 
 

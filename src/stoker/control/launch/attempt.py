@@ -9,6 +9,7 @@ from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
+from stoker.control.verdict.quoted import unquoted
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
@@ -94,6 +95,12 @@ class Attempt:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
+    def note_bad_numbers(self) -> None:
+        """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
+        from stoker.control.verdict.numbers import summary
+
+        self.notes += [f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had" for bad in self.losses.unresolved()]
+
     def evidence(self) -> Evidence:
         return Evidence(
             self.expected,
@@ -113,7 +120,7 @@ def read_error(data: Any) -> RankError | None:
         return None
     known = {key: value for key, value in data.items() if key in fields_of(RankError)}
     try:
-        return RankError(**known)
+        return unquoted(RankError(**known))
     except TypeError:
         return None
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
+from stoker.contract.shape import replace
 from stoker.contract.shapes import RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
@@ -202,13 +203,15 @@ class Hearing:
     def _bad_number(self, bad: BadNumber) -> None:
         from stoker.control.verdict import numbers
 
-        label = self._label(bad.rank)
-        said = numbers.summary(bad.kind, bad.rank, label, bad.step, bad.value)
+        label, world = self._label(bad.rank), self._attempt.plan.world_size
+        if not bad.step:  # the line has none: the optimizer's count, as of now
+            bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0))
+        said = numbers.summary(bad, label, world)
         self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
         if not bad.firm:
             self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" and bad.stops else f"stoker: {said}")
         elif self._options.on_nan == "stop":
-            self._attempt.trouble.append(numbers.trouble(bad.kind, bad.rank, label, bad.step, bad.value, bad.source, bad.line))
+            self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:
             self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
             self._say(f"stoker: {said}, and stays so; the job goes on (--on-nan warn)")

@@ -184,12 +184,17 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
     import json
     import traceback
 
+    from stoker.contract.stacktext import is_library
+
     frames = traceback.extract_tb(trace)
     theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(theirs)), frames[-1] if frames else None)  # the user's own line
+    own = [frame for frame in frames if not frame.filename.startswith(theirs) and not is_library(frame.filename)]
+    last = next(reversed(own), frames[-1] if frames else None)  # the user's own line
     file, line, function = (last.filename, last.lineno or 0, last.name) if last else ("", 0, "")
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
+    elif kind.__name__ == "BdbQuit":
+        line = _breakpoint_before(file, line)
     try:
         message = str(value)
     except Exception as problem:  # a __str__ that raises must not cost us the report
@@ -203,9 +208,20 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump(report, out)
         os.replace(_files["error"] + ".tmp", _files["error"])
-    except OSError as problem:
+    except OSError as problem:  # a full disk: the agent gets the report itself, cut to what one datagram holds
         sys.stderr.write(f"stoker: could not keep the error report: {problem}\n")
+        short = {**report, "message": message[:4000], "traceback": str(report["traceback"])[-8000:], "collectives": []}
+        tell("error", json.dumps(short))
+        return
     tell("error")
+
+
+def _breakpoint_before(file: str, line: int) -> int:
+    """The debugger stops at the line after its call."""
+    import linecache
+
+    near = (number for number in range(line, max(0, line - 10), -1) if "breakpoint(" in (text := linecache.getline(file, number)) or "set_trace(" in text)
+    return next(near, line)
 
 
 def _collectives(value: BaseException) -> list[Any]:

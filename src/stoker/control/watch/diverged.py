@@ -62,7 +62,7 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
     told = tuple((party.ranks, _entered(party, apart.parties), _where(party, snapshots)) for party in apart.parties)
     usual = next((party for party in reversed(apart.parties) if party.op is not None), apart.parties[-1])
     frame = _frame(snapshots, rank) if rank is not None else None
-    lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}{f' at {where}' if where else ''}" for party, (_, _, where) in zip(apart.parties, told, strict=True)]
+    lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
     return Stall(
         kind, rank, odd, others, str(frame or ""), "", str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo", proof,
         evidence=(*lines, apart.how), parties=told,

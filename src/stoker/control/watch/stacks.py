@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from stoker.contract.quantities import ranks_text
+from stoker.contract.stacktext import is_library
 from stoker.control.watch.snapshot import Frame, Snapshot
 
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 # Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
 _COLLECTIVES = tuple(f"torch/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/"))
 _LOADER = ("_next_data", "_try_get_data", "_get_data")
 
 
 def is_users(frame: Frame) -> bool:
-    return not any(part in frame.file for part in _LIBRARY)
+    return not is_library(frame.file)
 
 
 def users_frame(frames: Iterable[Frame]) -> Frame | None:
