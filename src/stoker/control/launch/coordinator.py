@@ -191,9 +191,7 @@ class Coordinator:
             self._record.event(kind, **more)
 
     def _say(self, line: str) -> None:
-        if self._output is not None and not self._output.between_lines():
-            line = "\n" + line
-        self._console.put(2, line.encode("utf-8", "backslashreplace") + b"\n")
+        self._console.put(2, line.encode("utf-8", "backslashreplace") + b"\n", own=True)
         if self._record is not None:
             self._record.say(line)
 
