@@ -15,6 +15,8 @@ from stoker.contract.shapes import Verdict
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
+_MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
+
 
 def parser() -> Parser:
     made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
@@ -79,10 +81,17 @@ def _show(verdict: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     if restarts:
         print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
-        print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
+        print(f"seen {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
     if run_dir:
         print(f"record: {run_dir}")
     return 0
+
+
+def _another_attempt(verdict: Verdict) -> str:
+    """Whether an error of the script's own comes again nobody knows before it does: nothing is promised then."""
+    if not verdict.retryable:
+        return "; another attempt would not help"
+    return "" if verdict.cause in _MAYBE_DETERMINISTIC else "; another attempt could help"
 
 
 def _suspicions(run_dir: str) -> list[dict[str, Any]]:

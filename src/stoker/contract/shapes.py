@@ -74,13 +74,15 @@ class Evidence:
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
+    notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
 
 
 @shape
 class Stall:
     """A rank that stopped making progress, as the watch room explains it."""
 
-    kind: str  # stopped, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    kind: str
     rank: int | None
     ranks: tuple[int, ...] = ()  # all that are guilty of it
     waiting: tuple[int, ...] = ()  # those that wait for them

@@ -109,9 +109,10 @@ class Attempt:
             self.stop_now,
             self.stopped_at,
             self.steps_reached,
-            self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
+            self.watch.stall if self.stop_signal else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
             tuple(self.trouble),
             self.regrouping,
+            tuple(self.notes),
         )
 
 

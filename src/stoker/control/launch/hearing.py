@@ -214,7 +214,7 @@ class Hearing:
             self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:
             self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
-            self._say(f"stoker: {said}, and stays so; the job goes on (--on-nan warn)")
+            self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)")
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])

@@ -176,11 +176,21 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
+    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be what is reported here."""
     global _reported
     if _reported or not inside():
         return
     _reported = True
     when = time.time_ns()
+    for last in (False, False, True):
+        try:
+            return _write_report(kind, value, trace, late, when)
+        except Exception:
+            if last:
+                raise
+
+
+def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, when: int) -> None:
     import json
     import traceback
 

@@ -16,10 +16,17 @@ _STACKS = "the stacks of all ranks and their workers are in the record: stacks.t
 entry(
     "hang.stopped",
     "A rank's process is stopped.",
-    seen="/proc says state T, in two looks",
+    seen="/proc says state T. The job is stopped for it only when --hang-timeout is over",
     contradicts="it was continued in the meantime, or the whole run is suspended (Ctrl-Z)",
     fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it", _STACKS),
     retryable=True,
+)
+entry(
+    "hang.debugged",
+    "A debugger or tracer holds a rank's process.",
+    seen="/proc says state t",
+    contradicts="state T: hang.stopped",
+    fix=("the run waits for as long as the debugger holds it: continue it there, or detach", _STACKS),
 )
 entry(
     "hang.sleep",
@@ -177,8 +184,8 @@ def _parted(stall: Stall, label: str, step: str) -> str:
         return f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen from outside"
     who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ranks_text(stall.waiting)
-    what = f"left the training loop{step}, with fewer batches than {others}" if stall.kind == "unequal" else f"left the path of {others}{step}"
-    return f"{who} {what}: {'; '.join(each)}{more}"
+    what = {"unequal": f"left the training loop{step}, with fewer batches than {others}", "shape-mismatch": f"uses another size than {others}{step}"}
+    return f"{who} {what.get(stall.kind, f'left the path of {others}{step}')}: {'; '.join(each)}{more}"
 
 
 def _they(stall: Stall, ranks: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 
-from stoker.contract.quantities import counted
+from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
@@ -17,6 +17,7 @@ from stoker.control.verdict.consequence import failed, is_collectives, is_conseq
 from stoker.control.verdict.wording import exit_code
 
 AT_ONCE_S = 5.0
+LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
@@ -38,7 +39,7 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.stop_signal:
         before = guilty is not None and when(guilty) < evidence.stopped_at
         if not before:
-            return launch.stopped(evidence)
+            return launch.stopped(evidence, *_known_by_then(evidence))
         assert guilty is not None
         found = explain(guilty, evidence)
         return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
@@ -52,6 +53,19 @@ def judge(evidence: Evidence) -> Verdict:
     if guilty is None:
         return launch.unknown(evidence)
     return explain(guilty, evidence)
+
+
+def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """What was wrong when somebody stopped the run: (in one line, its evidence, what to do)."""
+    stall = evidence.stall
+    if stall is not None:
+        label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
+        suspected = hang.trouble(stall, label, "")
+        return suspected["summary"], stall.evidence, tuple(suspected["fix"])
+    if evidence.notes:
+        return evidence.notes[0], (), ()
+    left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
+    return (f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before", (), ()) if left else ("", (), ())
 
 
 def _everybody(evidence: Evidence) -> str:

@@ -86,19 +86,19 @@ _UNKNOWN = entry(
 )  # fmt: skip
 
 
-def stopped(evidence: Evidence) -> Verdict:
+def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
+    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not have helped then."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     how = "at once" if evidence.stop_now else "gracefully"
-    fix: tuple[str, ...] = ()
     if late:
         it = "it" if len(late) == 1 else "they"
         how = f"and rank {', '.join(str(end.rank) for end in late[:8])} did not end in the time {it} had: killed, so what {it} had not saved is lost"
-        fix = ("--grace 5m gives ranks longer to save and end",)
+        fix = fix or (() if known else ("--grace 5m gives ranks longer to save and end",))
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
+    summary = f"stopped by {name}, {how}" + (f". Known by then: {known}" if known else "")
     return Verdict(
-        "stopped", "launch.stopped", f"stopped by {name}, {how}", 128 + evidence.stop_signal,
-        evidence=(f"the launcher received {name}", *ends), retryable=False, fix=fix,
+        "stopped", "launch.stopped", summary, 128 + evidence.stop_signal, evidence=(f"the launcher received {name}", *ends, *seen), retryable=False, fix=fix,
     )  # fmt: skip
 
 

@@ -43,9 +43,9 @@ def _culprit(
     snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state == "T"]
+    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [rank for rank, one in snapshots.items() if one.state == "t"]
     if stopped:
-        return _alone(stopped, snapshots, graph, proof=True)
+        return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
     odds = mismatched(snapshots, graph, members, world)
     if odds is not None:
         return odds
@@ -73,15 +73,15 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, proof: bool = False) -> Stall:
+def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
     if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
         detail = "it waits for the others to join the process group"
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
-    one = snapshots[rank]
-    if one.message and not proof:  # gloo's recorder knows no send and receive: the stack does
+    one, proof = snapshots[rank], False
+    if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
         whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}" if one.peer is not None else "that nobody answers"
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
         if one.peer in waiting:
@@ -117,7 +117,7 @@ def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
 def _by_stacks(snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
-    others = [rank for rank in snapshots if rank not in waiters]
+    others = [rank for rank, one in snapshots.items() if rank not in waiters and one.state != "Z"]
     if waiters and not others:
         left = [rank for rank, code in ended.items() if code == 0]
         if left:
