@@ -225,7 +225,7 @@ def skips_pair(step: int) -> None:
     if step == AT_STEP and guilty():
         fault()
         return
-    dist.all_reduce(torch.ones(3), group=_groups[RANK // 2])
+    dist.all_reduce(torch.ones(3), group=_groups[RANK // 2])  # line: skips-pair
 
 
 def skips_pair_once(step: int) -> None:
@@ -236,7 +236,7 @@ def skips_pair_once(step: int) -> None:
         if guilty():
             fault()
             return
-        dist.all_reduce(torch.ones(3), group=_groups[RANK // 2])
+        dist.all_reduce(torch.ones(3), group=_groups[RANK // 2])  # line: skips-pair-once
 
 
 _EVERY_STEP = {

@@ -5,6 +5,7 @@ import warnings
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from mistakes import STEPS, WIDTH, WORKERS, Samples, at_step
 from moment import WORLD
 from torch.utils.data import DataLoader
@@ -34,7 +35,7 @@ def main() -> None:
     loader = DataLoader(Samples(STEPS), batch_size=None, num_workers=WORKERS, prefetch_factor=1 if WORKERS else None)
     trainer = lightning.Trainer(
         accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-        use_distributed_sampler=False, default_root_dir=os.environ.get("FAULTS_DIR", "."),
+        use_distributed_sampler=False, callbacks=[TQDMProgressBar(refresh_rate=1)], default_root_dir=os.environ.get("FAULTS_DIR", "."),
     )  # fmt: skip
     trainer.fit(Model(), loader)
 

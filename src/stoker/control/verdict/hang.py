@@ -110,15 +110,16 @@ entry(
 entry(
     "hang.op-mismatch",
     "Ranks have entered different operations.",
-    seen="the flight recorder: the same number of the same group is another operation on this rank",
+    seen="the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what most did not; of as many on each "
+    "side, who left the order in which the operations came before; without such an order both are named and nobody is blamed",
     contradicts="the operation is done on some rank: then they do match",
     fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
 )
 entry(
     "hang.shape-mismatch",
     "Ranks have entered the same operation with different shapes.",
-    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number",
-    contradicts="operations whose sizes may differ (gather, all_to_all)",
+    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may have ended a rank for it (SIGABRT)",
+    contradicts="operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged",
     fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
 )
 entry(
@@ -139,8 +140,9 @@ for _backend in ("gloo", "nccl"):
     )
     entry(
         f"{_backend}.diverged",
-        "Ranks are on different paths: each waits in a group the others have not entered.",
-        seen="the flight recorder: a ring of ranks waiting for each other in different groups, or sends and receives that don't pair",
+        "Ranks are on different paths: each waits in a call the others have not made.",
+        seen="the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at different lines, or in sends and "
+        "receives that don't pair. Blamed is who left the path of most ranks; of as many on each side, who left the order of the steps before",
         contradicts="one of them waits for nobody: then that one is late",
         fix=(
             "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",

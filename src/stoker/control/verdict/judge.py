@@ -24,7 +24,8 @@ _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, dat
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
-        known = launch.trouble(evidence)
+        raised = _raised_before(evidence)
+        known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
         if not evidence.stop_signal:
             return known
         return replace(known, retryable=False, evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
@@ -53,6 +54,15 @@ def judge(evidence: Evidence) -> Verdict:
     if guilty is None:
         return launch.unknown(evidence)
     return explain(guilty, evidence)
+
+
+def _raised_before(evidence: Evidence) -> RankEnd | None:
+    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not get through its exit."""
+    if not evidence.trouble[0]["cause"].startswith("hang."):
+        return None
+    end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
+    own = end is not None and end.error is not None and not is_consequence(end) and when(end) < evidence.stopped_at
+    return end if own else None
 
 
 def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
