@@ -4,7 +4,7 @@
     python benchmarks/faults.py --only hang_sleep-2 crash_import  some
     python benchmarks/faults.py --kind hang --no-torchrun
     python benchmarks/faults.py --gpu                             only those that need a GPU
-    python benchmarks/faults.py --family style --repeat 3         programs in the styles of HF Trainer, Lightning, accelerate, nanoGPT and plain DDP, three times
+    python benchmarks/faults.py --family style --repeat 3         programs in the styles of HF Trainer, Lightning and others, three times
 
 Seconds are counted from the fault itself, whose time the script leaves in a file right before it breaks: to the explanation (a hang: the suspicion
 that names the right rank; else the verdict; of torchrun: its error report) and to clean (the launcher has ended and no process is left).

@@ -354,6 +354,25 @@ def test_what_goes_on_is_relieved() -> None:
     assert watch.stall is None
 
 
+def test_who_has_ended_does_not_make_progress_again() -> None:
+    watch, now = watched()
+    drive(watch, now, 30, WAITING, SLEEPING)
+    watch.ended(1, 0)
+    watch.beats(0, 401, 1, 30.0, now + 31)
+    assert watch.look(now + 31) == [] and watch.stall is None
+
+
+def test_a_stopped_process_is_given_the_whole_timeout() -> None:
+    watch, now = watched(timeout=60.0)
+    for one in (0, 1):
+        watch.vitals(one, "T" if one else "S", 0.0, 0, now)
+    stopped = {"state": "T", "samples": [[{"main": True, "frames": at(12)}]]}
+    actions = drive(watch, now, 90, WAITING, stopped)
+    suspected, stopped_at = (next((when, action) for when, action in actions if isinstance(action, kind)) for kind in (Suspect, Stop))
+    assert suspected[0] < 5 and 50 < suspected[0] + suspected[1].stops_in < 65 and 55 < stopped_at[0] < 65
+    assert suspected[1].stall.kind == "stopped"
+
+
 def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     watch, now = watched()
     for one in (0, 1):
