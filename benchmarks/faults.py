@@ -43,7 +43,7 @@ from cases import CASES, Case  # noqa: E402
 TAG = "FAULTS_TAG"
 STOKER, TORCHRUN = "stoker", "torchrun"
 PATIENCE_S = {STOKER: 90.0, TORCHRUN: 40.0}  # after the fault
-START_S = 60.0  # until the fault
+START_S = 180.0  # until the fault: four ranks that import transformers on a busy machine
 LEFT_AFTER_S = 1.0  # a process that is still there this long after its launcher's end was left behind
 _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NPROC_PER_NODE", "NUM_GPUS", "FAULTS_DIR")
 _NAMING = ("exception", "rank-exit", "suspicion", "straggler", "verdict")
