@@ -4,6 +4,7 @@
     python benchmarks/faults.py --only hang_sleep-2 crash_import  some
     python benchmarks/faults.py --kind hang --no-torchrun
     python benchmarks/faults.py --gpu                             only those that need a GPU
+    python benchmarks/faults.py --family style --repeat 3         programs in the styles of HF Trainer, Lightning and others, three times
 
 Seconds are counted from the fault itself, whose time the script leaves in a file right before it breaks: to the explanation (a hang: the suspicion
 that names the right rank; else the verdict; of torchrun: its error report) and to clean (the launcher has ended and no process is left).
@@ -42,7 +43,7 @@ from cases import CASES, Case  # noqa: E402
 TAG = "FAULTS_TAG"
 STOKER, TORCHRUN = "stoker", "torchrun"
 PATIENCE_S = {STOKER: 90.0, TORCHRUN: 40.0}  # after the fault
-START_S = 60.0  # until the fault
+START_S = 180.0  # until the fault: four ranks that import transformers on a busy machine
 LEFT_AFTER_S = 1.0  # a process that is still there this long after its launcher's end was left behind
 _TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NPROC_PER_NODE", "NUM_GPUS", "FAULTS_DIR")
 _NAMING = ("exception", "rank-exit", "suspicion", "straggler", "verdict")
@@ -62,6 +63,8 @@ class Result:
     clean_s: float | None = None
     right_rank: bool = False
     right_cause: bool | None = None  # None: this launcher names no causes
+    right_line: bool | None = None  # None: the case has no line to name, or this launcher names none
+    verdict: str = ""  # cause and rank, to compare repetitions
     code: int | None = None  # None: it had to be killed
     right_code: bool = False
     leftovers: int = 0
@@ -234,7 +237,8 @@ def _heard_from_stoker(case: Case, result: Result, folder: Path, fault: float, _
     return dataclasses.replace(
         result, noticed_s=seen[0] - fault if seen else None, explained_s=when - fault if when is not None else None,
         right_rank=rank in case.rank, right_cause=cause in case.cause,
-        found=f"{cause} rank {rank}: {verdict.get('summary', '')[:200]}" if cause else "", wrong="; ".join(wrong),
+        right_line=all(place in verdict.get("summary", "") for place in case.places) if case.line else None, verdict=f"{cause} rank {rank}",
+        found=f"{cause} rank {rank}: {verdict.get('summary', '')[:400]}" if cause else "", wrong="; ".join(wrong),
     )  # fmt: skip
 
 
@@ -268,23 +272,28 @@ def _lines(path: Path) -> list[str]:
 
 
 def table(results: list[Result]) -> str:
-    head = ["case", "ranks", "stoker: explained", "clean", "right rank", "right cause", "exit code", "left"]
+    head = ["case", "ranks", "stoker: explained", "clean", "right rank", "right cause", "right line", "exit code", "left"]
     head += ["torchrun: explained", "clean", "right rank", "exit code", "left"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for name in dict.fromkeys(result.case for result in results):
-        ours, theirs = (next((one for one in results if one.case == name and one.way == way), None) for way in (STOKER, TORCHRUN))
+        ours, theirs = (_worst([one for one in results if one.case == name and one.way == way]) for way in (STOKER, TORCHRUN))
         one = ours or theirs
         assert one is not None
         lines.append(f"| {name} | {one.ranks} | {' | '.join(_cells(ours, True))} | {' | '.join(_cells(theirs, False))} |")
     return "\n".join(lines)
 
 
+def _worst(repeated: list[Result]) -> Result | None:
+    """Of a case's repetitions: one that is wrong, else the slowest."""
+    return max(repeated, key=lambda one: (not one.right, one.right_line is False, one.explained_s or 0.0), default=None)
+
+
 def _cells(one: Result | None, causes: bool) -> list[str]:
     if one is None:
-        return ["–"] * (6 if causes else 5)
+        return ["–"] * (7 if causes else 5)
     left = f"{one.leftovers}" + (f", {one.gpu_gb:.1f} GB" if one.gpu_gb else "")
     code = f"killed after {PATIENCE_S[one.way]:.0f} s" if one.code is None else f"{one.code}" + ("" if one.right_code or not causes else " ✗")
-    cause = [_yes(one.right_cause is True and not one.wrong)] if causes else []
+    cause = [_yes(one.right_cause is True and not one.wrong), "–" if one.right_line is None else _yes(one.right_line)] if causes else []
     return [_seconds(one.explained_s), _seconds(one.clean_s), _yes(one.right_rank), *cause, code, left]
 
 
@@ -307,7 +316,12 @@ def totals(results: list[Result]) -> str:
         told = f"right rank {rank} of {len(mine)}"
         if way == STOKER:
             codes = sum(one.right_code for one in mine)
-            told = f"right cause and rank {both} of {len(mine)} ({both / len(mine):.0%}), {told}, right exit code {codes} of {len(mine)}"
+            lines_ = [one.right_line for one in mine if one.right_line is not None]
+            told = f"right cause and rank {both} of {len(mine)} ({both / len(mine):.1%}), {told}, right exit code {codes} of {len(mine)}"
+            told += f", right line {sum(lines_)} of {len(lines_)} ({sum(lines_) / len(lines_):.1%})" if lines_ else ""
+            verdicts = {name: {one.verdict for one in mine if one.case == name} for name in {one.case for one in mine}}
+            if len(mine) > len(verdicts):
+                told += f"; the same verdict every time in {sum(len(each) == 1 for each in verdicts.values())} of {len(verdicts)} cases"
         explained, left = sum(one.explained_s is not None for one in hangs), sum(one.leftovers for one in mine)
         lines.append(f"- **{way}**: {told}; hangs explained {explained} of {len(hangs)}; left behind: {left} processes")
         slowest = {"notice": _slowest(mine, "noticed_s"), "explanation": _slowest(mine, "explained_s")}
@@ -350,6 +364,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME", help="some cases; their names are in tests/faults/cases.py")
     kinds = sorted({case.kind for case in CASES})
     parser.add_argument("--kind", nargs="+", choices=kinds, metavar="KIND", help=", ".join(kinds))
+    families = sorted({case.family for case in CASES})
+    parser.add_argument("--family", nargs="+", choices=families, metavar="FAMILY", help=", ".join(families))
+    parser.add_argument("--repeat", type=int, default=1, metavar="N", help="each case N times under stoker, and once under torchrun")
     parser.add_argument("--gpu", action="store_true", help="the cases that need a GPU, and only those")
     parser.add_argument("--no-torchrun", action="store_true")
     parser.add_argument("--torchrun-once", action="store_true", help="each script once under torchrun: a hang on 4 ranks is not waited for like that on 2")
@@ -364,7 +381,7 @@ def _chosen(asked: argparse.Namespace) -> Iterable[Case]:
         if asked.only:
             if case.name in asked.only:
                 yield case
-        elif (case.needs == "gpu") == asked.gpu and (not asked.kind or case.kind in asked.kind):
+        elif (case.needs == "gpu") == asked.gpu and (not asked.kind or case.kind in asked.kind) and (not asked.family or case.family in asked.family):
             yield case
 
 
@@ -380,14 +397,15 @@ def main() -> int:
         for number, case in enumerate(chosen):
             if case.name in skipped:
                 continue
-            for way in (STOKER, TORCHRUN):
+            for way in (*(STOKER,) * asked.repeat, TORCHRUN):
                 if way == TORCHRUN and (asked.no_torchrun or not case.torchrun or (asked.torchrun_once and case.script in under_torchrun)):
                     continue
                 if way == TORCHRUN:
                     under_torchrun.add(case.script)
                 one = attempt(case, way, asked.keep)
                 results.append(one)
-                sign = "✓" if one.right and (one.right_code or way == TORCHRUN) and not one.leftovers else "✗"
+                good = one.right and one.right_line is not False and (one.right_code or way == TORCHRUN) and not one.leftovers
+                sign = "✓" if good else "✗"
                 said = f"{one.found}{' – ' + one.wrong if one.wrong else ''}"
                 told = f"{_seconds(one.explained_s)}, code {one.code}, {one.leftovers} left; {said}"
                 print(f"{number + 1}/{len(chosen)} {sign} {case.name} {way}: {told}", file=sys.stderr, flush=True)

@@ -19,7 +19,9 @@ from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, 
 from stoker.control.verdict import docs
 from stoker.control.verdict.allocator import read
 from stoker.control.verdict.catalogue import CATALOGUE
+from stoker.control.verdict.hang import trouble
 from stoker.control.verdict.judge import judge
+from stoker.control.verdict.quoted import unquoted
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
@@ -44,6 +46,88 @@ def test_a_web_server_that_hangs_up_is_no_peer_that_left() -> None:
     for module, at, guilty in (("builtins", 5.2, 1), ("builtins", 60.0, 0)):  # a socket of the script's own, and a tracker's a minute later
         reset = err("ConnectionResetError", "[Errno 104] Connection reset by peer", module=module, at=at)
         assert verdict(end(reset, time=at), end(None, 0, rank=1, time=5.0)).rank == guilty
+
+
+HANDING_OVER = """Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", line 1291, in _try_get_data
+    data = self._data_queue.get(timeout=timeout)
+  File "/usr/lib/python3.11/multiprocessing/connection.py", line 395, in _recv
+    chunk = read(handle, remaining)
+"""
+
+
+@pytest.mark.parametrize(("kind", "message"), [("EOFError", ""), ("ConnectionResetError", "[Errno 104] Connection reset by peer"), ("FileNotFoundError", "[Errno 2] No such file or directory")])
+def test_a_worker_that_dies_while_it_hands_a_batch_over(kind: str, message: str) -> None:
+    """And its rank is to blame, though a broken connection is what a lost peer leaves too."""
+    found = verdict(end(err(kind, message, HANDING_OVER + f"{kind}: {message}")), end(err("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer", at=4.0), rank=1))
+    assert (found.cause, found.rank) == ("data.worker-died", 0)
+    inside = f"Caught {kind} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File \"data.py\", line 3, in __getitem__\n{kind}: {message}"
+    assert verdict(end(err(kind, inside, HANDING_OVER))).cause != "data.worker-died"
+
+
+def test_the_line_inside_another_process() -> None:
+    library = '  File "/venv/lib/python3.11/site-packages/torch/x.py", line 9, in call\n    f()\n'
+    inner = f'Traceback (most recent call last):\n  File "/me/data.py", line 3, in load\n    raise\n{library}ValueError: boom\nof two lines'
+    worker = unquoted(err("ValueError", f"Caught ValueError in DataLoader worker process 1.\nOriginal {inner}"))
+    assert (worker.file, worker.line, worker.function, worker.type) == ("/me/data.py", 3, "load", "ValueError")
+    assert worker.message.startswith("boom (in DataLoader worker process 1)\n")
+    spawned = unquoted(err("ProcessRaisedException", f"\n\n-- Process 1 terminated with the following error:\n{inner}", module="torch.multiprocessing.spawn"))
+    assert (spawned.line, spawned.type, spawned.message.splitlines()[0]) == (3, "ValueError", "boom (in process 1 that it started)")
+    plain = err("ValueError", "no traceback in it")
+    assert unquoted(plain) == plain
+
+
+FATAL = """Fatal Python error: Segmentation fault
+
+Thread 0x00007f5f52ffd6c0 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 982 in run
+
+Current thread 0x00007f5f95634b80 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/numpy/core.py", line 519 in dot
+  File "/me/model.py", line 94 in attend
+
+Thread 0x00007f5f95634b90 (most recent call first):
+  File "/me/train.py", line 12 in main
+"""
+
+
+def test_a_crash_is_told_of_the_thread_it_happened_in() -> None:
+    found = verdict(end(None, -11, stack=FATAL))
+    assert found.summary.endswith("died of SIGSEGV at /me/model.py:94, in attend (in dot, /venv/lib/python3.11/site-packages/numpy/core.py:519)")
+    nowhere = FATAL.replace("Current thread", "Thread")
+    assert "in a thread without Python code; the main thread was at /me/train.py:12, in main" in verdict(end(None, -11, stack=nowhere)).summary
+
+
+def test_our_own_line_about_a_full_disk_is_no_evidence() -> None:
+    found = verdict(end(None, 1, tail="Traceback ...\nValueError: boom\nstoker: could not keep the error report: [Errno 28] No space left on device\n"))
+    assert found.cause == "rank.exit"
+
+
+def test_another_attempt_is_not_promised_after_a_mistake_in_the_program() -> None:
+    assert not verdict(end(err("TypeError", "main() takes 0 positional arguments but 1 was given"))).retryable
+    assert verdict(end(err("ValueError", "boom"))).retryable
+
+
+SLEEPS = Stall("sleep", 1, (1,), (0,), "train.py:31, in load", "it sleeps", "gloo:all_reduce [[4]]", "gloo", silent_s=20.0, step=20, evidence=("rank 1: load",))
+
+
+def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
+    def ended(number: int) -> RankEnd:
+        return RankEnd(number, "", f"CPU{number}", 100 + number, -9, 60.0, ours=True)
+
+    late = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0))
+    assert "--grace" in late.fix[0] and "Known by then" not in late.summary
+    known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
+    assert known.cause == "launch.stopped" and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31" in known.summary
+    assert "rank 1: load" in known.evidence and not any("--grace" in line for line in known.fix) and "look at train.py:31, in load" in known.fix
+    noted = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, notes=("rank 1 (CPU1) is slow because it swaps",)))
+    assert "it swaps" in noted.summary and noted.fix == ()
+
+
+def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -> None:
+    stuck = RankEnd(1, "", "CPU1", 101, -15, 60.0, ours=True, error=err("ValueError", "boom"))
+    found = judge(Evidence(2, (end(None, -15, ours=True), stuck), stopped_at=50.0, trouble=(trouble(SLEEPS, "CPU1", "the time is over"),)))
+    assert (found.cause, found.rank) == ("rank.exception", 1)
 
 
 def cuda(words: str) -> RankError:
@@ -418,7 +502,7 @@ if __name__ == "__main__": main()
 
 @pytest.mark.parametrize(
     ("how", "ranks", "cause"),
-    [("cut", 1, "data.corrupt"), ("killed", 1, "data.worker-died"), ("missing", 1, "data.file-missing"), ("interface", 1, "gloo.interface"), ("shape", 2, "gloo.shape")],
+    [("cut", 1, "data.corrupt"), ("killed", 1, "data.worker-died"), ("missing", 1, "data.file-missing"), ("interface", 1, "gloo.interface"), ("shape", 2, "hang.shape-mismatch")],
 )
 def test_provoked_with_torch(stoker: Stoker, how: str, ranks: int, cause: str) -> None:
     pytest.importorskip("torch")

@@ -1,4 +1,4 @@
-"""One case of each family of tests/faults, for real. benchmarks/faults.py runs all of them, beside torchrun."""
+"""A spread over tests/faults, for real; all of it with STOKER_TEST_ALL=1. benchmarks/faults.py runs all of them, beside torchrun."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ import pytest
 from conftest import Done, Stoker
 from faults.around import cannot
 from faults.cases import CASES, Case
+from stoker.control.verdict import docs
+from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
-SHARED = ("around.py", "cases.py", "moment.py", "training.py")
-CHOSEN = [case for case in CASES if case.ci]
+SHARED = ("around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
+CHOSEN = [case for case in CASES if case.ci or os.environ.get("STOKER_TEST_ALL") == "1"]
 
 
 def launch(stoker: Stoker, case: Case) -> Done:
@@ -48,6 +50,7 @@ def test_the_verdict_names_the_cause_and_the_rank(stoker: Stoker, case: Case) ->
     assert done.code in case.exit_code and told["exit_code"] == done.code, done.err[-2000:]
     assert len(list(done.run_dir.glob("attempt-*"))) == case.attempts
     assert case.says in json.dumps(told)
+    assert all(place in told["summary"] for place in case.places), (case.places, told["summary"])
     if case.kind == "hang":
         suspected = [event.get("rank") for event in done.events if event["event"] == "suspicion"]
         assert suspected and all(rank in case.rank for rank in suspected), done.events[-5:]
@@ -56,6 +59,20 @@ def test_the_verdict_names_the_cause_and_the_rank(stoker: Stoker, case: Case) ->
 def test_each_family_has_a_case_here() -> None:
     assert {case.family for case in CHOSEN} == {case.family for case in CASES}
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_each_expected_cause_is_in_the_catalogue_and_alone_or_explained() -> None:
+    docs.page()
+    assert {cause for case in CASES for cause in case.cause} - CATALOGUE.keys() == set()
+    assert [case.name for case in CASES if len(case.cause) > 1 and not case.reason] == []
+    assert all(case.places for case in CASES if case.line)
+
+
+def test_the_guilty_rank_is_rank_0_as_often_as_another() -> None:
+    styles = [case for case in CASES if case.family == "style" and case.rank != (None,)]
+    first = sum(case.rank == (0,) for case in styles)
+    assert len(styles) >= 40 and 0.4 < first / len(styles) < 0.6, f"{first} of {len(styles)}"
+    assert {case.ranks for case in styles} == {2, 3, 4}
 
 
 def test_each_script_says_what_goes_wrong_and_is_in_the_table() -> None:

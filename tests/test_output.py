@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -13,19 +15,19 @@ from conftest import Stoker, wait_for
 
 
 def test_every_byte_arrives_in_order(stoker: Stoker) -> None:
-    """stdout and stderr interleaved, carriage returns, bytes that are no text, a 10 MB line, no last newline."""
+    """stdout and stderr interleaved, a progress bar, bytes that are no text, a 10 MB line, no last newline. Of the bar the file has its last state."""
+    no_text = bytes(code for code in range(256) if code not in b"\r\x1b")
     script = stoker.script(
         "bytes.py",
-        "import os, sys\nw = os.write\n"
+        f"import os, sys\nw = os.write\nBYTES = {no_text!r}\n"
         "w(1, b'out 1\\n'); w(2, b'err 1\\n'); w(1, b'out 2\\n'); w(2, b'err 2\\n')\n"
         "for i in range(0, 101, 10): w(2, b'\\r%3d%%|' % i + b'#' * (i // 10))\n"
-        "w(2, b'\\n'); w(1, bytes(range(256)) + b'\\n'); w(1, b'L' * 10_000_000 + b'\\n'); w(1, b'the end')\n",
+        "w(2, b'\\n'); w(1, BYTES + b'\\n'); w(1, b'L' * 10_000_000 + b'\\n'); w(1, b'the end')\n",
     )
     with open(stoker.cwd / "console", "wb") as console:
         run = stoker.start("run", "--nproc-per-node", "2", "--quiet", script, stdout=console, stderr=console)
         assert run.wait(60) == 0
-    bar = b"".join(b"\r%3d%%|" % i + b"#" * (i // 10) for i in range(0, 101, 10))
-    want = b"out 1\nerr 1\nout 2\nerr 2\n" + bar + b"\n" + bytes(range(256)) + b"\n" + b"L" * 10_000_000 + b"\nthe end"
+    want = b"out 1\nerr 1\nout 2\nerr 2\n100%|" + b"#" * 10 + b"\n" + no_text + b"\n" + b"L" * 10_000_000 + b"\nthe end"
     done = stoker.result()
     assert done.log(0) == want and done.log(1) == want
     shown = (stoker.cwd / "console").read_bytes()
@@ -33,6 +35,67 @@ def test_every_byte_arrives_in_order(stoker: Stoker) -> None:
         assert rank + b"L" * 10_000_000 + b"\n" in shown
         assert rank + b"the end\n" in shown and rank + b"err 2\n" in shown
         assert b"\r" + rank + b" 10%|#\r" in shown
+
+
+BAR = """
+import os, sys, time
+for i in range(1, 8):
+    sys.stderr.write(f"\\r\\x1b[32m{i * 10}%\\x1b[0m|{'#' * i}")
+    if i == 4:
+        sys.stderr.write("\\r" + " " * 20 + "\\r{'loss': '2.1'}\\n")
+    sys.stderr.flush()
+    time.sleep(0.1)
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["terminal", "file"])
+def test_our_lines_begin_on_a_fresh_line_when_a_bar_is_drawn(stoker: Stoker, where: str, ranks: int) -> None:
+    """A rank is killed with its progress bar half way. The bar is not in its log, and on a terminal it is cleared."""
+    script = stoker.script("bar.py", BAR)
+    if where == "terminal":
+        ours, console = os.openpty()
+    else:
+        console = os.open(stoker.cwd / "console", os.O_RDWR | os.O_CREAT)
+    run = stoker.start("run", "--nproc-per-node", str(ranks), script, stdout=console, stderr=console)
+    shown = b""
+    if where == "terminal":
+        os.close(console)
+        with contextlib.suppress(OSError):  # a terminal whose last user is gone
+            while data := os.read(ours, 1 << 16):
+                shown += data
+        os.close(ours)
+    assert run.wait(60) == 137
+    if where == "file":
+        os.close(console)
+        shown = (stoker.cwd / "console").read_bytes()
+    screen = _screen(shown) if where == "terminal" else shown.replace(b"\r\n", b"\n").replace(b"\r", b"\n").splitlines()
+    ended = [line for line in screen if b"was killed with SIGKILL" in line or b"stoker: failed" in line]
+    assert len(ended) >= 2 and all(line.startswith(b"stoker: ") for line in ended), shown
+    if where == "file":
+        assert b"\rstoker: " not in shown
+    else:
+        assert not any(b"70%" in line for line in screen), "a bar that is over stays on the screen"
+    log = stoker.result().log(0)
+    assert log.startswith(b"{'loss': '2.1'}\n") and log.count(b"%") <= 1 and b"\r" not in log and b"\x1b" not in log
+
+
+def _screen(shown: bytes) -> list[bytes]:
+    """What a terminal has on its lines in the end: \\r goes to the start of the line, ESC [K clears to its end."""
+    lines, at = [bytearray()], 0
+    for token in re.findall(rb"\x1b\[[0-9;]*[A-Za-z]|[\x00-\xff]", shown):
+        if token == b"\n":
+            lines.append(bytearray())
+            at = 0
+        elif token == b"\r":
+            at = 0
+        elif token == b"\x1b[K":
+            del lines[-1][at:]
+        elif not token.startswith(b"\x1b"):
+            lines[-1][at : at + 1] = token
+            at += 1
+    return [bytes(line) for line in lines]
 
 
 def test_stdout_and_stderr_stay_apart_where_the_caller_keeps_them_apart(stoker: Stoker) -> None:

@@ -53,6 +53,19 @@ def test_runs_why_and_logs(stoker: Stoker) -> None:
     assert stoker("why", "--runs-dir", "nowhere").code == 66
 
 
+def test_the_time_of_a_run_is_that_of_all_its_starts(stoker: Stoker) -> None:
+    """Not of the last one only, and not with the pause between them."""
+    script = stoker.script("twice.py", "import os, sys, time\ntime.sleep(1.5)\nfirst = not os.path.exists('again')\nopen('again', 'w')\nsys.exit(4 if first else 0)\n")
+    first = stoker("run", "--name", "exp", script)
+    took = json.loads(stoker("runs", "--json").out)["runs"][0]["seconds"]
+    time.sleep(3)
+    again = stoker("run", "--name", "exp", script)
+    assert again.run_dir == first.run_dir
+    both = json.loads(stoker("runs", "--json").out)["runs"][0]["seconds"]
+    events = [event["time"] for event in again.events]
+    assert took + 1.4 < both < events[-1] - events[0] - 2.5
+
+
 def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     script = stoker.script(
         "resume.py",

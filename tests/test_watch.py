@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from stoker.contract.collectives import digest
+from stoker.contract.quantities import ranks_text
+from stoker.control.verdict.hang import summary
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot, read
-from stoker.control.watch.stacks import ranks_text
 from stoker.control.watch.straggler import who_is_late, why
 from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
 
@@ -62,7 +63,7 @@ DONE = group(op(24), op(25))
         (rank(1, DONE, frames=at(12), syscall="clock_nanosleep", gil=True), "gil", False),
         (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gil=True, state="R"), "spin", False),
         (rank(1, DONE, frames=at(12), state="D", wchan="nfs_wait"), "disk", False),
-        (rank(1, frames=at(12), state="T"), "stopped", True),
+        (rank(1, frames=at(12), state="T"), "stopped", False), (rank(1, frames=at(12), state="t"), "debugged", False),
         (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gpu={"use": 100}), "kernel", False),
     ],
 )  # fmt: skip
@@ -85,9 +86,12 @@ def test_another_operation_and_another_shape_are_proof() -> None:
     other = rank(1, group(op(25), op(26, "gloo:broadcast", [[3]], done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
     stall = found(waiting(0), other, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("op-mismatch", 1, True)
-    shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=BACKWARD)
     stall = found(waiting(0), shape, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("shape-mismatch", 1, True)
+    elsewhere = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    stall = found(waiting(0), elsewhere, waiting(2))
+    assert (stall.kind, stall.rank, stall.proof) == ("diverged", 1, True)
 
 
 def test_the_same_numbers_in_another_shape_are_fine() -> None:
@@ -152,6 +156,67 @@ def test_groups_entered_in_opposite_order() -> None:
 
     stall = found(pair(0, "1", "2"), pair(1, "2", "1"), members={"1": (0, 1), "2": (0, 1)})
     assert (stall.kind, stall.proof) == ("diverged", True)
+
+
+def entry(number: int, seq: int, name: str = "gloo:all_reduce", size: int = 72, pg: str = "0") -> dict[str, Any]:
+    return {"process_group": [pg, "default_pg" if pg == "0" else "undefined"], "collective_seq_id": seq, "profiling_name": name, "input_sizes": [[size]], "retired": True, "time_created_ns": number}
+
+
+def test_what_comes_next_is_known_from_what_came_before() -> None:
+    """Each step reduces a metric, then the gradients. A rank that leaves the metric out makes an operation that never came next."""
+    steps = [entry(n, n, size=5 if n % 2 else 289) for n in range(1, 41)]
+    said = {"as before": entry(41, 41, size=5), "left out": entry(41, 41, size=289), "another": entry(41, 41, "gloo:barrier", 1)}
+    assert {name: digest({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {"as before": True, "left out": False, "another": False}
+    assert digest({"entries": steps[:3]})[0]["ops"][-1]["usual"] is None  # nothing has repeated itself yet
+    evaluated = [entry(n, n, size=7 if n % 20 == 0 else 289) for n in range(1, 100)]  # an evaluation now and then
+    assert digest({"entries": [*evaluated, entry(100, 100, size=7)]})[0]["ops"][-1]["usual"]
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
+    def one(number: int) -> Snapshot:
+        usual = number != guilty
+        last = {**op(26, "gloo:all_reduce" if usual else "gloo:barrier", done=False), "usual": usual}
+        return rank(number, group(op(25), last), frames=BACKWARD if usual else [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "save")])
+
+    stall = found(one(0), one(1))
+    assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
+    text = summary(stall, "CPU0")
+    assert f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+
+
+def test_a_tie_names_both_with_their_lines() -> None:
+    stall = found(waiting(0), rank(1, group(op(25), op(26, "gloo:broadcast", done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")]))
+    assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
+    text = summary(stall, "")
+    assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+@pytest.mark.parametrize("guilty", [0, 1, 2, 3])
+def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty: int, used: bool) -> None:
+    """Everybody ends up waiting for the partner, who waits for the guilty one."""
+    partner = guilty ^ 1
+
+    def one(number: int) -> Snapshot:
+        past = [op(1, order=24)] if used else []
+        mine = [] if number == guilty else [op(len(past) + 1, done=number != partner, order=30)]
+        world = [op(25, order=25)] if number == partner else [op(25, order=25), op(26, done=False, order=40)]
+        pair = group(*past, *mine, name=str(1 + number // 2), about="")
+        return rank(number, group(op(23, order=23), *world), *([pair] if past or mine else []), frames=ALL_REDUCE if number == partner else BACKWARD)
+
+    stall = found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)})
+    assert (stall.kind, stall.rank, stall.proof) == ("diverged", guilty, True)
+
+
+def test_stages_of_a_pipeline_may_differ() -> None:
+    """Ranks 0 and 1 reduce other sizes than ranks 2 and 3, in every step; rank 3 sleeps."""
+    def one(number: int) -> Snapshot:
+        stage = number // 2
+        mine = group(*(op(n, sizes=[[10 + stage]], done=not (n == 9 and number == 2), order=2 * n) for n in range(5, 9 if number == 3 else 10)), name=str(1 + stage), about="")
+        return rank(number, group(*(op(n, order=2 * n + 1) for n in range(5, 9))), mine, frames=at(12) if number == 3 else ALL_REDUCE, syscall="clock_nanosleep")
+
+    assert found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}).rank == 3
 
 
 def test_a_receive_without_a_send() -> None:
@@ -289,6 +354,25 @@ def test_what_goes_on_is_relieved() -> None:
     assert watch.stall is None
 
 
+def test_who_has_ended_does_not_make_progress_again() -> None:
+    watch, now = watched()
+    drive(watch, now, 30, WAITING, SLEEPING)
+    watch.ended(1, 0)
+    watch.beats(0, 401, 1, 30.0, now + 31)
+    assert watch.look(now + 31) == [] and watch.stall is None
+
+
+def test_a_stopped_process_is_given_the_whole_timeout() -> None:
+    watch, now = watched(timeout=60.0)
+    for one in (0, 1):
+        watch.vitals(one, "T" if one else "S", 0.0, 0, now)
+    stopped = {"state": "T", "samples": [[{"main": True, "frames": at(12)}]]}
+    actions = drive(watch, now, 90, WAITING, stopped)
+    suspected, stopped_at = (next((when, action) for when, action in actions if isinstance(action, kind)) for kind in (Suspect, Stop))
+    assert suspected[0] < 5 and 50 < suspected[0] + suspected[1].stops_in < 65 and 55 < stopped_at[0] < 65
+    assert suspected[1].stall.kind == "stopped"
+
+
 def test_a_phase_is_given_time_and_a_slow_training_too() -> None:
     watch, now = watched()
     for one in (0, 1):
@@ -369,6 +453,15 @@ def test_three_bad_losses_are_firm_one_is_not() -> None:
         (b"no loss nan\n", False), (b"loss: nanometers\n", False), (b"step 3 loss 2.5\n", False), (b"lossless compression: nan\n", False),
         (b"[eval] step 3 loss: nan\n", False), (b"Validation - loss: nan\n", False), (b"eval/lm_loss: nan\n", False), (b"lm loss: nan\n", True),
         (b"epoch 3 | 5 min | loss: nan\n", True), (b"best 2.31 last 2.40 | loss nan\n", True), (b"best loss: nan\n", False),
+        (b"{'loss': '0', 'grad_norm': 'nan', 'learning_rate': '4.7e-05', 'epoch': '0.06'}\n", True),  # transformers 5
+        (b"{'loss': 0.0, 'grad_norm': nan, 'learning_rate': 4.7e-05, 'epoch': 0.06}\n", True),  # transformers 4
+        (b"{'loss': '0', 'grad_norm': '0.0', 'epoch': '0.06'}\n", False), (b"{'loss': '2.31', 'grad_norm': '1.2'}\n", False),
+        (b"{'loss': '0', 'grad_norm': 'nan', 'num_tokens': '4096', 'mean_token_accuracy': '0', 'rewards/chosen': 'nan', 'kl': 'nan'}\n", True),  # TRL
+        (b"Epoch 0:   5%|5   | 21/400 [00:01<00:24, 15.6it/s, v_num=0, train_loss=nan.0]\r", True),  # Lightning, tqdm
+        (b"Epoch 0:   5%|5   | 21/400 [00:01<00:24, 15.6it/s, v_num=0, train_loss=2.310]\r", False),
+        (b"Epoch 0/9 --- 41/400 0:00:03 * 0:00:28 13.08it/s v_num: 0.000 \x1b[37mtrain_loss: \x1b[0mnan\n", True),  # Lightning, rich
+        (b"epoch 0: step 20: {'train_loss': nan, 'lr': 0.001}\n", True), (b"loss: tensor(nan, grad_fn=<MeanBackward0>)\n", True),  # accelerate
+        (b"iter 21: loss nan, time 28.27ms, mfu -100.00%\n", True), (b"{'eval_loss': 'nan', 'epoch': '1'}\n", False),
         (b"glossary: inf\n", False), (b"the loss is a number\n", False), (b"loss: 1.5 | nan checks: 0\n", False),
     ],
 )  # fmt: skip
@@ -383,6 +476,35 @@ def test_a_loss_of_another_name_is_said_and_ends_nothing() -> None:
     assert told == [], "a critic's may grow as it should"
     told = [one for _ in range(9) for one in losses.read(0, b"aux_loss: nan\n")]
     assert [(one.kind, one.firm, one.stops) for one in told] == [("loss", False, False)]
+
+
+def test_a_gradient_scaler_may_overflow_for_a_while() -> None:
+    fine, bad = b"{'loss': '2.3', 'grad_norm': '1.1'}\n", b"{'loss': '2.3', 'grad_norm': 'inf'}\n"
+    told = Losses().read(0, (bad * 9 + fine) * 3)
+    assert [(one.kind, one.firm) for one in told] == [("grad-norm", False)]
+    told = Losses().read(0, fine + bad * 10)
+    assert [(one.kind, one.firm) for one in told] == [("grad-norm", False), ("grad-norm", True)]
+
+
+def test_a_bar_that_is_drawn_again_counts_once() -> None:
+    losses, bar = Losses(), b"Epoch 0:   5%%|5   | %d/400 [00:01<00:24, train_loss=nan.0]\r"
+    assert not any(one.firm for one in losses.read(0, bar % 21 * 5))
+    assert any(one.firm for one in losses.read(0, bar % 22 + bar % 23))
+
+
+def test_a_loss_that_one_rank_prints_may_be_any_ranks() -> None:
+    losses = Losses()
+    assert [one.shared for one in losses.read(0, b"loss nan\n")] == [True]
+    losses.read(1, b"loss 2.0\n")
+    assert [one.shared for one in losses.read(0, b"loss nan\nloss nan\n")] == [False]
+
+
+def test_a_last_loss_that_is_no_number_is_noted() -> None:
+    losses = Losses()
+    losses.read(0, b"loss 2.0\nloss nan\n")
+    assert [one.value for one in losses.unresolved()] == ["nan"]
+    losses.read(0, b"loss 2.0\n")
+    assert losses.unresolved() == []
 
 
 def test_lines_that_come_in_pieces_and_floods() -> None:

@@ -40,8 +40,8 @@ def cannot(needs: str) -> str:
         except OSError as problem:
             return f"no memory cgroup can be made here: {problem}"
         return ""
-    if needs == "safetensors":
-        return "" if importlib.util.find_spec("safetensors") else "safetensors is not installed"
+    if needs in ("safetensors", "transformers", "lightning", "accelerate"):
+        return "" if importlib.util.find_spec(needs) else f"{needs} is not installed"
     assert not needs, needs
     return ""
 

@@ -50,13 +50,27 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _seconds(run: reader.Run, running: bool) -> float | None:
+    """All starts of the run together, without the time between them. A start begins with the event "run"."""
+    starts: list[list[float]] = []
+    for event in reader.events(run.dir):
+        when = float(event["time"])
+        if event["event"] == "run" or not starts:
+            starts.append([when, when])
+        starts[-1][1] = when
+    if not starts:
+        return time.time() - run.started if running and run.started else None
+    if running:
+        starts[-1][1] = time.time()
+    return sum(end - begin for begin, end in starts)
+
+
 def _row(run: reader.Run) -> dict[str, Any]:
     status = reader.status(run)
-    last = time.time() if status == "running" else reader.last_time(run.dir)
-    seconds = max(0.0, (last or run.started) - run.started)
+    seconds = _seconds(run, status == "running")
     return {
         "run": run.id, "name": run.name, "status": status, "ranks": run.ranks, "attempts": len(run.attempts), "user": run.user,
-        "started": run.started, "seconds": round(seconds, 3) if run.started else None, "dir": run.dir,
+        "started": run.started, "seconds": round(seconds, 3) if seconds is not None else None, "dir": run.dir,
         "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
         "exit_code": run.verdict.exit_code if run.verdict else None,
     }  # fmt: skip

@@ -17,6 +17,8 @@ from stoker.control.record import reader
 from stoker.control.record.writer import OURS
 from stoker.control.verdict.launch import lost
 
+_MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
+
 
 def parser() -> Parser:
     made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
@@ -91,7 +93,7 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
     if restarts:
         _print(f"restarts: {len(restarts)} (causes: {', '.join(str(event.get('cause')) for event in restarts)})")
     if verdict.detected_s is not None:
-        _print(f"seen {span(verdict.detected_s)} after it happened; another attempt {'could help' if verdict.retryable else 'would not help'}")
+        _print(f"seen {span(verdict.detected_s)} after it happened{_another_attempt(verdict)}")
     if run_dir:
         _print(f"record: {run_dir}")
     return 0
@@ -100,6 +102,13 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
 def _print_lines(text: str) -> None:
     """Evidence may have several lines: those stay."""
     print(f"  {printable_lines(text)}")
+
+
+def _another_attempt(verdict: Verdict) -> str:
+    """Whether an error of the script's own comes again nobody knows before it does: nothing is promised then."""
+    if not verdict.retryable:
+        return "; another attempt would not help"
+    return "" if verdict.cause in _MAYBE_DETERMINISTIC else "; another attempt could help"
 
 
 def _suspicions(run_dir: str) -> list[dict[str, Any]]:

@@ -15,11 +15,16 @@ HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
 RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
 _SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")  # operations whose sizes must agree between ranks
+_JUDGED = 8  # newest operations that are compared with the ones before them
+_PAST = 512  # operations that comparison goes back: a few steps of a model with a hundred buckets
+_LONG_ENOUGH = 32  # operations in a row that are the same as before: more proves nothing more
+_SHORTEST = 4
 
 
 def digest(trace: Any) -> list[dict[str, Any]]:
-    """Per group: its ranks where torch says them, the newest operations, oldest first, and which of them are done."""
+    """Per group: its ranks where torch says them, the newest operations, oldest first, which of them are done, and which are the usual next one."""
     groups: dict[str, dict[str, Any]] = {}
+    path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
     for entry in trace.get("entries") or ():
         name, about = (entry.get("process_group") or ["?", ""])[:2]
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
@@ -28,11 +33,16 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
             group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
-        group["ops"].append({
+        op = {
             "seq": seq, "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
             "sizes": entry.get("input_sizes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-            "order": entry.get("time_created_ns") or 0,
-        })  # fmt: skip
+            "order": entry.get("time_created_ns") or 0, "usual": None,
+        }  # fmt: skip
+        group["ops"].append(op)
+        path.append(((name, *likeness(op["op"], op["sizes"])), op))
+    path.sort(key=lambda step: step[1]["order"])
+    for number in range(max(0, len(path) - _JUDGED), len(path)):
+        path[number][1]["usual"] = _is_usual([key for key, _ in path[max(0, number - _PAST) : number]], path[number][0])
     for group in groups.values():
         pending = next((n for n, op in enumerate(group["ops"]) if not op["done"]), len(group["ops"]))
         first = max(0, min(pending, len(group["ops"]) - RECENT))
@@ -42,6 +52,21 @@ def digest(trace: Any) -> list[dict[str, Any]]:
         if ranks:
             group["ranks"] = ranks
     return list(groups.values())
+
+
+def _is_usual(past: list[Any], key: Any) -> bool | None:
+    """Training repeats itself: is this what came next whenever the operations before it were the same? None: they have not been repeated yet."""
+    longest, nearest = 0, 0
+    followers: set[Any] = set()
+    for then in range(len(past) - 1, 0, -1):  # past[then] followed on past[:then], whose end is compared with the end of the whole
+        same = 0
+        while same < min(then, _LONG_ENOUGH) and past[then - 1 - same] == past[-1 - same]:
+            same += 1
+        if same > longest:
+            longest, nearest, followers = same, len(past) - then, set()
+        if same and same == longest:
+            followers.add(past[then])
+    return key in followers if longest >= max(_SHORTEST, min(nearest, _LONG_ENOUGH)) else None
 
 
 def joined(traces: list[Any]) -> dict[str, Any]:
@@ -67,6 +92,11 @@ def numbers_in(sizes: Any) -> list[int]:
             count *= length
         counts.append(count)
     return counts
+
+
+def likeness(op: str, sizes: Any) -> tuple[str, tuple[int, ...]]:
+    """What must be the same on all ranks of a group that enter one operation together."""
+    return kind_of(op), tuple(numbers_in(sizes)) if sizes_must_agree(op) else ()
 
 
 def sizes_must_agree(op: str) -> bool:

@@ -1,8 +1,9 @@
-"""Sizes and durations as people write them: 20GB, 512MiB, 10m, 1h30m, 90."""
+"""Sizes, durations and ranks as people write them: 20GB, 512MiB, 10m, 1h30m, 90; ranks 0, 2-4."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -54,3 +55,18 @@ def span(seconds: float) -> str:
 def counted(count: int, noun: str) -> str:
     """1 rank, 2 ranks."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    parts: list[str] = []
+    first = before = None
+    for rank in [*ranks, None]:
+        if first is not None and before is not None and (rank is None or rank != before + 1):
+            parts.append(str(first) if first == before else f"{first}-{before}" if before > first + 1 else f"{first}, {before}")
+            first = rank
+        first = rank if first is None else first
+        before = rank
+    return f"ranks {', '.join(parts)}"

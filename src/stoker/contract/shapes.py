@@ -75,6 +75,7 @@ class Evidence:
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
     trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
+    notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
     checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
     saved: bool = False  # a checkpoint was completed after the stop signal: rank 0 said so, or it lies there
 
@@ -83,7 +84,8 @@ class Evidence:
 class Stall:
     """A rank that stopped making progress, as the watch room explains it."""
 
-    kind: str  # stopped, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    kind: str
     rank: int | None
     ranks: tuple[int, ...] = ()  # all that are guilty of it
     waiting: tuple[int, ...] = ()  # those that wait for them
@@ -95,6 +97,7 @@ class Stall:
     silent_s: float = 0.0
     step: int = 0
     evidence: tuple[str, ...] = ()
+    parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()  # ranks that wait for each other: (ranks, what they entered, where), the wrong ones first
 
 
 @shape

@@ -20,7 +20,7 @@ from typing import Any
 from stoker.contract import protocol, redact, untrusted
 from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
-from stoker.contract.untrusted import open_regular, read_json
+from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
 from stoker.control.agent.gate import Gate
@@ -333,7 +333,8 @@ class Agent:
     def _hear(self, rank: Rank, kind: str, name: str) -> None:
         if kind == "error":
             rank.reported = time.monotonic()
-            self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(_read_json(rank.files["error"]))})
+            report = _parse_json(name) if name else _read_json(rank.files["error"])
+            self._relay.say({"is": "error", "rank": rank.rank, "error": self._without_secrets(report)})
             self._vitals.note_holders(rank, self._nvml, self._run_id)
         elif kind == "shim":
             self._tell_memory(rank, "START")
@@ -413,6 +414,13 @@ def _read_json(path: str) -> Any:
     try:
         return read_json(path, _REPORT)
     except (OSError, ValueError):
+        return None
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError:  # cut off on its way
         return None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract import names
 from stoker.contract.process import send
+from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import is_count
 from stoker.control.machine import processes
 
@@ -144,20 +145,7 @@ def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
             text = file.read(1 << 18).decode("utf-8", "replace")
     except OSError:
         return []
-    return _threads_of(text)
-
-
-def _threads_of(text: str) -> list[dict[str, Any]]:
-    threads: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        if line.startswith(("Thread 0x", "Current thread 0x")):
-            threads.append({"name": "", "main": False, "active": False, "gil": False, "frames": []})
-        elif line.startswith('  File "') and threads:
-            file, _, rest = line[len('  File "') :].rpartition('", line ')
-            number, _, name = rest.partition(" in ")
-            threads[-1]["frames"].append([name, file, int(number) if is_count(number) else 0])
-    if threads:
-        threads[-1]["main"] = True  # faulthandler writes the newest thread first
+    threads = threads_of(text)
     return threads[:THREADS] if len(threads) <= THREADS else [*threads[: THREADS - 1], threads[-1]]
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import fields_of
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
 from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
+from stoker.control.verdict.quoted import unquoted
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
@@ -102,6 +103,18 @@ class Attempt:
             return []
         return [rank for rank, end in self.ends.items() if end.code == 0 and now - end.time > seconds]
 
+    def _stall(self) -> Stall | None:
+        """What is known of a rank that stopped; of a run that somebody stopped, what was known by then."""
+        if self.unwatched:
+            return None
+        return self.watch.stall if self.stop_signal else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
+
+    def note_bad_numbers(self) -> None:
+        """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
+        from stoker.control.verdict.numbers import summary
+
+        self.notes += [f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had" for bad in self.losses.unresolved()]
+
     def evidence(self, newest: SavedCheckpoint | None = None) -> Evidence:
         """`newest`: the newest complete checkpoint below the run directory."""
         saved = self.checkpoint_at >= self.stopped_at or (newest is not None and newest != self.checkpoint_before)
@@ -112,9 +125,10 @@ class Attempt:
             self.stop_now,
             self.stopped_at,
             self.steps_reached,
-            None if self.unwatched else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values())),
+            self._stall(),
             tuple(self.trouble),
             self.regrouping,
+            tuple(self.notes),
             newest,
             bool(self.stop_signal) and saved,
         )
@@ -123,7 +137,7 @@ class Attempt:
 def read_error(data: Any) -> RankError | None:
     """None: the rank wrote none, or one that is not to be read."""
     try:
-        return _known(RankError, data)
+        return unquoted(_known(RankError, data))
     except ValueError:
         return None
 

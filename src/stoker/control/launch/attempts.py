@@ -195,6 +195,7 @@ class Attempts:
         self._record.close_logs()
         from stoker.control.verdict.judge import judge
 
+        attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
         if verdict.cause == "host.lost":  # when it happened nobody saw
             return replace(verdict, run=place.id, attempt=number, evidence=(*verdict.evidence, *attempt.notes))

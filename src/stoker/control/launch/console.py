@@ -27,9 +27,10 @@ class Console:
     def __init__(self, out: int = 1, err: int = 2) -> None:
         self._handles = {1: out, 2: err}
         self._dead: set[int] = set()
-        self._bar = False  # the cursor stands at the start of a progress bar
         self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
-        self._queue: deque[tuple[int, bytes]] = deque()
+        self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
+        self._line: dict[object, bytes] = {}  # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
         self._skipped_total = 0
@@ -43,8 +44,8 @@ class Console:
     def full(self) -> bool:
         return self._size > ROOM
 
-    def put(self, stream: int, data: bytes) -> None:
-        """Whole lines. Returns at once; drops them, counted, when the console is behind."""
+    def put(self, stream: int, data: bytes, own: bool = False) -> None:
+        """Whole lines. Returns at once; drops them, counted, when the console is behind. `own`: Stoker's, which begin on a fresh line."""
         if not data or stream in self._dead:
             return
         with self._ready:
@@ -52,16 +53,16 @@ class Console:
                 self._skip(stream, data.count(b"\n") or 1)
                 return
             if self._skipped[stream]:
-                self._enqueue(stream, _LOST % self._skipped[stream])
+                self._enqueue(stream, _LOST % self._skipped[stream], True)
                 self._skipped[stream] = 0
-            self._enqueue(stream, data)
+            self._enqueue(stream, data, own)
             if self._idle:
                 self._idle = False
                 self._ready.notify()
 
     def say(self, stream: int, text: str) -> None:
         """Lines of our own. They quote what others wrote: control codes in them are escaped."""
-        self.put(stream, printable_lines(text).encode() + b"\n")
+        self.put(stream, printable_lines(text).encode() + b"\n", own=True)
 
     def skip(self, stream: int, lines: int) -> None:
         with self._ready:
@@ -71,8 +72,8 @@ class Console:
         self._skipped[stream] += lines
         self._skipped_total += lines
 
-    def _enqueue(self, stream: int, data: bytes) -> None:
-        self._queue.append((stream, data))
+    def _enqueue(self, stream: int, data: bytes, own: bool) -> None:
+        self._queue.append((stream, data, own))
         self._size += len(data) + EACH
 
     def _write(self) -> None:
@@ -84,32 +85,40 @@ class Console:
                 if not self._queue:
                     return
                 stream, pieces = self._next()
-                size = sum(len(one) + EACH for one in pieces)
+                size = sum(len(piece) + EACH for piece, _ in pieces)
             self._write_all(stream, self._dress(stream, pieces))
             with self._ready:
                 self._size -= size
                 if not self._closing and self._size < AT_ONCE:
                     self._ready.wait(TOGETHER_S)
 
-    def _next(self) -> tuple[int, list[bytes]]:
+    def _next(self) -> tuple[int, list[tuple[bytes, bool]]]:
         """The oldest pieces of one stream: what one write takes, or a single longer one."""
-        stream, first = self._queue.popleft()
-        pieces, size = [first], len(first)
+        stream, first, own = self._queue.popleft()
+        pieces, size = [(first, own)], len(first)
         while self._queue and self._queue[0][0] == stream and size + len(self._queue[0][1]) <= AT_ONCE:
-            pieces.append(self._queue.popleft()[1])
-            size += len(pieces[-1])
+            _, piece, own = self._queue.popleft()
+            pieces.append((piece, own))
+            size += len(piece)
         return stream, pieces
 
-    def _dress(self, stream: int, pieces: list[bytes]) -> bytes:
-        if not self._terminal[stream]:
-            return b"".join(pieces)
-        dressed = []
-        for piece in pieces:
-            if self._bar:
-                dressed.append(b"\x1b[K")  # clears what is left of the bar
-            dressed.append(piece)
-            self._bar = piece.endswith(b"\r")
+    def _dress(self, stream: int, pieces: list[tuple[bytes, bool]]) -> bytes:
+        target, dressed = self._target[stream], []
+        under_way = self._line.get(target, b"")
+        for piece, own in pieces:
+            dressed += [self._before(stream, under_way, own), piece]
+            rest = piece[piece.rfind(b"\n") + 1 :]
+            bar = b"\r" in rest or (b"\n" not in piece and b"\r" in under_way)
+            under_way = (b"\r" if bar else b"") + rest[-1:] if rest else b""
+        self._line[target] = under_way
         return b"".join(dressed)
+
+    def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
+        """What the line under way needs before a piece. A terminal's progress bar is cleared: it will be drawn again, or it is over."""
+        at_start = not under_way or under_way.endswith(b"\r")
+        if self._terminal[stream] and b"\r" in under_way and (own or at_start):
+            return b"\x1b[K" if at_start else b"\r\x1b[K"
+        return b"\n" if own and under_way else b""
 
     def _write_all(self, stream: int, data: bytes) -> None:
         view = memoryview(data)
@@ -126,7 +135,7 @@ class Console:
         with self._ready:
             for stream, count in self._skipped.items():
                 if count and stream not in self._dead:
-                    self._enqueue(stream, _LOST % count)
+                    self._enqueue(stream, _LOST % count, True)
             self._closing = True
             self._ready.notify()
         before, deadline = self._size, time.monotonic() + seconds
@@ -135,3 +144,12 @@ class Console:
             if self._size < before:  # it moves: a slow console gets more time than a stuck one
                 before, deadline = self._size, time.monotonic() + seconds
         return self._skipped_total
+
+
+def _identity(handle: int) -> object:
+    """Two streams that go to one terminal, file or pipe share the line under way."""
+    try:
+        found = os.fstat(handle)
+    except OSError:  # closed by whoever started us
+        return handle
+    return found.st_dev, found.st_ino, found.st_rdev

@@ -220,10 +220,7 @@ class Coordinator:
 
     def _say(self, line: str) -> None:
         """One line, whatever the texts that it quotes hold."""
-        line = printable(line)
-        if self._output is not None and not self._output.between_lines():
-            line = "\n" + line
-        line = redact.whole(line)
+        line = redact.whole(printable(line))
         self._console.say(2, line)
         if self._record is not None:
             self._record.say(line)

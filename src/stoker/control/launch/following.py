@@ -90,7 +90,7 @@ class Following:
         if any(entry["cause"] == "host.lost" for entry in trouble):  # their collectives are dead: nothing can be saved any more
             self._kill()
             return
-        self._stop(signal.SIGTERM, GRACE_FAILURE_S, [entry["rank"] for entry in trouble if entry.get("at_once")])
+        self._stop(signal.SIGTERM, GRACE_FAILURE_S, [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None])
 
     def _make_room(self, host: str) -> None:
         """A host is back, and a checkpoint has been saved since: the ranks end, the next attempt has everybody."""

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
-from stoker.contract.shapes import RankEnd
+from stoker.contract.shape import replace
+from stoker.contract.shapes import RankEnd, RankError
+from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import printable
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
@@ -16,10 +18,22 @@ from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from stoker.control.watch.numbers import BadNumber
 
 
 _LONGEST_S = 1e8  # three years
+
+
+def place_in(error: RankError) -> list[Any]:
+    """Where an exception was raised, as the one frame of a stack."""
+    return [[error.function, error.file, error.line]] if error.file else []
+
+
+def main_thread(stack: str) -> list[Any]:
+    """The main thread's frames in faulthandler's report."""
+    return next((thread["frames"] for thread in threads_of(stack) if thread["main"]), [])
 
 
 class Hearing:
@@ -113,8 +127,7 @@ class Hearing:
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
-            told = error.collectives
-            self._feed(lambda: self._attempt.watch.failed(message["rank"], told))
+            self._feed(lambda: self._attempt.watch.failed(message["rank"], error.collectives, place_in(error)))
 
     def _on_exit(self, host: str, message: protocol.Message) -> None:
         attempt, record, output = self._attempt, self._record, self._output
@@ -132,9 +145,9 @@ class Hearing:
         )  # fmt: skip
         attempt.ends[rank] = end
         self._feed(lambda: attempt.watch.ended(rank, code))
-        if error is not None:
-            told = error.collectives
-            self._feed(lambda: attempt.watch.failed(rank, told))
+        if error is not None or stack:
+            collectives, frames = (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
+            self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
             kept = redact.data({**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]})
@@ -230,16 +243,18 @@ class Hearing:
     def _bad_number(self, bad: BadNumber) -> None:
         from stoker.control.verdict import numbers
 
-        label = self._label(bad.rank)
-        said = numbers.summary(bad.kind, bad.rank, label, bad.step, bad.value)
+        label, world = self._label(bad.rank), self._attempt.plan.world_size
+        if not bad.step:  # the line has none: the optimizer's count, as of now
+            bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0))
+        said = numbers.summary(bad, label, world)
         self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
         if not bad.firm:
             self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" and bad.stops else f"stoker: {said}")
         elif self._options.on_nan == "stop":
-            self._attempt.trouble.append(numbers.trouble(bad.kind, bad.rank, label, bad.step, bad.value, bad.source, bad.line))
+            self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:
             self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
-            self._say(f"stoker: {said}, and stays so; the job goes on (--on-nan warn)")
+            self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)")
 
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])

@@ -10,7 +10,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console
-from stoker.control.launch.lines import LineCutter
+from stoker.control.launch.lines import LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
 from stoker.control.launch.torchlogs import TorchrunLogs
@@ -72,7 +72,8 @@ class Output:
         self._own_stdout = not options.detach and not os.isatty(1) and _kept_apart()  # nobody but the ranks writes there
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
-        self._held: dict[tuple[int, int], tuple[bytes, float]] = {}  # unfinished lines, and since when
+        self._lines: dict[tuple[int, int], LogLines] = {}
+        self._since: dict[tuple[int, int], float] = {}  # unfinished lines, and since when
         self._attempt = 0
         self.replan(plan)
 
@@ -101,6 +102,8 @@ class Output:
         self._attempt = attempt
         self._cutters.clear()
         self._tails.clear()
+        self._lines.clear()
+        self._since.clear()
         if self._logs is not None:
             folders = {rank: str(rank if self._several else local) for rank, local in self._locals.items()}
             self._logs.begin(folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals})
@@ -110,7 +113,6 @@ class Output:
 
     def take(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
         self._keep(record, rank, fd, data)
-        self._tails[rank] = (self._tails.get(rank, b"") + data[-_TAIL:])[-_TAIL:]
         if self._logs is not None:
             self._logs.write(record, rank, fd, data)
         if self._goes_to_console(rank, fd):
@@ -118,26 +120,29 @@ class Output:
 
     def _keep(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
         """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a moment for its end."""
-        path = layout.rank_log(record.dir, self._attempt, rank)
-        if fd == 0:
-            record.output(path, data)
-            return
-        held, _ = self._held.pop((rank, fd), (b"", 0.0))
-        whole = held + data
-        cut = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
-        if len(whole) - cut > _PATIENT:
-            cut = len(whole)
-        record.output(path, whole[:cut])
-        if whole[cut:]:
-            self._held[rank, fd] = whole[cut:], time.monotonic()
+        lines = self._lines.get((rank, fd))
+        if lines is None:
+            lines = self._lines[rank, fd] = LogLines()
+        text = lines.feed(data)
+        self._since.pop((rank, fd), None)
+        if fd == 0 or lines.unfinished > _PATIENT:
+            text += lines.partial()
+        elif lines.unfinished:
+            self._since[rank, fd] = time.monotonic()
+        self._write(record, rank, text)
 
-    def settle(self, record: RunRecord, rank: int | None = None) -> None:
-        """Writes unfinished lines that have waited long enough, or all of a rank that is gone."""
+    def _write(self, record: RunRecord, rank: int, text: bytes) -> None:
+        if text:
+            self._tails[rank] = (self._tails.get(rank, b"") + text[-_TAIL:])[-_TAIL:]
+            record.output(layout.rank_log(record.dir, self._attempt, rank), text)
+
+    def settle(self, record: RunRecord) -> None:
+        """Writes unfinished lines that have waited long enough."""
         now = time.monotonic()
-        for (owner, fd), (held, since) in list(self._held.items()):
-            if owner == rank or now - since > _HOLD_S:
-                del self._held[owner, fd]
-                record.output(layout.rank_log(record.dir, self._attempt, owner), held)
+        for key, since in list(self._since.items()):
+            if now - since > _HOLD_S:
+                del self._since[key]
+                self._write(record, key[0], self._lines[key].partial())
 
     def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
         """`kept`: what the record holds of the rank's exception."""
@@ -171,12 +176,12 @@ class Output:
         if self._alone:
             self._console.put(stream, cutter.partial())
 
-    def between_lines(self) -> bool:
-        return not any(cutter.mid_line for cutter in self._cutters.values())
-
     def ended(self, record: RunRecord, rank: int) -> None:
         """The rank is gone: show and keep the line it did not finish."""
-        self.settle(record, rank)
+        for key, lines in self._lines.items():
+            if key[0] == rank:
+                self._since.pop(key, None)
+                self._write(record, rank, lines.flush())
         for (owner, fd), cutter in list(self._cutters.items()):
             if owner == rank:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())

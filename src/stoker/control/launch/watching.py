@@ -49,10 +49,10 @@ class Watching:
             if isinstance(action, Inspect):
                 self._members.say(dict(action.order))
             elif isinstance(action, Suspect):
-                self._suspect(action.stall)
+                self._suspect(action.stall, action.stops_in)
             elif isinstance(action, Relieve):
                 who = f"rank {action.rank}" if action.rank is not None else "the job"
-                self._say(f"stoker: {who} goes on, after {span(action.silent_s)}")
+                self._say(f"stoker: {who} makes progress again, after {span(action.silent_s)}")
                 self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
             else:
                 rank = action.stall.rank
@@ -61,8 +61,8 @@ class Watching:
         self._tell_stragglers()
         self._tell_early()
 
-    def _suspect(self, stall: Stall) -> None:
-        attempt, record, timeout = self._attempt, self._record, self._options.hang_timeout
+    def _suspect(self, stall: Stall, stops_in: float | None) -> None:
+        attempt, record = self._attempt, self._record
         summary = hang.summary(stall, self._label(stall.rank))
         attempt.suspected_s = stall.silent_s
         record.event(
@@ -70,8 +70,17 @@ class Watching:
             where=stall.where, step=stall.step, silent_s=stall.silent_s, proof=stall.proof, summary=summary, evidence=list(stall.evidence),
         )  # fmt: skip
         record.save(layout.stacks(record.dir, attempt.number), "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items())))
-        then = "it can't go on by itself" if stall.proof else f"the job goes on; --hang-timeout {span(timeout)} would stop it" if timeout else "the job goes on"
-        self._say(f"stoker: {summary} ({then})")
+        self._say(f"stoker: {summary} ({self._then(stall, stops_in)})")
+
+    def _then(self, stall: Stall, stops_in: float | None) -> str:
+        """What will happen, and when."""
+        if stall.proof:
+            return "it can't continue by itself" + ("; the job will be stopped" if stops_in is not None else "")
+        pid = self._attempt.up.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
+        again = f"`kill -CONT {pid}` continues it; " if pid else ""
+        if stops_in is None:
+            return f"{again}the job keeps running"
+        return f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by --hang-timeout {span(self._options.hang_timeout)}"
 
     def _tell_stragglers(self) -> None:
         found = self._attempt.watch.stragglers.found

@@ -25,8 +25,6 @@ _script_steps = 0
 _optimizers: dict[int, list[int]] = {}  # id -> [number, steps]
 _reported = False
 _world: Any = None  # torch's tables of process groups, once its module is loaded
-_group_ranks: Any = ()  # one of them, held directly: it is looked at in every step
-_groups_told = 0
 _previous_hook: Callable[..., Any] = sys.__excepthook__
 
 
@@ -65,8 +63,8 @@ class _Silent:
 
 
 def _in_a_fork() -> None:
-    global _writer, _group_ranks, _groups_told
-    _writer, _group_ranks, _groups_told = _Silent(), (), 0
+    global _writer
+    _writer = _Silent()
 
 
 def _open_beats(descriptor: int) -> None:
@@ -145,20 +143,17 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
         known = _optimizers[id(optimizer)] = [len(_optimizers) + 1, 0]
     known[1] = step = known[1] + 1
     _writer.beat(time.time_ns(), step, known[0])
-    if step & 15 == 1 and len(_group_ranks) != _groups_told:  # now and then: groups are made at the start, and a look costs a cold cache 4 µs
-        _tell_groups()
 
 
-def _tell_groups() -> None:
-    """Which ranks belong to which process group: the flight recorder does not know it for gloo."""
-    global _groups_told
-    _groups_told = len(_group_ranks)
-    everybody = int(os.environ.get("WORLD_SIZE", "0") or 0)
-    told = []
-    for group, ranks in list(_group_ranks.items()):
-        told.append(f"{_world.pg_names.get(group, '?')}={'*' if len(ranks) == everybody else ','.join(str(rank) for rank in ranks)}")
-    for first in range(0, len(told), 50):
-        tell("groups", ";".join(told[first : first + 50]))
+class _Groups(dict):  # type: ignore[type-arg]
+    """torch's table of the process groups' ranks. It tells the agent of each new group: the flight recorder does not know the ranks of gloo's."""
+
+    def __setitem__(self, group: Any, ranks: Any) -> None:
+        super().__setitem__(group, ranks)
+        name = _world.pg_names.get(group) if inside() else None  # no name: a group this rank is not in
+        if name is not None:
+            everybody = len(ranks) == int(os.environ.get("WORLD_SIZE", "0") or 0)
+            tell("groups", f"{name}={'*' if everybody else ','.join(str(rank) for rank in ranks)}")
 
 
 def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -> None:
@@ -181,20 +176,35 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
+    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be what is reported here."""
     global _reported
     if _reported or not inside():
         return
     _reported = True
     when = time.time_ns()
+    for last in (False, False, True):
+        try:
+            return _write_report(kind, value, trace, late, when)
+        except Exception:
+            if last:
+                raise
+
+
+def _write_report(kind: type[BaseException], value: BaseException, trace: Any, late: bool, when: int) -> None:
     import json
     import traceback
 
+    from stoker.contract.stacktext import is_library
+
     frames = traceback.extract_tb(trace)
     theirs = (os.path.join(sys.prefix, "lib"), os.path.join(sys.base_prefix, "lib"), "<frozen")
-    last = next((frame for frame in reversed(frames) if not frame.filename.startswith(theirs)), frames[-1] if frames else None)  # the user's own line
+    own = [frame for frame in frames if not frame.filename.startswith(theirs) and not is_library(frame.filename)]
+    last = next(reversed(own), frames[-1] if frames else None)  # the user's own line
     file, line, function = (last.filename, last.lineno or 0, last.name) if last else ("", 0, "")
     if isinstance(value, SyntaxError):
         file, line = value.filename or file, value.lineno or line
+    elif kind.__name__ == "BdbQuit":
+        line = _breakpoint_before(file, line)
     try:
         message = str(value)
     except Exception as problem:  # a __str__ that raises must not cost us the report
@@ -208,9 +218,20 @@ def _report(kind: type[BaseException], value: BaseException, trace: Any, late: b
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump(report, out)
         os.replace(_files["error"] + ".tmp", _files["error"])
-    except OSError as problem:
+    except OSError as problem:  # a full disk: the agent gets the report itself, cut to what one datagram holds
         sys.stderr.write(f"stoker: could not keep the error report: {problem}\n")
+        short = {**report, "message": message[:4000], "traceback": str(report["traceback"])[-8000:], "collectives": []}
+        tell("error", json.dumps(short))
+        return
     tell("error")
+
+
+def _breakpoint_before(file: str, line: int) -> int:
+    """The debugger stops at the line after its call."""
+    import linecache
+
+    near = (number for number in range(line, max(0, line - 10), -1) if "breakpoint(" in (text := linecache.getline(file, number)) or "set_trace(" in text)
+    return next(near, line)
 
 
 def _collectives(value: BaseException) -> list[Any]:
@@ -283,11 +304,14 @@ def _optimizers_loaded(module: Any) -> None:
 
 def _distributed_loaded(module: Any) -> None:
     """torch's worker server answers what the flight recorder knows, in a thread of its own and without the GIL."""
-    global _world, _group_ranks
+    global _world
     if os.environ.get("WORLD_SIZE", "1") in ("", "0", "1"):
         return
     _world = getattr(module, "_world", None)
-    _group_ranks = getattr(_world, "pg_group_ranks", ())
+    if isinstance(getattr(module, "_pg_group_ranks", None), dict) and hasattr(_world, "pg_names"):
+        module._pg_group_ranks = _Groups(module._pg_group_ranks)
+    else:
+        tell("note", "this torch does not show the ranks of its process groups: a hang within one is explained from stacks")
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")

@@ -20,17 +20,28 @@ _OWN = (
     r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface) for|op\.preamble\.length <= op\.nbytes"
 )
 _SIZES = r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
+_BROKEN_PIPES = {
+    "EOFError", "ConnectionResetError", "ConnectionRefusedError", "ConnectionAbortedError", "BrokenPipeError", "FileNotFoundError", "UnpicklingError",
+}  # fmt: skip
 _TORCH_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
 def is_consequence(end: RankEnd) -> bool:
     if end.error is not None:
         text = end.error.message
-        if re.search(_OWN, text):
+        if re.search(_OWN, text) or lost_worker(end.error):
             return False
         return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
     # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
+
+
+def lost_worker(error: RankError) -> bool:
+    """The pipe or the socket to a data-loader worker broke while it handed a batch over: the worker is gone, and torch has not noticed yet."""
+    handing_over = r"torch/multiprocessing/reductions\.py|multiprocessing/(?:connection|resource_sharer|reduction|queues)\.py"
+    if error.type not in _BROKEN_PIPES or "Original Traceback" in error.message:
+        return False
+    return "torch/utils/data/dataloader.py" in error.traceback and bool(re.search(handing_over, error.traceback))
 
 
 def _is_torchs(error: RankError) -> bool:

@@ -6,6 +6,7 @@ import re
 import signal
 
 from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.consequence import lost_worker
 from stoker.control.verdict.memory import memory_trend
 from stoker.control.verdict.reading import amount, at, find, line_of, path_in, said
 from stoker.control.verdict.wording import first_line, traced
@@ -66,7 +67,7 @@ def shm(case: Case) -> Found | None:
 
 @cause(
     "data.worker-died",
-    seen='"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"',
+    seen='"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a batch over (EOFError and the like)',
     contradicts="the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the worker comes with its own type",
     fix=(
         _ALONE,
@@ -80,6 +81,11 @@ def worker_died(case: Case) -> Found | None:
     # The signal is in the exception that this one was raised from.
     found = find(case, r"DataLoader worker \(pid (\d+)\) is killed by signal: ([^.\n]+)")
     found = found or find(case, r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+    error = case.end.error
+    if not found and error is not None and lost_worker(error):
+        broke = f"{error.type}{': ' + first_line(error.message) if error.message.strip() else ''}"
+        seen = (*_evidence(case, broke), *memory_trend(case.end.around))
+        return Found(f"a data-loader worker of {case.who} died while it handed a batch over ({broke})", seen)
     if not found:
         return None
     how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"

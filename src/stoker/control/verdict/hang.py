@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
 from stoker.control.verdict import data  # noqa: F401  registers data.shm
 from stoker.control.verdict.catalogue import CATALOGUE, entry
@@ -15,10 +16,17 @@ _STACKS = "the stacks of all ranks and their workers are in the record: stacks.t
 entry(
     "hang.stopped",
     "A rank's process is stopped.",
-    seen="/proc says state T, in two looks",
+    seen="/proc says state T. The job is stopped for it only when --hang-timeout is over",
     contradicts="it was continued in the meantime, or the whole run is suspended (Ctrl-Z)",
     fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it", _STACKS),
     retryable=True,
+)
+entry(
+    "hang.debugged",
+    "A debugger or tracer holds a rank's process.",
+    seen="/proc says state t",
+    contradicts="state T: hang.stopped",
+    fix=("the run waits for as long as the debugger holds it: continue it there, or detach", _STACKS),
 )
 entry(
     "hang.sleep",
@@ -102,15 +110,16 @@ entry(
 entry(
     "hang.op-mismatch",
     "Ranks have entered different operations.",
-    seen="the flight recorder: the same number of the same group is another operation on this rank",
+    seen="the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what most did not; of as many on each "
+    "side, who left the order in which the operations came before; without such an order both are named and nobody is blamed",
     contradicts="the operation is done on some rank: then they do match",
     fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
 )
 entry(
     "hang.shape-mismatch",
     "Ranks have entered the same operation with different shapes.",
-    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number",
-    contradicts="operations whose sizes may differ (gather, all_to_all)",
+    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may have ended a rank for it (SIGABRT)",
+    contradicts="operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged",
     fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
 )
 entry(
@@ -131,8 +140,9 @@ for _backend in ("gloo", "nccl"):
     )
     entry(
         f"{_backend}.diverged",
-        "Ranks are on different paths: each waits in a group the others have not entered.",
-        seen="the flight recorder: a ring of ranks waiting for each other in different groups, or sends and receives that don't pair",
+        "Ranks are on different paths: each waits in a call the others have not made.",
+        seen="the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at different lines, or in sends and "
+        "receives that don't pair. Blamed is who left the path of most ranks; of as many on each side, who left the order of the steps before",
         contradicts="one of them waits for nobody: then that one is late",
         fix=(
             "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",
@@ -150,17 +160,38 @@ def cause_of(stall: Stall) -> str:
 
 
 def summary(stall: Stall, label: str) -> str:
-    """rank 1 (CPU1) stands still since 4 s at step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in gloo:all_reduce [[4]]"""
+    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in gloo:all_reduce [[4]]"""
+    step = f" after step {stall.step}" if stall.step else " before the first step"
+    if stall.parties:
+        return _parted(stall, label, step)
     if stall.rank is None:
-        return f"no rank goes on since {stall.silent_s:.0f} s: {stall.detail}" + (f" ({stall.where})" if stall.where else "")
+        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (f" ({stall.where})" if stall.where else "")
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (f" in {stall.operation}" if stall.operation else "")
-    step = f" after step {stall.step}" if stall.step else " before its first step"
+    if stall.kind == "left":
+        return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
+
+
+def _parted(stall: Stall, label: str, step: str) -> str:
+    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31, in save; ranks 0, 2-3 entered …"""
+    each = [f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}" for ranks, entered, where in stall.parties[:4]]
+    more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
+    if stall.rank is None:
+        everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
+        return f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen from outside"
+    who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
+    others = ranks_text(stall.waiting)
+    what = {"unequal": f"left the training loop{step}, with fewer batches than {others}", "shape-mismatch": f"uses another size than {others}{step}"}
+    return f"{who} {what.get(stall.kind, f'left the path of {others}{step}')}: {'; '.join(each)}{more}"
+
+
+def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
+    return "it" if ranks == (stall.rank,) else ranks_text(ranks)
 
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
@@ -175,7 +206,7 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
         }  # fmt: skip
     return {
         "cause": known.id, "rank": stall.rank, "exit_code": EX_SOFTWARE, "summary": summary(stall, label), "retryable": known.retryable, "at_once": True,
-        "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence],
+        "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}" if stall.silent_s else why, *stall.evidence],
         "fix": [line.replace("{where}", stall.where or "the stacks").replace("{rank}", str(stall.rank)) for line in known.fix],
         "where": stall.where, "step": stall.step,
     }  # fmt: skip

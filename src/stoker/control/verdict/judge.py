@@ -8,34 +8,39 @@ from __future__ import annotations
 
 import signal
 
-from stoker.contract.quantities import counted
+from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
+from stoker.control.verdict.wording import exit_code
 
 AT_ONCE_S = 5.0
+LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
 
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
-        known = launch.trouble(evidence)
+        raised = _raised_before(evidence)
+        known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
         if not evidence.stop_signal:
             return known
         return replace(known, retryable=False, evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
     guilty = _guilty(evidence)
     stall = evidence.stall
-    if stall is not None and stall.rank is not None and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
-        label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
-        told = hang.trouble(stall, label, "the ranks that waited for it gave up")
+    if stall is not None and (stall.rank is not None or stall.parties) and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
+        accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
+        told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
+        if accused is not None and failed(accused, evidence.stopped_at):
+            told["exit_code"] = exit_code(accused)
         return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
         before = guilty is not None and when(guilty) < evidence.stopped_at
         if not before:
-            return launch.stopped(evidence)
+            return launch.stopped(evidence, *_known_by_then(evidence))
         assert guilty is not None
         found = explain(guilty, evidence)
         return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
@@ -49,6 +54,28 @@ def judge(evidence: Evidence) -> Verdict:
     if guilty is None:
         return launch.unknown(evidence)
     return explain(guilty, evidence)
+
+
+def _raised_before(evidence: Evidence) -> RankEnd | None:
+    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not get through its exit."""
+    if not evidence.trouble[0]["cause"].startswith("hang."):
+        return None
+    end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
+    own = end is not None and end.error is not None and not is_consequence(end) and when(end) < evidence.stopped_at
+    return end if own else None
+
+
+def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
+    """What was wrong when somebody stopped the run: (in one line, its evidence, what to do)."""
+    stall = evidence.stall
+    if stall is not None:
+        label = next((end.label for end in evidence.ends if end.rank == stall.rank), "")
+        suspected = hang.trouble(stall, label, "")
+        return suspected["summary"], stall.evidence, tuple(suspected["fix"])
+    if evidence.notes:
+        return evidence.notes[0], (), ()
+    left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
+    return (f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before", (), ()) if left else ("", (), ())
 
 
 def _everybody(evidence: Evidence) -> str:

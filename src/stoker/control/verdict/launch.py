@@ -92,14 +92,14 @@ _UNKNOWN = entry(
 )  # fmt: skip
 
 
-def stopped(evidence: Evidence) -> Verdict:
+def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
+    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not have helped then."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
-    fix: tuple[str, ...] = ()
     if late:
         ranks = ", ".join(str(end.rank) for end in late[:8])
         how = f"; rank {ranks} did not end within the grace period and {'was' if len(late) == 1 else 'were'} killed"
-        fix = ("--grace 5m gives ranks longer to save and end",)
+        fix = fix or (() if known else ("--grace 5m gives ranks longer to save and end",))
     elif evidence.stop_now:
         how = "; the ranks were killed at once"
     elif evidence.saved:
@@ -109,9 +109,9 @@ def stopped(evidence: Evidence) -> Verdict:
     else:
         how = "; the ranks ended by themselves"
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
+    summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Known by then: {known}" if known else "")
     return Verdict(
-        "stopped", "launch.stopped", f"stopped by {name}{how}; {_kept(evidence)}", 128 + evidence.stop_signal,
-        evidence=(f"the launcher received {name}", *ends), retryable=False, fix=fix,
+        "stopped", "launch.stopped", summary, 128 + evidence.stop_signal, evidence=(f"the launcher received {name}", *ends, *seen), retryable=False, fix=fix,
     )  # fmt: skip
 
 

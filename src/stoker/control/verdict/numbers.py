@@ -11,6 +11,10 @@ from stoker.contract.shapes import RankEnd
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
 from stoker.control.verdict.wording import first_line
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.watch.numbers import BadNumber
+
 # Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN everywhere.
 _FIX = (
     "look at the step before it: the last good checkpoint still has sound weights",
@@ -20,8 +24,15 @@ _FIX = (
 )
 
 entry(
-    "nan.loss", "The loss is NaN or infinite, and stays so.", seen="three losses in a row, from stoker.beat or from the step lines a rank prints",
+    "nan.loss", "The loss is NaN or infinite, and stays so.",
+    seen="three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient norm that is NaN counts: "
+    "transformers' Trainer prints 0 for a NaN loss",
     contradicts="the next loss is a number: one bad batch; validation losses are not read", fix=_FIX,
+)  # fmt: skip
+entry(
+    "nan.grad-norm", "The gradient norm is NaN or infinite, and stays so.", seen="ten step lines in a row with such a grad_norm, and a loss that is a number",
+    contradicts="the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step",
+    fix=("fp16: the loss scale never settles; bf16 needs no scaler", *_FIX[1:]),
 )  # fmt: skip
 entry(
     "nan.exploding", "The loss has exploded.", seen="five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more",
@@ -63,17 +74,21 @@ def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
     return None
 
 
-def summary(kind: str, rank: int, label: str, step: int, value: str) -> str:
-    at = f" at step {step}" if step else ""
-    if kind == "exploding":
-        return f"rank {rank} ({label}): the loss has exploded to {value}{at}"
-    return f"rank {rank} ({label}): the loss is {value}{at}"
+_WHAT = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-norm": "the gradient norm is"}
 
 
-def trouble(kind: str, rank: int, label: str, step: int, value: str, source: str, line: str) -> dict[str, Any]:
-    known = CATALOGUE[f"nan.{kind}"]
-    seen = [f"told by stoker.beat: loss {value}"] if source == "beat" else [f"printed by rank {rank}: {line}"]
+def summary(bad: BadNumber, label: str, world: int) -> str:
+    """`shared`: a loss that one rank prints for all says nothing about whose it is."""
+    at = f" at step {bad.step}" if bad.step else ""
+    if bad.shared and world > 1:
+        return f"{_WHAT[bad.kind]} {bad.value}{at} (printed by rank {bad.rank}, for all ranks)"
+    return f"rank {bad.rank} ({label}): {_WHAT[bad.kind]} {bad.value}{at}"
+
+
+def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
+    known = CATALOGUE[f"nan.{bad.kind}"]
+    seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else f"printed by rank {bad.rank}: {bad.line}"
     return {
-        "cause": known.id, "rank": rank, "exit_code": EX_SOFTWARE, "summary": summary(kind, rank, label, step, value) + ", and stays so",
-        "evidence": [*seen, known.seen], "retryable": known.retryable, "fix": list(known.fix), "step": step,
+        "cause": known.id, "rank": None if bad.shared and world > 1 else bad.rank, "exit_code": EX_SOFTWARE, "retryable": known.retryable,
+        "summary": summary(bad, label, world) + ", and stays so", "evidence": [seen, known.seen], "fix": list(known.fix), "step": bad.step,
     }  # fmt: skip

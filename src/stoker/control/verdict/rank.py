@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
+from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.memory import memory_trend
 from stoker.control.verdict.wording import first_line, last_lines, place
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+_DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError", "RecursionError")  # of the program itself
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
+
+
+@cause(
+    "rank.breakpoint",
+    seen="BdbQuit left the script: a debugger found the end of its input",
+    contradicts="",
+    fix=("remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1", "only rank 0 has the terminal: `if rank == 0: breakpoint()`"),
+)
+def breakpoint_(case: Case) -> Found | None:
+    """A rank came to a breakpoint() and has no terminal to ask."""
+    error = case.end.error
+    if error is None or error.type != "BdbQuit":
+        return None
+    return Found(f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal", (f"BdbQuit at {place(case.end)}",))
 
 
 @cause(
@@ -30,6 +47,7 @@ def exception(case: Case) -> Found | None:
     return Found(
         f"{case.who}: {error.type}{': ' + said if said else ''} at {place(case.end)}",
         (f"exception {error.type} at {place(case.end)}", *error.traceback.strip().splitlines()[-12:]),
+        retryable=False if error.type in _DETERMINISTIC and error.module == "builtins" else None,
     )
 
 
@@ -92,9 +110,31 @@ def crash(case: Case) -> Found | None:
     number, name, seen = _ended_by(case)
     if number not in CRASHES:
         return None
-    stack = [line for line in case.end.stack.strip().splitlines() if line][:25]
-    at = next((line.strip() for line in stack if line.lstrip().startswith("File ")), "")
-    return Found(f"{case.who} died of {name}{' at ' + at if at else ''}", (*seen, *stack), () if stack else (f"stoker logs --rank {case.end.rank}",))
+    where, frames = _crashed_at(case.end.stack)
+    lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
+    look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
+    kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
+    return Found(f"{case.who} died of {name}{f' {where}' if where else ''}", (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
+
+
+def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
+    """Where the thread was that crashed, the script's own line and the library's: `at x.py:3, in work (in string_at, ctypes/__init__.py:519)`.
+    And its frames. faulthandler calls it the current one; other threads come before and after it."""
+    threads = threads_of(stack)
+    crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
+    if not crashed:
+        main: list[list[Any]] = next((thread["frames"] for thread in threads if thread["main"]), [])
+        place = _own_and_innermost(main)
+        return (f"in a thread without Python code; the main thread was {place}", main) if place else ("", [])
+    return _own_and_innermost(crashed), crashed
+
+
+def _own_and_innermost(frames: list[list[Any]]) -> str:
+    own = next((frame for frame in frames if not is_library(frame[1])), None)
+    if own is None:
+        return f"in {frames[0][0]} ({frames[0][1]}:{frames[0][2]})" if frames else ""
+    inside = f" (in {frames[0][0]}, {frames[0][1]}:{frames[0][2]})" if own is not frames[0] else ""
+    return f"at {own[1]}:{own[2]}, in {own[0]}{inside}"
 
 
 @cause(

@@ -26,7 +26,7 @@ def said(case: Case) -> str:
         return "\n".join(line[:_LONG] for line in lines)[:_ALL]
     if end.code is None or (end.code <= 0 and end.code != -signal.SIGABRT):
         return ""
-    lines = [line for line in end.tail.splitlines() if line.strip() and not line.startswith("frame #")]
+    lines = [line for line in end.tail.splitlines() if line.strip() and not line.startswith(("frame #", "stoker: could not"))]  # ours is not the script's
     return "\n".join(line[:_LONG] for line in lines[-_LAST:])
 
 

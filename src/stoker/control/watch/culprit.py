@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from stoker.contract.collectives import kind_of
+from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
 from stoker.control.watch import stacks
+from stoker.control.watch.diverged import at_odds, mismatched
 from stoker.control.watch.reasons import reason
 from stoker.control.watch.snapshot import Frame, Snapshot
-from stoker.control.watch.waits import Wait, Waits, waits
+from stoker.control.watch.waits import Waits, waits
 
 
 def explain(
@@ -33,7 +34,8 @@ def explain(
     lines += sorted({f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")})
     quiet = max(silent.values(), default=0.0)
     if rank is None:
-        return replace(found, evidence=tuple(lines), silent_s=round(quiet, 1))
+        parted = [steps.get(one, 0) for ranks, _, _ in found.parties for one in ranks]
+        return replace(found, evidence=tuple(lines), silent_s=round(quiet, 1), step=min(parted, default=0))
     return replace(found, evidence=tuple(lines), silent_s=round(silent.get(rank, quiet), 1), step=steps.get(rank, 0))
 
 
@@ -41,10 +43,10 @@ def _culprit(
     snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state == "T"]
+    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [rank for rank, one in snapshots.items() if one.state == "t"]
     if stopped:
-        return _alone(stopped, snapshots, graph, proof=True)
-    odds = _mismatched(snapshots, graph)
+        return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
+    odds = mismatched(snapshots, graph, members, world)
     if odds is not None:
         return odds
     gone = [rank for rank in graph.roots if ended.get(rank) == 0]
@@ -57,7 +59,7 @@ def _culprit(
     if graph.roots:
         return None  # they wait for one that has failed: its own end says more
     if graph.edges:
-        return _at_odds(snapshots, graph)
+        return at_odds(snapshots, graph, members, world)
     if graph.pending and len(graph.pending) == len(snapshots):
         return _together(snapshots, graph)
     return _by_stacks(snapshots, graph, silent, ended)
@@ -71,15 +73,15 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, proof: bool = False) -> Stall:
+def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
     if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
         detail = "it waits for the others to join the process group"
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
-    one = snapshots[rank]
-    if one.message and not proof:  # gloo's recorder knows no send and receive: the stack does
+    one, proof = snapshots[rank], False
+    if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
         whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}" if one.peer is not None else "that nobody answers"
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
         if one.peer in waiting:
@@ -87,7 +89,7 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits, p
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
-        lines.append(f"{stacks.ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered")
+        lines.append(f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered")
     if edge is not None and edge.other is not None:
         lines.append(f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number {edge.op.seq}")
     return Stall(kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines))
@@ -98,94 +100,8 @@ def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     waiting = tuple(sorted(graph.behind(rank)))
     return Stall(
         "left", rank, (rank,), waiting, "", f"it ended with exit code {ended[rank]} before the others were done", operation, backend, True,
-        evidence=(f"{stacks.ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
+        evidence=(f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
     )  # fmt: skip
-
-
-def _mismatched(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall | None:
-    """Another operation, or another shape, under the same number: proof, whoever else waits for whom."""
-    for why, kind in (("other-op", "op-mismatch"), ("other-shape", "shape-mismatch")):
-        edges = [edge for edge in graph.edges if edge.why == why]
-        if edges:
-            return _mismatch(kind, edges, snapshots)
-    return None
-
-
-def _at_odds(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
-    """Everybody waits for somebody: groups entered in another order, or messages that don't pair."""
-    groups = {group for group, _ in graph.pending.values()}
-    peers = [edge for edge in graph.edges if edge.why == "peer"]
-    rank = _odd_one(graph)
-    frame = stacks.users_frame(snapshots[rank].main)
-    group, op = graph.pending[rank]
-    waiting = tuple(sorted(set(graph.pending) - {rank}))
-    lines = tuple(f"rank {one} waits in operation {its.seq} of group {name}: {its}" for one, (name, its) in sorted(graph.pending.items())[:8])
-    detail = f"it waits in {op} of group {group} while the others wait in another group" if len(groups) > 1 else f"it waits in {op}"
-    if peers and len(groups) == 1:
-        detail = "the ranks wait for each other's messages: sends and receives in an order that can't work"
-    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands in a collective.
-    proof = all(stacks.in_collective(snapshots[one].main) for one in graph.pending)
-    return Stall("diverged", rank, (rank,), waiting, str(frame or ""), detail, str(op), op.name.partition(":")[0], proof, evidence=lines)
-
-
-def _odd_one(graph: Waits) -> int:
-    """Of ranks that wait in different groups: one of the smallest party, not rank 0 if there is a choice."""
-    parties: dict[str, list[int]] = {}
-    for rank, (group, _) in graph.pending.items():
-        parties.setdefault(group, []).append(rank)
-    # The rank most others wait for in the largest party.
-    counts = {rank: sum(1 for edge in graph.edges if edge.target == rank) for rank in graph.pending}
-    return max(graph.pending, key=lambda rank: (counts[rank], -len(parties[graph.pending[rank][0]]), rank))
-
-
-def _mismatch(kind: str, edges: list[Wait], snapshots: Mapping[int, Snapshot]) -> Stall:
-    entered: dict[tuple[str, str], set[int]] = {}
-
-    def key(name: str, sizes: tuple[object, ...]) -> tuple[str, str]:
-        return kind_of(name), str(sizes) if kind == "shape-mismatch" else ""
-
-    ops: dict[tuple[str, str], str] = {}
-    for edge in edges:
-        mine, theirs = key(edge.op.name, edge.op.sizes), key(edge.other.name, edge.other.sizes) if edge.other else ("", "")
-        entered.setdefault(mine, set()).add(edge.rank)
-        entered.setdefault(theirs, set()).add(edge.target)
-        ops[mine] = str(edge.op)
-        ops[theirs] = str(edge.other)
-    parties = sorted(entered.items(), key=lambda item: (len(item[1]), -max(item[1])))
-    (odd, guilty), (usual, others) = parties[0], parties[-1]
-    rank = max(guilty)
-    frame = stacks.users_frame(snapshots[rank].main) if rank in snapshots else None
-    seq, backend = edges[0].op.seq, edges[0].op.name.partition(":")[0]
-    lines = tuple(f"operation {seq} of group {edges[0].group}: {stacks.ranks_text(ranks)} entered {ops[which]}" for which, ranks in parties)
-    if kind == "op-mismatch" and _left_the_loop(snapshots, sorted(guilty), sorted(others)):
-        return Stall(
-            "unequal", rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""),
-            f"it has left the training loop ({ops[odd]}) while the others are in a backward pass: it had fewer batches", ops[usual], backend, True,
-            evidence=lines,
-        )  # fmt: skip
-    entered_it = f"it entered {ops[odd]}"
-    return Stall(kind, rank, tuple(sorted(guilty)), tuple(sorted(others)), str(frame or ""), entered_it, ops[usual], backend, True, evidence=lines)
-
-
-def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: list[int], others: list[int]) -> bool:
-    """The others are in a backward pass inside a loop that these, in the same function, are no longer in."""
-    for rank in guilty:
-        for other in others:
-            if rank not in snapshots or other not in snapshots or not stacks.in_backward(snapshots[other].main):
-                return False
-            if not _outside(snapshots[rank].main, snapshots[other].main):
-                return False
-    return bool(guilty and others)
-
-
-def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """From the outermost frame inward: the first one in which the two part."""
-    for one, other in zip(reversed(mine), reversed(theirs), strict=False):
-        if (one.file, one.name) != (other.file, other.name):
-            return False
-        if one.line != other.line:
-            return bool(set(other.loops) - set(one.loops))
-    return False
 
 
 def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
@@ -201,7 +117,7 @@ def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
 def _by_stacks(snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
-    others = [rank for rank in snapshots if rank not in waiters]
+    others = [rank for rank, one in snapshots.items() if rank not in waiters and one.state != "Z"]
     if waiters and not others:
         left = [rank for rank, code in ended.items() if code == 0]
         if left:
@@ -215,10 +131,14 @@ def _by_stacks(snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[
 
 
 def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
+    """All are in a collective and only their stacks say in which: the lines most ranks share are the right ones."""
     groups = stacks.grouped(snapshots.values())
     ranks, one = groups[0]
     frame: Frame | None = stacks.users_frame(one.main)
-    if len(groups) == 1 or len(groups[-1][0]) == len(ranks):
+    if len(groups) == 1:
         return Stall("together", None, (), tuple(sorted(waiters)), str(frame or ""), "every rank waits in a collective")
+    parties = tuple((members, first.main[0].name if first.main else "?", str(stacks.users_frame(first.main) or "")) for members, first in groups)
+    if 2 * len(groups[-1][0]) <= len(snapshots):
+        return Stall("diverged", None, (), tuple(sorted(waiters)), parties=parties)
     others = tuple(sorted(waiters - set(ranks)))
-    return Stall("diverged", ranks[-1], ranks, others, str(frame or ""), "it waits in a collective at another line than the others")
+    return Stall("diverged", ranks[0], ranks, others, str(frame or ""), parties=parties)

@@ -9,9 +9,10 @@ import math
 import re
 
 from stoker.contract import redact
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 
 IN_A_ROW = 3
+NORMS_IN_A_ROW = 10  # a gradient scaler begins with steps that overflow, and skips them; the loss is fine then
 EXPLODING = 100.0  # times the largest of the first losses; a change of stage or of loss may be 25
 SUBSTANTIAL = 0.1  # first losses below this are no measure: RL begins with a loss of 0
 EXPLODING_IN_A_ROW = 5
@@ -19,18 +20,23 @@ FIRST = 10
 _QUOTED = 200  # characters of a line
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
-# "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': 0.5"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
+# A number as scripts print it: 2.31, 'nan' (Trainer quotes since transformers 5), nan.0 (Lightning pads it), tensor(nan, device=...).
+_VALUE = rb"['\"]?\s*[:=]?\s*(?:tensor\(|['\"])?(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])"
+# "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': '0.5'"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
 # them before is not read. Of other losses (a critic's may grow as it should) it is said that they are no number, and nothing is ended for it.
-_LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)['\"]?\s*[:=]?\s*(?P<value>nan|[-+]?inf(?:inity)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])")
+_LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)" + _VALUE)
+_NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
 _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")  # of "loss" itself: "5 min | loss nan" is a step's line
 _TRAINING = (b"", b"train", b"training", b"lm", b"total", b"mean", b"avg", b"average", b"running", b"step", b"batch", b"ce")
-_STEP = re.compile(rb"(?i)\bstep\W{0,3}(\d+)")
+_STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d+)")
+_COUNTER = re.compile(rb"\d+/\d+")
+_CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 @shape
 class BadNumber:
-    kind: str  # loss | exploding
+    kind: str  # loss | exploding | grad-norm
     rank: int
     step: int
     value: str
@@ -38,6 +44,7 @@ class BadNumber:
     line: str = ""
     firm: bool = False  # it stays so: not one bad batch
     stops: bool = True  # if it stays so the job ends; else it is only said
+    shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
 
 
 class Losses:
@@ -46,15 +53,19 @@ class Losses:
     def __init__(self) -> None:
         self._first: dict[int, list[float]] = {}
         self._bad: dict[int, int] = {}
+        self._norms: dict[int, int] = {}  # rank -> gradient norms in a row that are no numbers
         self._high: dict[int, int] = {}
         self._since: dict[int, int] = {}  # rank -> the step of the first bad one in a row
-        self._said: set[tuple[int, str, bool]] = set()
+        self._newest: dict[int, BadNumber] = {}  # rank -> the newest loss it printed, where that is no number
+        self._reported: set[tuple[int, str, bool]] = set()
         self._beaten: set[int] = set()  # ranks that tell their loss themselves: their lines are not read
+        self._printing: set[int] = set()  # ranks that print losses
+        self._counters: dict[int, list[bytes]] = {}  # rank -> of the progress bar it drew last
         self._rest: dict[int, bytes] = {}
 
     def heard(self, rank: int, step: int, loss: float) -> BadNumber | None:
         self._beaten.add(rank)
-        return self._take(rank, step, loss, "beat", b"")
+        return self._take(rank, step, loss, "beat", "")
 
     def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
         """(step, rank, loss) of several ranks, in the order of their steps: averaging spreads a NaN, and the first to have it is the one."""
@@ -70,31 +81,46 @@ class Losses:
         cut = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
         if len(whole) - cut and len(whole) - cut < 4096:
             self._rest[rank] = whole[cut:]
-        found = []
-        for line in whole[:cut].splitlines():
-            match = _LOSS.search(line)
-            if match is None or _EVALUATION.search(line[: match.end("what")]):
-                continue
-            which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
-            if which in _NOT_TRAINING:
-                continue
-            step = _STEP.search(line)
-            try:
-                value = float(match["value"])
-            except ValueError:
-                continue
-            number = int(step[1]) if step else 0
-            if which in _TRAINING:
-                one = self._take(rank, number, value, "line", line)
-            else:
-                one = None if math.isfinite(value) else self._once("loss", rank, number, value, "line", line, firm=False, stops=False)
-            if one is not None:
-                found.append(one)
-        return found
+        read = (self._read_line(rank, _CODES.sub(b"", line)) for line in whole[:cut].splitlines())
+        return [replace(bad, shared=len(self._printing) == 1) for bad in read if bad is not None]
 
-    def _take(self, rank: int, step: int, loss: float, source: str, line: bytes) -> BadNumber | None:
+    def unresolved(self) -> list[BadNumber]:
+        """Newest losses of a run that is over that are no numbers, too few in a row to be sure of."""
+        return [bad for rank, bad in sorted(self._newest.items()) if self._bad[rank] < IN_A_ROW]
+
+    def _read_line(self, rank: int, line: bytes) -> BadNumber | None:
+        match = _LOSS.search(line)
+        if match is None or _EVALUATION.search(line[: match.end("what")]):
+            return None
+        which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
+        counter = _COUNTER.findall(line)
+        if which in _NOT_TRAINING or (counter and counter == self._counters.get(rank)):  # a bar that is drawn again shows the same loss
+            return None
+        self._counters[rank] = counter
+        self._printing.add(rank)
+        found = _STEP.search(line)
+        step, value, text = int(found[1]) if found else 0, _number(match["value"]), redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED]
+        if which not in _TRAINING:
+            return None if math.isfinite(value) else self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
+        norm = _NORM.search(line)
+        if norm is None or math.isfinite(_number(norm["value"])):
+            self._norms[rank] = 0
+        elif value == 0.0:  # transformers' Trainer prints 0 for losses that are NaN (logging_nan_inf_filter)
+            value = _number(norm["value"])
+        else:
+            return self._bad_norm(rank, step, _number(norm["value"]), text)
+        return self._take(rank, step, value, "line", text)
+
+    def _bad_norm(self, rank: int, step: int, norm: float, line: str) -> BadNumber | None:
+        self._norms[rank] = self._norms.get(rank, 0) + 1
+        if self._norms[rank] == 1:
+            self._since[rank] = step
+        return self._once("grad-norm", rank, self._since[rank], norm, "line", line, self._norms[rank] >= NORMS_IN_A_ROW)
+
+    def _take(self, rank: int, step: int, loss: float, source: str, line: str) -> BadNumber | None:
         if math.isfinite(loss):
             self._bad[rank] = 0
+            self._newest.pop(rank, None)
             first = self._first.setdefault(rank, [])
             if len(first) < FIRST:
                 first.append(abs(loss))
@@ -105,11 +131,16 @@ class Losses:
         self._bad[rank] = self._bad.get(rank, 0) + 1
         if self._bad[rank] == 1:
             self._since[rank] = step
+        self._newest[rank] = BadNumber("loss", rank, self._since[rank], f"{loss:g}", source, line)
         return self._once("loss", rank, self._since[rank], loss, source, line, self._bad[rank] >= IN_A_ROW)
 
-    def _once(self, kind: str, rank: int, step: int, loss: float, source: str, line: bytes, firm: bool, stops: bool = True) -> BadNumber | None:
-        """Said when it is first seen and when it is certain, not for every step between."""
-        if (rank, kind, firm) in self._said or (kind == "exploding" and not firm):
+    def _once(self, kind: str, rank: int, step: int, value: float, source: str, line: str, firm: bool, stops: bool = True) -> BadNumber | None:
+        """Reported when it is first seen and when it is certain, not for every step between."""
+        if (rank, kind, firm) in self._reported or (kind == "exploding" and not firm):
             return None
-        self._said.add((rank, kind, firm))
-        return BadNumber(kind, rank, step, f"{loss:g}", source, redact.whole(line.decode("utf-8", "replace"))[:_QUOTED], firm, stops)
+        self._reported.add((rank, kind, firm))
+        return BadNumber(kind, rank, step, f"{value:g}", source, line, firm, stops)
+
+
+def _number(text: bytes) -> float:
+    return float(text.lower().replace(b"nan.0", b"nan").replace(b"inf.0", b"inf"))

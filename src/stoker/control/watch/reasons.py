@@ -17,6 +17,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     frame = stacks.users_frame(one.main)
     if one.state == "T":
         return "stopped", frame, "its process is stopped (SIGSTOP, or a suspended shell)"
+    if one.state == "t":
+        return "debugged", frame, "a debugger or tracer holds its process"
     if one.state == "D":
         return "disk", frame, f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or driver does not answer"
     worker = _stuck_worker(one)

@@ -39,6 +39,7 @@ class Op:
     sizes: tuple[Any, ...]
     done: bool
     order: int
+    usual: bool | None = None  # it is what came next before too (contract/collectives.py)
 
     def __str__(self) -> str:
         return f"{self.name} {list(self.sizes)}" if self.sizes else self.name
@@ -126,11 +127,16 @@ def read(rank: int, data: dict[str, Any]) -> Snapshot:
     )  # fmt: skip
 
 
+def _operation(op: Any) -> Op:
+    sizes, usual = tuple(op["sizes"]), op.get("usual")
+    return Op(int(op["seq"]), int(op["p2p"]), str(op["op"]), sizes, bool(op["done"]), int(op["order"]), usual)
+
+
 def groups(told: Any) -> tuple[Group, ...]:
     return tuple(
         Group(
             str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(int(rank) for rank in one.get("ranks") or ()),
-            tuple(Op(int(op["seq"]), int(op["p2p"]), str(op["op"]), tuple(op["sizes"]), bool(op["done"]), int(op["order"])) for op in one.get("ops") or ()),
+            tuple(_operation(op) for op in one.get("ops") or ()),
         )
         for one in told or ()
     )  # fmt: skip

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from stoker.contract.quantities import ranks_text
+from stoker.contract.stacktext import is_library
 from stoker.control.watch.snapshot import Frame, Snapshot
 
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
 # Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
 _COLLECTIVES = tuple(f"torch/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/"))
 _LOADER = ("_next_data", "_try_get_data", "_get_data")
 
 
 def is_users(frame: Frame) -> bool:
-    return not any(part in frame.file for part in _LIBRARY)
+    return not is_library(frame.file)
 
 
 def users_frame(frames: Iterable[Frame]) -> Frame | None:
@@ -76,21 +77,6 @@ def _telling(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
 
 def _short(path: str) -> str:
     return path.rpartition("/")[2]
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    parts: list[str] = []
-    first = before = None
-    for rank in [*ranks, None]:
-        if first is not None and before is not None and (rank is None or rank != before + 1):
-            parts.append(str(first) if first == before else f"{first}-{before}" if before > first + 1 else f"{first}, {before}")
-            first = rank
-        first = rank if first is None else first
-        before = rank
-    return f"ranks {', '.join(parts)}"
 
 
 def full(snapshot: Snapshot) -> str:

@@ -1,5 +1,5 @@
 """Watches one attempt: hears what agents say, and answers "what now?". Two tiers: a suspicion is explained in seconds and the job
-goes on; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
+keeps running; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
 """
 
 from __future__ import annotations
@@ -7,18 +7,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Stall
 from stoker.contract.untrusted import is_count, parse_json
 from stoker.control.watch import progress, snapshot, stacks
 from stoker.control.watch.culprit import explain
+from stoker.control.watch.diverged import after_the_end
 from stoker.control.watch.progress import Progress
 from stoker.control.watch.snapshot import Snapshot
 from stoker.control.watch.straggler import Stragglers
 
 STOPPED_S = 0.5  # a stopped process is worth a look after this
 AGAIN_S = 3.0  # a proof is looked at a second time, this much later
-STOPPED_STOP_S = 10.0  # what was stopped may be continued: it gets this long
 ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
@@ -35,11 +35,12 @@ class Inspect:
 @shape
 class Suspect:
     stall: Stall
+    stops_in: float | None  # seconds until the job is stopped for it, if nothing changes; None: never
 
 
 @shape
 class Relieve:
-    """What was suspected goes on."""
+    """What was suspected makes progress again."""
 
     rank: int | None
     silent_s: float
@@ -118,13 +119,13 @@ class Watcher:
             one.stopped_since = 0.0
         self._forget()
 
-    def failed(self, rank: int, collectives: Sequence[Any]) -> None:
-        """Its last operations, told with its exception. The newest one is what failed, though torch calls it done."""
+    def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
+        """Its last operations, told with its exception, and its stack. The newest operation is what failed, though torch calls it done."""
         newest = max((op.get("order", 0) for group in collectives for op in group.get("ops") or ()), default=0)
         for group in collectives:
             for op in group.get("ops") or ():
                 op["done"] = op.get("done") and op.get("order") != newest
-        self._failed[rank] = Snapshot(rank, state="Z", groups=snapshot.groups(collectives))
+        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]})
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
@@ -184,12 +185,12 @@ class Watcher:
         return found
 
     def _relieved(self, now: float) -> list[Action]:
-        stall, self_said = self.stall, self._said
+        stall, reported = self.stall, self._said
         if stall is None:
             return []
         silent = now - self._silent_from if self._silent_from else 0.0
         self._forget()
-        return [Relieve(stall.rank, silent)] if self_said else []
+        return [Relieve(stall.rank, silent)] if reported and stall.rank not in self._ended else []
 
     def _forget(self) -> None:
         self.stall, self._said, self._looks, self._silent_from, self._wait = None, (), 0, 0.0, AGAIN_S
@@ -230,7 +231,7 @@ class Watcher:
         actions: list[Action] = []
         if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:  # said once, and again when it turns out worse
             self._said = stall.rank, stall.proof
-            actions.append(Suspect(stall))
+            actions.append(Suspect(stall, self._stops_in(stall, now)))
         why = self._stop_reason(stall, now)
         if why:
             actions.append(Stop(stall, why))
@@ -246,11 +247,11 @@ class Watcher:
         stall = Stall("place", rank, (rank,), detail="what it does could not be seen", silent_s=round(silent[rank], 1), step=self._ranks[rank].steps)
         self._next_look = min(self._next_look, self._deadline(stall, now))
         why = self._stop_reason(stall, now)
-        return [Suspect(stall), Stop(stall, why)] if why else []
+        return [Suspect(stall, 0.0), Stop(stall, why)] if why else []
 
     def _is_evidence(self, stall: Stall) -> bool:
         """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter that starts or ends never is."""
-        if not stall.where and not stall.waiting and not stall.proof and stall.kind != "disk":
+        if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
         if stall.rank is not None and not self._ranks[stall.rank].steps and not any(one.steps for one in self._ranks.values()):
             return bool(stall.waiting) or stall.proof
@@ -266,6 +267,11 @@ class Watcher:
         if one is not None and not one.training:
             return PHASE_TIMES * self._timeout
         return max(self._timeout, progress.K * one.usual) if one is not None else self._timeout
+
+    def _stops_in(self, stall: Stall, now: float) -> float | None:
+        if not self._timeout or stall.kind == "debugged":
+            return None
+        return AGAIN_S if stall.proof else max(0.0, self._silent_since(stall, now) + self._limit(stall) - now)
 
     def _deadline(self, stall: Stall, now: float) -> float:
         if not self._timeout:
@@ -289,12 +295,8 @@ class Watcher:
     def _stop_reason(self, stall: Stall, now: float) -> str:
         if not self._timeout:
             return ""
-        if stall.proof and self._looks > 1:
-            if stall.kind == "stopped":
-                if now - self._first_seen >= min(STOPPED_STOP_S, self._timeout) - 1.0:
-                    return "a stopped process makes no step"
-            elif now - self._first_seen >= AGAIN_S - 0.5:
-                return "it can't go on by itself"
+        if stall.proof and self._looks > 1 and now - self._first_seen >= AGAIN_S - 0.5:
+            return "it can't continue by itself"
         if now - self._silent_since(stall, now) >= self._limit(stall) - 0.5:
             return f"--hang-timeout of {self._timeout:g} s is over"
         return ""
@@ -305,10 +307,11 @@ class Watcher:
         `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd one.
         """
         if len(self._failed) > 1:
-            steps = {rank: one.steps for rank, one in self._ranks.items()}
-            found = explain({**self.snapshots, **self._failed}, self._world, self._members, {}, dict.fromkeys(self._failed, 0.0), steps)
-            if found is not None and found.kind in ("op-mismatch", "shape-mismatch", "unequal"):
-                return found
+            seen = {**self.snapshots, **self._failed}
+            stall = after_the_end(seen, self._members, self._world, sizes_differ)
+            if stall is not None:
+                made = [self._ranks[rank].steps for rank in ((stall.rank,) if stall.rank is not None else self._failed) if rank in self._ranks]
+                return replace(stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values())))
         return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:

@@ -1,0 +1,33 @@
+"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest thread first and the main one last.
+
+Used by the agent (a rank that was asked for its stacks) and by the verdict (a rank that a fatal signal ended).
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+_CURRENT = "Current thread 0x"  # in a report of a fatal signal: the thread it happened in
+
+
+def is_library(file: str) -> bool:
+    """Not the script's own code."""
+    return any(part in file for part in _LIBRARY)
+
+
+def threads_of(text: str) -> list[dict[str, Any]]:
+    """Each with its frames [function, file, line], innermost first; `current`: the one that crashed; `main`: the interpreter's first."""
+    threads: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        if line.startswith(("Thread 0x", _CURRENT)):
+            threads.append({"name": "", "main": False, "active": False, "gil": False, "current": line.startswith(_CURRENT), "frames": []})
+        elif line.startswith('  File "') and threads:
+            file, _, rest = line[len('  File "') :].rpartition('", line ')
+            number, _, name = rest.partition(" in ")
+            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
+    if threads:
+        threads[-1]["main"] = True
+    return threads
