@@ -49,7 +49,7 @@ DIFFERENCES = (
     Difference("`MASTER_ADDR` without `--master-addr`", "`localhost`", "`127.0.0.1`", "test_dropin.py::test_a_script", ("env MASTER_ADDR",)),
     Difference("`TORCHELASTIC_USE_AGENT_STORE`", "`True`: the launcher holds the store", "`False`: rank 0 holds it, as without a launcher", "test_dropin.py::test_a_script", ("env TORCHELASTIC_USE_AGENT_STORE",)),
     Difference("`TORCHELASTIC_RUN_ID` on one machine", "a UUID, even with `--rdzv-id`", "`--rdzv-id`, else the run's id", "test_dropin.py::test_a_script", ("env TORCHELASTIC_RUN_ID",)),
-    Difference("more variables for the ranks", "none", "`STOKER_RUN_ID`, `STOKER_RUN_DIR`, `GPU_RANK`; with GPUs `CUDA_DEVICE_ORDER=PCI_BUS_ID`", "test_dropin.py::test_a_script", ("env STOKER_RUN_ID", "env STOKER_RUN_DIR", "env GPU_RANK")),
+    Difference("more variables for the ranks", "none", "`STOKER_RUN_ID`, `STOKER_RUN_DIR`, `STOKER_RUN_ORIGIN`, `GPU_RANK`; with GPUs `CUDA_DEVICE_ORDER=PCI_BUS_ID`", "test_dropin.py::test_a_script", ("env STOKER_RUN_ID", "env STOKER_RUN_DIR", "env STOKER_RUN_ORIGIN", "env GPU_RANK")),
     Difference("`NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` with `--nnodes` or `--hosts`, where not set", "not set", "the interface of the route to the other machines", "test_dropin.py::test_ways_to_start", ("env NCCL_SOCKET_IFNAME", "env GLOO_SOCKET_IFNAME")),
     Difference("the ranks' output buffers", "`python -u`", "line by line, without `-u`: `sys.orig_argv` is the command as typed", "test_dropin.py::test_a_script", ("orig_argv",)),
     Difference("stdin", "every rank reads the launcher's", "rank 0 reads it, the others get end of file", "test_stopping.py::test_piped_stdin_reaches_rank_0"),
@@ -218,7 +218,7 @@ def test_a_script(both: Both) -> None:
     assert theirs["ranks"][1]["argv"] == ["probe.py", "--lr", "3", "--local-rank=1"]
     assert ours["ranks"][0]["env"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1" and ours["ranks"][1]["env"]["SENTINEL"] == "from the parent"
     assert agree(theirs, ours) == {
-        "env OMP_NUM_THREADS", "env MASTER_ADDR", "env TORCHELASTIC_USE_AGENT_STORE", "env TORCHELASTIC_RUN_ID", "env STOKER_RUN_ID", "env STOKER_RUN_DIR",
+        "env OMP_NUM_THREADS", "env MASTER_ADDR", "env TORCHELASTIC_USE_AGENT_STORE", "env TORCHELASTIC_RUN_ID", "env STOKER_RUN_ID", "env STOKER_RUN_DIR", "env STOKER_RUN_ORIGIN",
         "env GPU_RANK", "orig_argv",
     }  # fmt: skip
     assert [seen["env"]["OMP_NUM_THREADS"] for seen in (theirs["ranks"][0], ours["ranks"][0])] == ["1", "4"]

@@ -315,7 +315,7 @@ def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -
     assert done.err.count("stays as it is") == (1 if sticky else 0)
     assert [run["user"] for run in ann.runs()] == [f"uid {ANN}"] and [run["user"] for run in bob.runs()] == [f"uid {BOB}"]
     again = ann("run", "--name", "exp", "fail.py")
-    assert again.code == 3 and "going on with run" in again.err and len(ann.runs()) == len(bob.runs()) == 1
+    assert again.code == 3 and "starting run" in again.err and len(ann.runs()) == len(bob.runs()) == 1
     both = json.loads(bob("runs", "--json", "--all").out)["runs"]
     assert sorted(row["user"] for row in both) == [f"uid {ANN}", f"uid {BOB}"]
     table = bob("runs", "--all").out

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
 from stoker.contract.shape import replace
-from stoker.contract.shapes import RankEnd, RankError
+from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import printable
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
@@ -20,7 +20,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from stoker.control.watch.numbers import BadNumber
 
 
 _LONGEST_S = 1e8  # three years
