@@ -148,18 +148,18 @@ def test_runs_dir_that_can_not_be_written(stoker: Stoker) -> None:
 def test_a_full_disk(stoker: Stoker) -> None:
     full = stoker.cwd / "full"
     full.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(full)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(full)], capture_output=True, text=True, check=False)
     if mounted.returncode:
         pytest.skip(f"no right to mount a small file system: {mounted.stderr.strip()}")
     try:
-        (full / "filler").write_bytes(b"x" * 64 * 1024)
-        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="host.disk: 0.0 GB free")
-        refused(stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="No space left")
+        (full / "filler").write_bytes(b"x" * 512 * 1024)
+        refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="host.disk: 0.0 MB free")
+        refused(stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="its disk or quota is full")
         assert os.listdir(full) == ["filler"]
         (full / "filler").unlink()
-        script = stoker.script("much.py", "print('x' * 300_000)\nprint('end')")
+        script = stoker.script("much.py", "print('x' * 600_000)\nprint('end')")
         done = stoker("run", "--no-preflight", "--runs-dir", "full", script)
-        assert done.code == 0 and "could not be written (disk full?)" in done.err and "end" in done.out
+        assert done.code == 0 and "could not be written: No space left on device" in done.err and "end" in done.out
     finally:
         subprocess.run(["umount", str(full)], check=True)
 
