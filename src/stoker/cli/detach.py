@@ -7,6 +7,7 @@ import shlex
 
 from stoker.contract import layout
 from stoker.contract.settings import Parser
+from stoker.contract.untrusted import printable
 from stoker.control.launch.stopping import ask_to_detach
 from stoker.control.record import reader
 
@@ -21,6 +22,9 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
     run = reader.find(options.run, layout.runs_root(options.runs_dir, os.environ), exact=True)
+    if reader.status(run) not in ("running", "unknown"):
+        print(f"run {printable(run.id)} is not running: {reader.status(run)}")
+        return 0
     ask_to_detach(run)
     name = shlex.quote(run.id)
     print(f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}` stops it")
