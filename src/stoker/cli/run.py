@@ -55,7 +55,9 @@ def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any],
     if extra:
         made.unknown(extra)
     given = vars(found)
-    del given["script"], given["args"]
+    stray, more = given.pop("script"), given.pop("args")
+    if stray is not None or more:  # a word with a space in it is no flag to argparse
+        made.unknown([stray, *more])
     args = argv[at + 1 :]
     if args[:1] == ["--"] and len(argv) == len(words):  # torchrun drops one: before the script, or right behind it
         del args[0]

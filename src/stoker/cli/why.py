@@ -101,7 +101,7 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
 
 def _print_lines(text: str) -> None:
     """Evidence may have several lines: those stay."""
-    print(f"  {printable_lines(text)}")
+    print(redact.whole("\n".join(f"  {line}" for line in printable_lines(text).split("\n"))))
 
 
 def _another_attempt(verdict: Verdict) -> str:
