@@ -88,8 +88,9 @@ def main() -> None:
     parser.add_argument("chain", help="folder of a speedrun")
     parser.add_argument("--from", dest="stage", choices=("sft", "midtrain"), default="sft")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("more", nargs="*", help="options of stoker train sft, after --")
-    told = parser.parse_args()
+    words = sys.argv[1:]
+    cut = words.index("--") if "--" in words else len(words)
+    told, options = parser.parse_args(words[:cut]), words[cut + 1 :]
     (world,) = glob.glob(os.path.join(told.chain, "stages", "world-*"))
     model = sorted(glob.glob(os.path.join(told.chain, "stages", f"[0-9]*-[0-9]*-{told.stage}-*", "hf")))[-1]
     results = []
@@ -105,8 +106,8 @@ def main() -> None:
                     file.writelines(line for line, _ in zip(source, range(CHATS), strict=False))
             more = [held_out] if told.stage == "sft" else []
             before = shares(model, world, more, os.path.join(folder, "before"))
-            words = ["--model.load", model, "--data", chats, "--data.seed", str(seed), "--train.seed", str(seed), *told.more]
-            run = train("sft", os.path.join(folder, "runs"), words)
+            settings = ["--model.load", model, "--data", chats, "--data.seed", str(seed), "--train.seed", str(seed), *options]
+            run = train("sft", os.path.join(folder, "runs"), settings)
             results.append((before, shares(os.path.join(run, "hf"), world, more, os.path.join(folder, "after"))))
     print("| kind | marked before | after | content before | after |\n|---|---|---|---|---|")
     for kind in results[0][0]:

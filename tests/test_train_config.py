@@ -398,6 +398,7 @@ def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
     found = settle(gather(parse(["--model.load", "hf"]), {}), False, STAGES["sft"].defaults)
     made, derived, lines = with_defaults("sft", found.config, found.given, Situation(TINY, None, 1), True)
     assert derived == {"optim.learning_rate": 1.3e-4} and made.train.max_steps == 500 and "not on this machine yet" in lines[0]
+    assert "known once the data is here" in lines[4] and "at most" in lines[3] and "500" not in "".join(lines)
 
 
 def test_the_table_in_the_docs_is_what_the_rules_give() -> None:

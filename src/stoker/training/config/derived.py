@@ -85,7 +85,7 @@ def derivable(learning: Learning | None) -> tuple[str, ...]:
 
 def rate_at(size: int, power: float) -> float:
     smaller = BILLION / max(size, 1)
-    return float(RATE * smaller ** (power if smaller > 1 else LARGER))
+    return RATE * math.pow(smaller, power if smaller > 1 else LARGER)
 
 
 def samples_a_step(config: Config, ranks: int | None) -> int:

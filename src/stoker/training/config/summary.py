@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.training.config.derived import Learning, Situation, samples_a_step, steps_and_passes
+from stoker.training.config.derived import BATCH, LENGTH, Learning, Situation, samples_a_step, steps_and_passes
 from stoker.training.config.schema import Config
 from stoker.training.model.rows import parameters
 from stoker.training.optim import schedule
@@ -24,7 +24,7 @@ class Choice:
 
 def block(stage: str, learning: Learning, config: Config, given: Collection[str], derived: Mapping[str, Any], at: Situation, on_cpu: bool) -> list[str]:
     """A line each; the last may be a warning."""
-    choices = list(_choices(learning, config, at, on_cpu))
+    choices = list(_choices(learning, config, given, at, on_cpu))
     wide = max(len(choice.chosen) for choice in choices)
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
     for choice in choices:
@@ -36,8 +36,10 @@ def block(stage: str, learning: Learning, config: Config, given: Collection[str]
     return lines
 
 
-def _choices(learning: Learning, config: Config, at: Situation, on_cpu: bool) -> Iterator[Choice]:
+def _choices(learning: Learning, config: Config, given: Collection[str], at: Situation, on_cpu: bool) -> Iterator[Choice]:
     steps, passes = steps_and_passes(learning, config, at)
+    if at.amount is None and not set(LENGTH) & set(given):
+        steps = 0  # the preset's, which the data will change
     optim, context = config.optim, config.data.context_length
     rate = f"{optim.learning_rate:.2g}" + (f" (Muon {optim.muon_learning_rate:.2g})" if optim.kind == "muon" else "")
     yield Choice("learning rate", f"{rate}, {optim.schedule}", "--learning-rate, --schedule", ("optim.learning_rate",))
@@ -50,6 +52,8 @@ def _choices(learning: Learning, config: Config, at: Situation, on_cpu: bool) ->
         samples = samples_a_step(config, at.ranks)
         whole = config.batch.tokens or config.batch.micro
         words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}" if whole else "as many tokens a step as fit"
+        if at.amount is None and not set(BATCH) & set(given):
+            words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
     yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
     yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
