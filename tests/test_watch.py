@@ -133,6 +133,9 @@ def test_fewer_batches_are_told_from_another_call_in_the_loop() -> None:
     assert (found(waiting(0), left).kind, found(waiting(0), left).rank) == ("unequal", 1)
     inside = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=[barrier[0], ["main", SCRIPT, 38, [30]]])
     assert found(waiting(0), inside).kind == "op-mismatch"
+    # nanoGPT: the others are in the loop of micro-steps, which begins after the line this one is at, within the loop of steps.
+    micro = rank(0, group(op(25), op(26, done=False)), frames=[*BACKWARD[:2], ["main", SCRIPT, 40, [30, 39]]])
+    assert found(micro, inside).kind == "op-mismatch"
 
 
 def test_a_missing_rank_of_a_subgroup() -> None:
