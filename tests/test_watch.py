@@ -188,6 +188,22 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
     assert f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
 
 
+def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
+    """Rank 0 was aborted and left its stack; rank 1, with two reductions under way, made a first one that never came next."""
+    watch, _ = watched()
+    watch.failed(0, (), at(14, "metric"))
+    ops = [{**op(103), "usual": True}, {**op(104, sizes=[[289]]), "usual": False}, {**op(105, sizes=[[4]]), "usual": None}]
+    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.last_word(sizes_differ=True)
+    assert stall is not None and (stall.kind, stall.rank) == ("diverged", 1) and "[[289]]" in summary(stall, "CPU1") and f"{SCRIPT}:14" in summary(stall, "CPU1")
+    for one in ops:
+        one["usual"] = True
+    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.last_word(sizes_differ=True)
+    assert stall is not None and stall.rank == 0
+    assert watch.last_word(sizes_differ=False) is None
+
+
 def test_a_tie_names_both_with_their_lines() -> None:
     stall = found(waiting(0), rank(1, group(op(25), op(26, "gloo:broadcast", done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")]))
     assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)

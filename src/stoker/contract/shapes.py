@@ -98,6 +98,21 @@ class Stall:
 
 
 @shape
+class BadNumber:
+    """A loss or a gradient norm that is no number, or has exploded."""
+
+    kind: str  # loss | exploding | grad-norm
+    rank: int
+    step: int
+    value: str
+    source: str  # beat | line
+    line: str = ""
+    firm: bool = False  # it stays so: not one bad batch
+    stops: bool = True  # if it stays so the job ends; else it is only reported
+    shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
+
+
+@shape
 class Finding:
     id: str
     level: str  # ok | warn | fail | unknown

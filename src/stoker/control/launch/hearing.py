@@ -8,7 +8,7 @@ from collections.abc import Callable
 from stoker.contract import layout, protocol
 from stoker.contract.quantities import gb, span
 from stoker.contract.shape import replace
-from stoker.contract.shapes import RankEnd, RankError
+from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
@@ -18,8 +18,6 @@ from stoker.control.record.writer import RunRecord
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
-
-    from stoker.control.watch.numbers import BadNumber
 
 
 def place_in(error: RankError) -> list[Any]:

@@ -7,13 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shapes import RankEnd
+from stoker.contract.shapes import BadNumber, RankEnd
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
 from stoker.control.verdict.wording import first_line
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from stoker.control.watch.numbers import BadNumber
 
 # Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN everywhere.
 _FIX = (

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import re
 
-from stoker.contract.shape import replace, shape
+from stoker.contract.shape import replace
+from stoker.contract.shapes import BadNumber
 
 IN_A_ROW = 3
 NORMS_IN_A_ROW = 10  # a gradient scaler begins with steps that overflow, and skips them; the loss is fine then
@@ -30,19 +31,6 @@ _TRAINING = (b"", b"train", b"training", b"lm", b"total", b"mean", b"avg", b"ave
 _STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d+)")
 _COUNTER = re.compile(rb"\d+/\d+")
 _CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-
-
-@shape
-class BadNumber:
-    kind: str  # loss | exploding | grad-norm
-    rank: int
-    step: int
-    value: str
-    source: str  # beat | line
-    line: str = ""
-    firm: bool = False  # it stays so: not one bad batch
-    stops: bool = True  # if it stays so the job ends; else it is only said
-    shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
 
 
 class Losses:
