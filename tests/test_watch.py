@@ -133,6 +133,9 @@ def test_fewer_batches_are_told_from_another_call_in_the_loop() -> None:
     assert (found(waiting(0), left).kind, found(waiting(0), left).rank) == ("unequal", 1)
     inside = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=[barrier[0], ["main", SCRIPT, 38, [30]]])
     assert found(waiting(0), inside).kind == "op-mismatch"
+    # nanoGPT: the others are in the loop of micro-steps, which begins after the line this one is at, within the loop of steps.
+    micro = rank(0, group(op(25), op(26, done=False)), frames=[*BACKWARD[:2], ["main", SCRIPT, 40, [30, 39]]])
+    assert found(micro, inside).kind == "op-mismatch"
 
 
 def test_a_missing_rank_of_a_subgroup() -> None:
@@ -183,6 +186,22 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
     assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
     text = summary(stall, "CPU0")
     assert f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+
+
+def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
+    """Rank 0 was aborted and left its stack; rank 1, with two reductions under way, made a first one that never came next."""
+    watch, _ = watched()
+    watch.failed(0, (), at(14, "metric"))
+    ops = [{**op(103), "usual": True}, {**op(104, sizes=[[289]]), "usual": False}, {**op(105, sizes=[[4]]), "usual": None}]
+    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.last_word(sizes_differ=True)
+    assert stall is not None and (stall.kind, stall.rank) == ("diverged", 1) and "[[289]]" in summary(stall, "CPU1") and f"{SCRIPT}:14" in summary(stall, "CPU1")
+    for one in ops:
+        one["usual"] = True
+    watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
+    stall = watch.last_word(sizes_differ=True)
+    assert stall is not None and stall.rank == 0
+    assert watch.last_word(sizes_differ=False) is None
 
 
 def test_a_tie_names_both_with_their_lines() -> None:

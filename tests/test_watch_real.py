@@ -142,6 +142,17 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
     assert launcher.returncode == 0 and stoker.result().verdict["status"] == "completed"
 
 
+def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> None:
+    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker))
+    assert wait_for(lambda: ((stoker.latest / "events.jsonl").exists() and any(event["event"] == "suspicion" for event in stoker.result().events)) or None, 90)
+    launcher.send_signal(signal.SIGINT)
+    out, _ = launcher.communicate(timeout=60)
+    assert launcher.returncode == 130 and b"the job keeps running; without progress it is stopped in" in out
+    told = stoker("why").out
+    assert "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told, told
+    assert "train.py:16, in stuck" in told and "--grace" not in told
+
+
 def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
     launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, stuck="pass", steps=200), start_new_session=True)
     assert wait_for(lambda: ((stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text()) or None, 60)

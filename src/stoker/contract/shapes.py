@@ -111,7 +111,7 @@ class BadNumber:
     source: str  # beat | line
     line: str = ""
     firm: bool = False  # it stays so: not one bad batch
-    stops: bool = True  # if it stays so the job ends; else it is only said
+    stops: bool = True  # if it stays so the job ends; else it is only reported
     shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
 
 

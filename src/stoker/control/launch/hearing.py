@@ -20,8 +20,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-
-
 _LONGEST_S = 1e8  # three years
 
 

@@ -128,10 +128,10 @@ def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], o
 
 
 def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """From the outermost frame inward: the first one in which the two part."""
+    """From the outermost frame inward: the first one in which the two part. Before a loop, a rank has not left it: it may come to it in its next step."""
     for one, other in zip(reversed(mine), reversed(theirs), strict=False):
         if (one.file, one.name) != (other.file, other.name):
             return False
         if one.line != other.line:
-            return bool(set(other.loops) - set(one.loops))
+            return any(one.line > first for first in set(other.loops) - set(one.loops))
     return False

@@ -58,10 +58,10 @@ def from_silence(snapshots: Mapping[int, Snapshot]) -> Parting | None:
     """gloo ended some ranks because sizes differ, and those it left agree with each other: then the ended ones did something else."""
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = tuple(sorted(rank for rank in snapshots if rank not in known))
-    newest = {rank: max(((op.order, group.name, op) for group in one.groups for op in group.ops), key=lambda entry: entry[0]) for rank, one in known.items()}
-    if not mute or not newest:
+    under_way = [(op.order, group.name, op) for rank in sorted(known)[:1] for group in known[rank].groups for op in group.ops if not op.done]
+    if not mute or not under_way:
         return None
-    _, group, op = newest[min(newest)]
+    _, group, op = min(under_way, key=lambda entry: entry[0])
     return decided([Party(tuple(sorted(known)), group, op), Party(mute)])
 
 

@@ -120,11 +120,14 @@ class Watcher:
         self._forget()
 
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
-        """Its last operations, told with its exception, and its stack. The newest operation is what failed, though torch calls it done."""
-        newest = max((op.get("order", 0) for group in collectives for op in group.get("ops") or ()), default=0)
+        """Its last operations, told with its exception, and its stack. torch calls an operation done that failed: the newest one did, and where several
+        were under way, those from the first that was not the usual one."""
+        orders = {op.get("order", 0): op.get("usual") for group in collectives for op in group.get("ops") or ()}
+        usual = max((order for order, was in orders.items() if was), default=0)
+        failed = min((order for order, was in orders.items() if was is False and order > usual), default=max(orders, default=0))
         for group in collectives:
             for op in group.get("ops") or ():
-                op["done"] = op.get("done") and op.get("order") != newest
+                op["done"] = op.get("done") and op.get("order", 0) < failed
         self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]})
 
     def failing(self) -> None:
