@@ -81,7 +81,7 @@ def refused_or_fine(read: Callable[[], Any], what: Any) -> bool:
     try:
         read()
     except Refusal as refusal:
-        assert "\n" not in refusal.line and "\x1b" not in refusal.line and len(refusal.line) < 5000, refusal.line
+        assert "\n" not in refusal.line and "\x1b" not in refusal.line and len(refusal.line) < 20_000, refusal.line
         return False
     except ValueError as problem:
         raise AssertionError(f"{what!r}: {problem}") from problem

@@ -56,8 +56,10 @@ def main(argv: list[str]) -> int:
     if told.raw and told.system:
         raise Refusal("--raw has no roles: leave --system out, or put its text into the prompt", EX_USAGE)
     from stoker.training.generate.finding import find
+    from stoker.training.model import hf_config, hf_files
 
     found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say)
+    hf_files.check(found.folder, hf_config.shape_of(found.folder))
     talk = _opened(told, found.folder)
     if told.prompt is not None:
         _answer(talk, told.prompt)

@@ -36,6 +36,10 @@ def main(argv: list[str]) -> int:
     from stoker.training.generate.finding import find
 
     found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say, checkpoints=True)
+    if not found.checkpoint:
+        from stoker.training.model import hf_config, hf_files
+
+        hf_files.check(found.folder, hf_config.shape_of(found.folder))
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
     export(found, told.out, told.dtype, told.tokenizer, _say)

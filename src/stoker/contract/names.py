@@ -51,7 +51,7 @@ EX_TEMPFAIL = 75  # --wait ran out: try again later
 EX_NOPERM = 77
 EX_CONFIG = 78  # a config file with unknown or impossible values
 
-_LONGEST_LINE = 4000
+_LONGEST_LINE = 16_000  # 512 hosts that do not answer, each with its reason
 
 
 class Refusal(Exception):

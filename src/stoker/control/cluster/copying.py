@@ -158,7 +158,8 @@ class NotCopied(Refusal):
 
     def __init__(self, hosts: dict[str, str]) -> None:
         self.hosts = hosts
-        super().__init__("\n".join(f"host {name}: {why}" for name, why in hosts.items()), EX_UNAVAILABLE, cause="host.copy")
+        first, *more = (f"host {name}: {why}" for name, why in hosts.items())
+        super().__init__(first, EX_UNAVAILABLE, cause="host.copy", more=more)
 
 
 class Late:

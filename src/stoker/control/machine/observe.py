@@ -6,7 +6,7 @@ import os
 import sys
 
 from stoker.contract import names
-from stoker.contract.untrusted import read_json
+from stoker.contract.untrusted import parse_json
 from stoker.control.machine import host
 from stoker.control.machine.model import Gpu, Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
@@ -49,7 +49,8 @@ class Observer:
 
 def read_recorded(path: str) -> Machine:
     try:
-        data = read_json(path)
+        with open(path, encoding="utf-8") as file:  # of any kind: a pipe stands in for a machine that is slow to look at
+            data = parse_json(file.read())
         return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)  # a look, or a whole examination
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem

@@ -17,6 +17,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def open_parquet(path: str) -> Any:
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its mimalloc maps a gigabyte in advance, within which no limit is seen
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as problem:
