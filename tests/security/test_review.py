@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from stoker.contract import redact
 from stoker.control.watch.numbers import Losses
 
 SOON = 5.0
@@ -23,3 +24,10 @@ def test_a_printed_line_does_not_hold_the_launcher_up(line: bytes) -> None:
 def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
     (bad,) = Losses().read(0, b"step " + b"9" * 5000 + b" loss nan\n")
     assert bad.kind == "loss"
+
+
+@pytest.mark.parametrize("piece", ["authorization: -----BEGIN RSA PRIVATE KEY-----\\n", "-----BEGIN PRIVATE KEY-----\nA: b\n"], ids=["headers", "lines"])
+def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
+    began = time.monotonic()
+    assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
+    assert time.monotonic() - began < SOON
