@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from stoker.contract import redact
+from stoker.control.launch.about import git_revision
 from stoker.control.watch.numbers import Losses
 
 SOON = 5.0
@@ -31,3 +36,22 @@ def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
     began = time.monotonic()
     assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
     assert time.monotonic() - began < SOON
+
+
+# ---- a .git above the working directory, which anybody can make in /tmp ----
+
+
+def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    os.mkfifo(tmp_path / ".git" / "HEAD")
+    code = f"from stoker.control.launch.about import git_revision; print(git_revision({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "None\n", done.stderr
+
+
+@pytest.mark.parametrize("head", [b"\xff\xfe\x00", b"ref: ../../secret", b"ref: refs/../../../secret", b"x" * 100_000_000, b"\x1b]0;owned\x07"])
+def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path, head: bytes) -> None:
+    (tmp_path / "secret").write_text("a secret\n")
+    (tmp_path / "project" / ".git" / "refs").mkdir(parents=True)
+    (tmp_path / "project" / ".git" / "HEAD").write_bytes(head)
+    assert git_revision(str(tmp_path / "project")) is None
