@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import Stoker
 from stoker.contract import redact
 from stoker.control.launch.about import git_revision
 from stoker.control.watch.numbers import Losses
@@ -55,3 +56,15 @@ def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path
     (tmp_path / "project" / ".git" / "refs").mkdir(parents=True)
     (tmp_path / "project" / ".git" / "HEAD").write_bytes(head)
     assert git_revision(str(tmp_path / "project")) is None
+
+
+# ---- a json.py and a torch.py in the working directory ----
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"])
+def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker: Stoker, command: list[str]) -> None:
+    for name in ("json", "torch", "numpy", "ctypes", "importlib_metadata"):
+        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
+    done = subprocess.run([sys.executable, "-P", "-m", "stoker", *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False)
+    assert "planted" not in done.stdout + done.stderr
+    assert not (stoker.cwd / "owned").exists()
