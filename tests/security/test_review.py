@@ -68,3 +68,15 @@ def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker:
     done = subprocess.run([sys.executable, "-P", "-m", "stoker", *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False)
     assert "planted" not in done.stdout + done.stderr
     assert not (stoker.cwd / "owned").exists()
+
+
+def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> None:
+    """As where somebody goes to the folder of a model or of data from elsewhere, and trains there."""
+    for name in ("json", "torch", "numpy", "stoker"):
+        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
+    (stoker.cwd / "notes.txt").write_text("\n".join(map(str, range(20_000))))
+    command = [sys.executable, "-c", "import sys; del sys.path[0]; from stoker.cli.main import entry; entry()"]
+    words = ["train", "pretrain", "--preset", "debug", "--data", "notes.txt", "--max_steps", "2"]
+    done = subprocess.run([*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False)
+    assert not (stoker.cwd / "owned").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
