@@ -63,21 +63,21 @@ def _private_keys(text: str) -> Iterator[Span]:
     for found in compiled(r"-----(BEGIN|END) [A-Z0-9 ]{0,40}PRIVATE KEY[A-Z ]{0,20}-----").finditer(text):
         if found[1] == "BEGIN":
             if begun is not None:
-                yield begun, _cut_body(text, begun)
+                yield begun, _cut_body(text, begun, found.start())
             begun = found.start()
         else:
             yield _back(text, found.start(), after) if begun is None else begun, found.end()
             begun, after = None, found.end()
     if begun is not None:
-        yield begun, _cut_body(text, begun)
+        yield begun, _cut_body(text, begun, len(text))
 
 
-def _cut_body(text: str, begun: int) -> int:
-    """The end of the lines of base64 (and the headers before them) behind a BEGIN line."""
+def _cut_body(text: str, begun: int, limit: int) -> int:
+    """The end of the lines of base64 (and the headers before them) behind a BEGIN line. `limit`: where the next key begins."""
     gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
     body = rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}: [^\r\n\\]{{0,200}})*(?:{gap}*[A-Za-z0-9+/=]{{16,}})*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
-    found = compiled(body).match(text, begun)
-    return found.end() if found else len(text)
+    found = compiled(body).match(text, begun, limit)
+    return found.end() if found else limit
 
 
 def _back(text: str, at: int, limit: int) -> int:

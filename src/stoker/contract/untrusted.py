@@ -11,6 +11,10 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# The first line of a program for `python -c`: it imports nothing from the working directory, where anybody may have put a json.py or a torch.py.
+# Not the flag -P: a host's Python may be 3.10.
+NOT_FROM_HERE = "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
+
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
 MOST_VALUES = 8_000_000  # of one JSON text: at about 60 bytes each they stay below half a gigabyte
 LONGEST_NUMBER = 40  # digits. A 128-bit state of a random generator has 39

@@ -49,8 +49,8 @@ def too_long(recipe: str, config: Config, tokenizer: str) -> TooLong | None:
 class Tools:
     """What does the work; tests put others in their place."""
 
-    train: tuple[str, ...] = (sys.executable, "-m", "stoker", "train")
-    report: tuple[str, ...] = (sys.executable, "-m", "stoker.speedrun.report")
+    train: tuple[str, ...] = (sys.executable, "-P", "-m", "stoker", "train")
+    report: tuple[str, ...] = (sys.executable, "-P", "-m", "stoker.speedrun.report")
     world: Callable[[str, Mapping[str, Any]], None] = make_world
     too_long: Callable[[str, Config, str], TooLong | None] = too_long
 

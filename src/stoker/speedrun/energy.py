@@ -25,7 +25,7 @@ print(json.dumps(found))
 
 def millijoules() -> dict[str, int] | None:
     try:
-        said = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, timeout=LIMIT_S, check=False)
+        said = subprocess.run([sys.executable, "-P", "-c", _ASK], capture_output=True, timeout=LIMIT_S, check=False)
     except subprocess.TimeoutExpired:
         return None
     return json.loads(said.stdout) if said.returncode == 0 else None

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from typing import Any
 
+from stoker.contract.untrusted import NOT_FROM_HERE
 from stoker.control.agent.probe_names import resolve
 
 _LOOK = """
@@ -33,7 +34,7 @@ def builds(python: str = "") -> Any:
     name = socket.gethostname()
     found: dict[str, Any] = {"hostname": name, "resolves": {name: resolve(name)}}
     program = os.path.expanduser(python) or sys.executable
-    done = subprocess.run([program, "-c", _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run([program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL)
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]

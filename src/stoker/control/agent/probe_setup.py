@@ -9,6 +9,7 @@ import subprocess
 from typing import Any
 
 from stoker.contract import names
+from stoker.contract.untrusted import NOT_FROM_HERE
 from stoker.control.machine.observe import Observer
 
 _ASK = """
@@ -36,7 +37,7 @@ def _ask(word: str) -> dict[str, Any] | None:
     if program is None:
         return None
     try:
-        done = subprocess.run([program, "-c", _ASK], capture_output=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run([program, "-c", NOT_FROM_HERE + _ASK], capture_output=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
         return {"python": word, **json.loads(done.stdout.splitlines()[-1])}
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # it is there and is no Python that works

@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+from stoker.contract.untrusted import NOT_FROM_HERE
+
 WORKER = r"""
 import ctypes, json, os, signal, sys, time
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the probe that started it
@@ -89,7 +91,7 @@ def torch(python: str = "") -> Iterator[Any]:
     """Yields what build it is, then one answer ({"port"} before, on rank 0) per order {"do": "reduce", ...} on standard input."""
     with tempfile.TemporaryFile() as complaints:
         worker = subprocess.Popen(
-            [os.path.expanduser(python) or sys.executable, "-c", WORKER, str(os.getpid())], stdin=0, stdout=subprocess.PIPE, stderr=complaints,
+            [os.path.expanduser(python) or sys.executable, "-c", NOT_FROM_HERE + WORKER, str(os.getpid())], stdin=0, stdout=subprocess.PIPE, stderr=complaints,
         )  # fmt: skip
         assert worker.stdout is not None
         said = False

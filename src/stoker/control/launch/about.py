@@ -11,6 +11,7 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import read_text
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request
 from stoker.control.launch.runplace import RunPlace, config_hash
@@ -20,6 +21,7 @@ from stoker.control.record.reader import read_json
 from stoker.control.record.writer import OURS
 
 NOTIFY_S = 30.0
+_GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 
 
 def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
@@ -90,33 +92,40 @@ def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
 
 
 def git_revision(folder: str) -> str | None:
-    """The commit checked out here, read from the files."""
-    while True:
-        dot = os.path.join(folder, ".git")
-        if os.path.exists(dot):
-            break
+    """The commit checked out here, read from the files. A folder above the working directory may be anybody's: /tmp/.git is for all to make."""
+    while not os.path.exists(dot := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
             return None
         folder = parent
     try:
-        if os.path.isfile(dot):  # a worktree
-            with open(dot, encoding="utf-8") as file:
-                dot = os.path.join(folder, file.read().partition("gitdir:")[2].strip())
-        with open(os.path.join(dot, "HEAD"), encoding="utf-8") as file:
-            head = file.read().strip()
-        if not head.startswith("ref: "):
-            return head
-        common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
-        for base in (dot, common):
-            path = os.path.join(base, head[5:])
-            if os.path.exists(path):
-                with open(path, encoding="utf-8") as file:
-                    return file.read().strip()
-        with open(os.path.join(common, "packed-refs"), encoding="utf-8") as file:
-            return next((line.split()[0] for line in file if line.rstrip().endswith(head[5:])), None)
-    except OSError:
+        if not os.path.isdir(dot):  # a worktree
+            dot = os.path.join(folder, _git_text(dot).partition("gitdir:")[2].strip())
+        head = _git_text(os.path.join(dot, "HEAD")).strip()
+        return _commit(_resolved(dot, head[5:]) if head.startswith("ref: ") else head)
+    except (OSError, ValueError):
         return None
+
+
+def _resolved(dot: str, ref: str) -> str:
+    if not ref.startswith("refs/") or ".." in ref:
+        raise ValueError(ref)
+    common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
+    for base in (dot, common):
+        path = os.path.join(base, ref)
+        if os.path.exists(path):
+            return _git_text(path)
+    return next((line for line in _git_text(os.path.join(common, "packed-refs")).splitlines() if line.endswith(f" {ref}")), "")
+
+
+def _git_text(path: str) -> str:
+    return read_text(path, _GIT_FILE)
+
+
+def _commit(text: str) -> str | None:
+    """Its first word, if that is the name of a commit: 40 or 64 hexadecimal digits."""
+    word = text.partition(" ")[0].strip()
+    return word if len(word) in (40, 64) and all(sign in "0123456789abcdef" for sign in word) else None
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:

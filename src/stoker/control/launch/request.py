@@ -12,6 +12,7 @@ from stoker.contract.untrusted import open_regular
 from stoker.control.launch.options import RunOptions
 
 # Flags that are taken and change nothing, with the reason that is printed.
+_RECIPES = "stoker.training.recipes."
 _LONGEST_SCRIPT = 16 << 20
 _NO_EFFECT = {
     "monitor_interval": "a rank's end is seen at once", "start_method": "ranks are always fresh processes",
@@ -131,7 +132,9 @@ def program(request: Request) -> list[str]:
     if options.module:
         if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
-        return [python, *flags, "-m", script, *request.args]
+        # Our recipes import nothing of the user's: not the json.py of a downloaded model's folder, if that is the working directory.
+        closed = ["-P"] if script.startswith(_RECIPES) else []
+        return [python, *flags, *closed, "-m", script, *request.args]
     if not remote and not options.no_preflight:
         _check_script(script, own_python=other_python is None)
     return [python, *flags, script, *request.args]
@@ -173,6 +176,8 @@ def _check_module(name: str) -> None:
     path: list[str] | None = None
     here = os.getcwd()
     parts = name.split(".")
+    if name.startswith(_RECIPES):
+        return  # ours, and not looked for here
     sys.path.insert(0, here)
     try:
         for count, part in enumerate(parts, 1):

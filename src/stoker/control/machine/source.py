@@ -7,6 +7,7 @@ import os
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 
+from stoker.contract.untrusted import NOT_FROM_HERE
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 _LEFT_OUT = ("runs", "cache", "__pycache__", "node_modules", "site-packages")
@@ -39,7 +40,7 @@ def _installed(top: str, python: str) -> str:
     if not python or not top.isidentifier():
         return ""
     ask = f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or [s.origin])[0]) or '')"
-    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
+    done = subprocess.run([python, "-c", NOT_FROM_HERE + ask], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""
 
 

@@ -22,17 +22,21 @@ _QUOTED = 200  # characters of a line
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
 # A number as scripts print it: 2.31, 'nan' (Trainer quotes since transformers 5), nan.0 (Lightning pads it), tensor(nan, device=...).
-_VALUE = rb"['\"]?\s*[:=]?\s*(?:tensor\(|['\"])?(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d+\.?\d*(?:e[-+]?\d+)?)(?![\w.])"
+_VALUE = (
+    rb"['\"]?\s{0,40}[:=]?\s{0,40}(?:tensor\(|['\"])?"
+    rb"(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d{1,40}\.?\d{0,40}(?:e[-+]?\d{1,4})?)(?![\w.])"
+)
 # "loss: 2.31", "loss=nan", "train_loss 1e9", "'loss': '0.5'"; not "no loss found". Evaluation and validation losses may be empty: a line that speaks of
 # them before is not read. Of other losses (a critic's may grow as it should) it is said that they are no number, and nothing is ended for it.
-_LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]+[ _/-])?loss)" + _VALUE)
+# Every repetition has a bound: a line of 60,000 spaces or digits would otherwise be searched for hours.
+_LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]{1,40}[ _/-])?loss)" + _VALUE)
 _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
 _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")  # of "loss" itself: "5 min | loss nan" is a step's line
 _TRAINING = (b"", b"train", b"training", b"lm", b"total", b"mean", b"avg", b"average", b"running", b"step", b"batch", b"ce")
-_STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d+)")
-_COUNTER = re.compile(rb"\d+/\d+")
-_CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+_STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d{1,18})")
+_COUNTER = re.compile(rb"\d{1,18}/\d{1,18}")
+_CODES = re.compile(rb"\x1b\[[0-9;?]{0,40}[A-Za-z]")
 
 
 class Losses:

@@ -1,0 +1,82 @@
+"""Attacks that a review found: each of them once worked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker
+from stoker.contract import redact
+from stoker.control.launch.about import git_revision
+from stoker.control.watch.numbers import Losses
+
+SOON = 5.0
+
+# ---- texts that take long to search ----
+
+
+@pytest.mark.parametrize("line", [b"loss" + b" " * 60_000 + b"x", b"loss " + b"1" * 60_000 + b"x", b"loss=1." + b"1" * 60_000 + b"x"], ids=["spaces", "digits", "decimals"])
+def test_a_printed_line_does_not_hold_the_launcher_up(line: bytes) -> None:
+    began = time.monotonic()
+    assert Losses().read(0, line + b"\n") == []
+    assert time.monotonic() - began < SOON
+
+
+def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
+    (bad,) = Losses().read(0, b"step " + b"9" * 5000 + b" loss nan\n")
+    assert bad.kind == "loss"
+
+
+@pytest.mark.parametrize("piece", ["authorization: -----BEGIN RSA PRIVATE KEY-----\\n", "-----BEGIN PRIVATE KEY-----\nA: b\n"], ids=["headers", "lines"])
+def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
+    began = time.monotonic()
+    assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
+    assert time.monotonic() - began < SOON
+
+
+# ---- a .git above the working directory, which anybody can make in /tmp ----
+
+
+def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    os.mkfifo(tmp_path / ".git" / "HEAD")
+    code = f"from stoker.control.launch.about import git_revision; print(git_revision({str(tmp_path)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert done.stdout == "None\n", done.stderr
+
+
+@pytest.mark.parametrize("head", [b"\xff\xfe\x00", b"ref: ../../secret", b"ref: refs/../../../secret", b"x" * 100_000_000, b"\x1b]0;owned\x07"])
+def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path, head: bytes) -> None:
+    (tmp_path / "secret").write_text("a secret\n")
+    (tmp_path / "project" / ".git" / "refs").mkdir(parents=True)
+    (tmp_path / "project" / ".git" / "HEAD").write_bytes(head)
+    assert git_revision(str(tmp_path / "project")) is None
+
+
+# ---- a json.py and a torch.py in the working directory ----
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"])
+def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker: Stoker, command: list[str]) -> None:
+    for name in ("json", "torch", "numpy", "ctypes", "importlib_metadata"):
+        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
+    done = subprocess.run([sys.executable, "-P", "-m", "stoker", *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False)
+    assert "planted" not in done.stdout + done.stderr
+    assert not (stoker.cwd / "owned").exists()
+
+
+def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> None:
+    """As where somebody goes to the folder of a model or of data from elsewhere, and trains there."""
+    for name in ("json", "torch", "numpy", "stoker"):
+        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
+    (stoker.cwd / "notes.txt").write_text("\n".join(map(str, range(20_000))))
+    command = [sys.executable, "-c", "import sys; del sys.path[0]; from stoker.cli.main import entry; entry()"]
+    words = ["train", "pretrain", "--preset", "debug", "--data", "notes.txt", "--max_steps", "2"]
+    done = subprocess.run([*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False)
+    assert not (stoker.cwd / "owned").exists()
+    assert done.returncode == 0, done.stdout + done.stderr
