@@ -63,6 +63,7 @@ DONE = group(op(24), op(25))
         (rank(1, DONE, frames=at(12), syscall="clock_nanosleep", gil=True), "gil", False),
         (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gil=True, state="R"), "spin", False),
         (rank(1, DONE, frames=at(12), state="D", wchan="nfs_wait"), "disk", False),
+        (rank(1, DONE, frames=at(12), syscall="running", main_cpu=0.2, cpu=0.2, waiting_for_core=0.8, active=True, state="R"), "spin", False),  # a busy machine
         (rank(1, frames=at(12), state="T"), "stopped", False), (rank(1, frames=at(12), state="t"), "debugged", False),
         (rank(1, DONE, frames=at(12), syscall="running", main_cpu=1.0, cpu=1.0, active=True, gpu={"use": 100}), "kernel", False),
     ],

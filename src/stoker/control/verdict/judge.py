@@ -16,7 +16,7 @@ from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 from stoker.control.verdict.wording import exit_code
 
-AT_ONCE_S = 5.0
+AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
@@ -97,7 +97,7 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
     # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is none of torch's may be a web
     # server's: it is a peer's where the system's own error comes at once after that rank.
     first = bad[0]
-    left = sorted((end for end in evidence.ends if end.code == 0 and end.time <= when(first) + 1.0), key=lambda end: end.time)
+    left = sorted((end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= when(first) + AT_ONCE_S), key=lambda end: end.time)
     at_once = first.error is not None and first.error.module == "builtins" and bool(left) and when(first) - left[0].time <= AT_ONCE_S
     return left[0] if left and (is_collectives(first) or at_once) else first
 

@@ -29,7 +29,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
-    computes = one.main_cpu > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
+    # Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything.
+    computes = one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
     waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
     if one.gpu_use is not None and one.gpu_use >= 90 and not waits:  # it makes no step, and its card is busy all the same
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
