@@ -169,7 +169,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     members = SimpleNamespace(all=[], pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
     options = SimpleNamespace(grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None)
     muster = SimpleNamespace(members=members, options=options, by_name={})
-    record, output = SimpleNamespace(event=lambda *a, **k: None), SimpleNamespace(settle=lambda record: None)
+    record, output = SimpleNamespace(dir=".", event=lambda *a, **k: None), SimpleNamespace(settle=lambda record: None)
     one = Following(attempt, cast(Any, muster), cast(Any, record), cast(Any, output), [signal.SIGTERM], said.append, None)
     attempt.unwatched = True
     one.follow()

@@ -22,9 +22,9 @@ SOON = 5.0
 
 @pytest.mark.parametrize("line", [b"loss" + b" " * 60_000 + b"x", b"loss " + b"1" * 60_000 + b"x", b"loss=1." + b"1" * 60_000 + b"x"], ids=["spaces", "digits", "decimals"])
 def test_a_printed_line_does_not_hold_the_launcher_up(line: bytes) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert Losses().read(0, line + b"\n") == []
-    assert time.monotonic() - began < SOON
+    assert time.process_time() - began < SOON
 
 
 def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
@@ -34,9 +34,9 @@ def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
 
 @pytest.mark.parametrize("piece", ["authorization: -----BEGIN RSA PRIVATE KEY-----\\n", "-----BEGIN PRIVATE KEY-----\nA: b\n"], ids=["headers", "lines"])
 def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
-    began = time.monotonic()
+    began = time.process_time()
     assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
-    assert time.monotonic() - began < SOON
+    assert time.process_time() - began < SOON
 
 
 # ---- a .git above the working directory, which anybody can make in /tmp ----
