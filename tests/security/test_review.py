@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract import redact
+from localuser import ATTACKER, VICTIM, do_as, start_as, wait
+from stoker.contract import layout, redact
 from stoker.control.launch.about import git_revision
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.hearing import Hearing
 from stoker.control.launch.options import RunOptions
+from stoker.control.record.writer import RunRecord
 from stoker.control.watch.numbers import Losses
 
 SOON = 5.0
@@ -138,3 +140,45 @@ def test_a_host_that_repeats_itself_fills_no_memory() -> None:
         hearing.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
         hearing.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
     assert len(attempt.trouble) < 10 and len(attempt.can) <= 1000 and max(map(len, attempt.can)) <= 200
+
+
+# ---- a runs folder whose owner puts another directory in a run's place ----
+
+
+def test_the_record_is_not_written_through_links(public: Path) -> None:
+    """The attacker owns the runs folder, so he may rename what others have in it."""
+    runs, precious, swapped = public / "runs", public / "precious", public / "swapped"
+    run_dir = runs / "20260101-000000-x"
+
+    def share_a_folder() -> None:
+        runs.mkdir()
+        runs.chmod(0o1777)
+
+    def swap() -> None:
+        run_dir.rename(runs / "stolen")
+        for folder in (run_dir, run_dir / "attempt-0"):
+            folder.mkdir()
+            folder.chmod(0o777)
+        for name in ("rank-0.log", "rank-0.stack.txt"):
+            (run_dir / "attempt-0" / name).symlink_to(precious)
+
+    def run_there() -> None:
+        precious.write_text("precious")
+        run_dir.mkdir(0o700)
+        record = RunRecord(str(run_dir), "host", reopened=False)
+        while not swapped.exists():
+            time.sleep(0.01)
+        record.attempt(0)
+        record.output(layout.rank_log(str(run_dir), 0, 0), b"a line\n")
+        record.save(layout.rank_stack(str(run_dir), 0, 0), "a stack")
+        assert precious.read_text() == "precious"
+        assert len(record.lost()) == 2
+
+    do_as(ATTACKER, share_a_folder)
+    victim = start_as(VICTIM, run_there)
+    deadline = time.monotonic() + 10.0
+    while not (run_dir / layout.RESERVE).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    do_as(ATTACKER, swap)
+    swapped.touch()
+    assert wait(victim) == 0
