@@ -17,8 +17,10 @@ import pytest
 from conftest import Stoker
 from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout, redact
+from stoker.contract.shapes import Verdict
 from stoker.control.launch.about import git_revision
 from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.errorfile import tell_launcher
 from stoker.control.launch.hearing import Hearing
 from stoker.control.launch.options import RunOptions
 from stoker.control.record.writer import RunRecord
@@ -182,3 +184,19 @@ def test_the_record_is_not_written_through_links(public: Path) -> None:
     do_as(ATTACKER, swap)
     swapped.touch()
     assert wait(victim) == 0
+
+
+# ---- files that block, and a disk that others filled ----
+
+
+def test_an_error_file_that_is_a_pipe_is_not_waited_for(stoker: Stoker) -> None:
+    os.mkfifo(stoker.cwd / "pipe")
+    stoker.script("fail.py", "raise SystemExit(3)\n")
+    done = stoker("run", "fail.py", env={"TORCHELASTIC_ERROR_FILE": str(stoker.cwd / "pipe")}, timeout=60)
+    assert done.code == 3 and "TORCHELASTIC_ERROR_FILE" in done.err
+
+
+def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_launcher(Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None)
+    assert "hunter2" not in (tmp_path / "error.json").read_text()
