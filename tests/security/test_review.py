@@ -18,6 +18,7 @@ from conftest import Stoker
 from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout, redact
 from stoker.contract.shapes import Verdict
+from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.launch.about import git_revision
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.errorfile import tell_launcher
@@ -200,3 +201,8 @@ def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     tell_launcher(Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None)
     assert "hunter2" not in (tmp_path / "error.json").read_text()
+
+
+def test_a_whole_number_in_sixties_without_end_is_refused_at_once() -> None:
+    with pytest.raises(NotYaml, match="a whole number of 250001 characters"):
+        parse_yaml("a: 1" + ":1" * 125_000)
