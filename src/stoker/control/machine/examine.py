@@ -91,7 +91,8 @@ NOT_ASKED = "not asked"
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
     """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs beside both."""
-    torch = [Child("torch", [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH], {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
+    torch_env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    torch = [Child("torch", [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH], torch_env, TORCH_S)] if "torch" in parts else []
     first = _run([_gatherer("machine")] + [_gatherer(part, {"host": runs_dir, "net": str(port)}[part]) for part in ("host", "net") if part in parts])
     missing = {name: why for name, (found, why) in first.items() if found is None}
     machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])
