@@ -93,7 +93,7 @@ def test_a_rank_on_the_card(real: Stoker) -> None:
     done = real("run", script)
     gpu = _gpu()
     assert done.code == 0, done.err
-    assert f"GPU{gpu.index}:sum 1.0 {gpu.index}" in done.out and f"✓ Found {len(NVML.gpus())} GPU(s)" in done.err  # type: ignore[union-attr]
+    assert f"sum 1.0 {gpu.index}\n" == done.out and f"✓ Found {len(NVML.gpus())} GPU(s)" in done.err  # type: ignore[union-attr]
     assert "[Rank 0] MEM:POST-MODEL RAM " in done.err and " GPU " in done.err.partition("MEM:POST-MODEL")[2].partition("\n")[0]
 
 

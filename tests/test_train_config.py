@@ -613,12 +613,12 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
     done = trainer(*DRY, "--max-steps", "7", "--nproc-per-node", "2", env={"STOKER_TRAIN_OPTIM_BETA1": "0.8"})
     assert done.code == 0, done.err
     assert "preset small: no GPU to train on" in done.err and "  max_steps: 7\n" in done.out and "  beta1: 0.8\n" in done.out
-    command = "-m stoker.training.recipes.pretrain --preset small --data.path text.txt --batch.tokens 512 --optim.beta1 0.8 --train.max_steps 7"
+    command = "-P -m stoker.training.recipes.pretrain --preset small --data.path text.txt --batch.tokens 512 --optim.beta1 0.8 --train.max_steps 7"
     assert f"would start 2 ranks of: {sys.executable} {command} " in done.out
     assert sorted(path.name for path in trainer.cwd.iterdir()) == ["machine.json", "text.txt"]
     assert "pretrain: 4." in done.err and "passes over your" in done.err and "you set it; --epochs or --max-steps" in done.err, done.err
     plan = json.loads(trainer(*DRY, "--json").out)
-    assert plan["argv"][1:5] == ["-m", "stoker.training.recipes.pretrain", "--preset", "small"]
+    assert plan["argv"][1:6] == ["-P", "-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 
 
 @pytest.mark.parametrize(

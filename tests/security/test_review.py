@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from conftest import Stoker
-from stoker.contract import redact
+from localuser import ATTACKER, VICTIM, do_as, start_as, wait
+from stoker.contract import layout, redact
+from stoker.contract.shapes import Verdict
+from stoker.contract.yamltext import NotYaml, parse_yaml
+from stoker.control.agent.locks import GpuLocks
 from stoker.control.launch.about import git_revision
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.errorfile import tell_launcher
+from stoker.control.launch.hearing import Hearing
+from stoker.control.launch.options import RunOptions
+from stoker.control.record.writer import RunRecord
 from stoker.control.watch.numbers import Losses
 
 SOON = 5.0
@@ -80,3 +94,139 @@ def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> 
     done = subprocess.run([*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False)
     assert not (stoker.cwd / "owned").exists()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- a hostile host ----
+
+
+@pytest.fixture
+def from_evil(stoker: Stoker, tmp_path: Path) -> Callable[[list[dict[str, Any]]], float]:
+    """Starts a run on a host that sends these messages once its rank is up; how many seconds the run takes."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    agent = Path(__file__).with_name("hostile_agent.py")
+    (folder / "ssh").write_text(f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(agent)!r}, run_name='x')\n")
+    (folder / "ssh").chmod(0o755)
+    stoker.script("ok.py", "print('ran')\n")
+
+    def run(words: list[dict[str, Any]]) -> float:
+        (tmp_path / "hostile").write_bytes(b"".join(json.dumps(word).encode() + b"\n" for word in words) + b"the end\n")
+        env = {"PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": "start", "HOSTILE_FILE": str(tmp_path / "hostile")}
+        began = time.monotonic()
+        done = stoker("run", "--hosts", "evil.example", "--nproc-per-node", "1", "--no-preflight", "ok.py", env=env, timeout=300)
+        assert "Traceback" not in done.err and "it is broken" in done.err, done.err
+        return time.monotonic() - began
+
+    return run
+
+
+_EXIT = {"is": "exit", "rank": 0, "code": 1, "time": 1.0, "ours": False, "error": None, "elastic": None, "stack": "", "steps": 0, "core": False,
+         "oom_killed": False, "around": None}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "word",
+    [{**_EXIT, "elastic": ["password=abc1"] * 900_000}, {**_EXIT, "stack": "--token y curl -u a:b " * 700_000}],
+    ids=["many texts", "long stack"],
+)
+def test_one_huge_message_does_not_hold_the_launcher_up(from_evil: Callable[[list[dict[str, Any]]], float], word: dict[str, Any]) -> None:
+    assert from_evil([word]) < 20.0
+
+
+def test_a_host_that_repeats_itself_fills_no_memory() -> None:
+    attempt = Attempt(0, SimpleNamespace(places=(SimpleNamespace(rank=0, host="evil", label="evil/CPU0"),), hosts=("evil",), world_size=1, ranks=range(1)))  # type: ignore[arg-type]
+    attempt.begin_watch(60.0)
+    attempt.watch.groups(";".join(f"{number}{'x' * 1000}=*" for number in range(20_000)))
+    assert sum(map(len, attempt.watch._members)) < 10_000_000
+    record = SimpleNamespace(event=lambda kind, **more: None)
+    hearing = Hearing(attempt, record, None, RunOptions(), lambda line: None, lambda: None)  # type: ignore[arg-type]
+    for number in range(3000):
+        hearing.hear("evil", {"is": "unstarted", "rank": 0, "text": "x"}, b"")
+        hearing.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
+        hearing.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
+    assert len(attempt.trouble) < 10 and len(attempt.can) <= 1000 and max(map(len, attempt.can)) <= 200
+
+
+# ---- a runs folder whose owner puts another directory in a run's place ----
+
+
+def test_the_record_is_not_written_through_links(public: Path) -> None:
+    """The attacker owns the runs folder, so he may rename what others have in it."""
+    runs, precious, swapped = public / "runs", public / "precious", public / "swapped"
+    run_dir = runs / "20260101-000000-x"
+
+    def share_a_folder() -> None:
+        runs.mkdir()
+        runs.chmod(0o1777)
+
+    def swap() -> None:
+        run_dir.rename(runs / "stolen")
+        for folder in (run_dir, run_dir / "attempt-0"):
+            folder.mkdir()
+            folder.chmod(0o777)
+        for name in ("rank-0.log", "rank-0.stack.txt"):
+            (run_dir / "attempt-0" / name).symlink_to(precious)
+
+    def run_there() -> None:
+        precious.write_text("precious")
+        run_dir.mkdir(0o700)
+        record = RunRecord(str(run_dir), "host", reopened=False)
+        while not swapped.exists():
+            time.sleep(0.01)
+        record.attempt(0)
+        record.output(layout.rank_log(str(run_dir), 0, 0), b"a line\n")
+        record.save(layout.rank_stack(str(run_dir), 0, 0), "a stack")
+        assert precious.read_text() == "precious"
+        assert len(record.lost()) == 2
+
+    do_as(ATTACKER, share_a_folder)
+    victim = start_as(VICTIM, run_there)
+    deadline = time.monotonic() + 10.0
+    while not (run_dir / layout.RESERVE).exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    do_as(ATTACKER, swap)
+    swapped.touch()
+    assert wait(victim) == 0
+
+
+# ---- files that block, and a disk that others filled ----
+
+
+def test_an_error_file_that_is_a_pipe_is_not_waited_for(stoker: Stoker) -> None:
+    os.mkfifo(stoker.cwd / "pipe")
+    stoker.script("fail.py", "raise SystemExit(3)\n")
+    done = stoker("run", "fail.py", env={"TORCHELASTIC_ERROR_FILE": str(stoker.cwd / "pipe")}, timeout=60)
+    assert done.code == 3 and "TORCHELASTIC_ERROR_FILE" in done.err
+
+
+def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    tell_launcher(Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None)
+    assert "hunter2" not in (tmp_path / "error.json").read_text()
+
+
+def test_a_whole_number_in_sixties_without_end_is_refused_at_once() -> None:
+    with pytest.raises(NotYaml, match="a whole number of 250001 characters"):
+        parse_yaml("a: 1" + ":1" * 125_000)
+
+
+def test_a_full_disk_does_not_keep_a_gpu_from_being_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user can fill /tmp; the lock itself needs no room."""
+    if os.getuid() != 0:
+        pytest.skip("a file system of its own takes root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "none", str(tmp_path)], check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        (tmp_path / "locks").mkdir()
+        (tmp_path / "locks").chmod(0o1777)
+        (tmp_path / "locks" / "GPU-1").touch(0o666)
+        with (tmp_path / "full").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+        monkeypatch.setenv("STOKER_GPU_LOCKS", str(tmp_path / "locks"))
+        locks, second = GpuLocks("run"), GpuLocks("second")
+        assert locks.take(["GPU-1"]) == {}
+        assert list(second.take(["GPU-1"])) == ["GPU-1"]
+        del locks
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -108,6 +108,35 @@ def _children(parent: Any) -> Iterator[Any]:
         yield from (value for value in parent if isinstance(value, (dict, list)))
 
 
+def within(found: Any, room: int) -> Any:
+    """A JSON value cut to about so many characters, each value and key counted as 64 more: what is beyond is left out. Few have to be cut."""
+    return _within(found, [room])
+
+
+def _within(found: Any, room: list[int]) -> Any:
+    room[0] -= 64
+    if isinstance(found, str):
+        kept = found[: max(room[0], 0)]
+        room[0] -= len(kept)
+        return kept
+    if isinstance(found, dict):
+        fitting: dict[str, Any] = {}
+        for key, value in found.items():
+            room[0] -= 64 + len(key)
+            if room[0] <= 0:
+                break
+            fitting[key] = _within(value, room)
+        return fitting
+    if isinstance(found, (list, tuple)):
+        items = []
+        for item in found:
+            if room[0] <= 0:
+                break
+            items.append(_within(item, room))
+        return items
+    return found
+
+
 def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow: bool = True) -> int:
     """A descriptor for reading, of a regular file only. A FIFO would block for ever, and a device has no end."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)

@@ -10,6 +10,7 @@ LONGEST = 1 << 18  # PyYAML reads about 150 KB a second
 MOST_NODES = 100_000  # with every alias written out
 DEPTH = 64
 LONGEST_NUMBER = 40  # digits
+_LONGEST_INT = 1000  # characters of one, as it is written
 
 
 class NotYaml(ValueError):
@@ -86,6 +87,8 @@ def _bounded(root: Any) -> None:
         if isinstance(node, yaml.MappingNode):
             _no_key_twice(node)
             total += sum(size(key, depth + 1) + size(value, depth + 1) for key, value in node.value)
+        elif isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_INT:
+            raise NotYaml(f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1)  # 1:1:1… takes seconds
         elif isinstance(node, yaml.SequenceNode):
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))

@@ -7,6 +7,7 @@ everybody's runs: the lock is taken in a folder of this user's own, which still 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -38,8 +39,7 @@ class GpuLocks:
                     continue
                 taken[uuid] = handle
                 if lockfiles.taken(handle, fcntl.LOCK_EX):
-                    os.ftruncate(handle, 0)
-                    os.pwrite(handle, json.dumps({"run": self.run_id, "pid": os.getpid()}).encode(), 0)
+                    _sign(handle, self.run_id)
                 else:
                     refused[uuid] = lockfiles.describe_holder(handle)
         finally:
@@ -50,6 +50,13 @@ class GpuLocks:
                     os.close(taken.pop(uuid))
         self._held.update(taken)
         return refused
+
+
+def _sign(handle: int, run_id: str) -> None:
+    """Who holds it, for people. The lock is ours without it too: anybody can fill /tmp."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"run": run_id, "pid": os.getpid()}).encode(), 0)
 
 
 def held(uuids: list[str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from stoker.contract import layout
+from stoker.contract import layout, redact
 from stoker.contract.shapes import Verdict
 from stoker.control.record.reader import read_json
 
@@ -47,7 +47,9 @@ def tell_launcher(verdict: Verdict, run_dir: str, say: Callable[[str], None]) ->
     if not path or verdict.status == "completed":
         return
     try:
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:  # in place: Kubernetes mounts /dev/termination-log as a file
-            json.dump(root_cause(verdict, run_dir), file)
+        # In place: Kubernetes mounts /dev/termination-log as a file. A pipe that nobody reads is not waited for.
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+            json.dump(redact.data(root_cause(verdict, run_dir)), file)
     except OSError as problem:
         say(f"stoker: {VARIABLE}={path} can't be written: {problem.strerror}")

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
-from stoker.contract.untrusted import printable
+from stoker.contract.untrusted import printable, within
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any
-
 _LONGEST_S = 1e8  # three years
+_ROOM = 1 << 19  # characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds
+_TELLING = frozenset(("mem", "lock", "mark", "phase", "note", "error", "exit", "finished"))  # kinds whose texts are recorded
+_MOST_MARKS, _LONGEST_MARK = 1000, 200  # different ones that are remembered, and their characters
 
 
 def place_in(error: RankError) -> list[Any]:
@@ -59,6 +59,8 @@ class Hearing:
         if message["is"] == "inspection":
             self._hear_inspection(host, message["ask"], payload)
             return
+        if message["is"] in _TELLING:
+            message = {name: within(value, _ROOM) for name, value in message.items()}
         handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
             handler(host, message)
@@ -70,9 +72,9 @@ class Hearing:
             if message["rank"] not in own:
                 raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {message['rank']}, which is not its own")
         elif "ranks" in message:
-            strange = [word for word in message["ranks"] if word not in {str(rank) for rank in own}]
+            strange = message["ranks"].keys() - {str(rank) for rank in own}
             if strange:
-                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {ascii(strange[0])[:40]}, which is not its own")
+                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own")
 
     def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
         from stoker.contract.untrusted import parse_json
@@ -117,7 +119,12 @@ class Hearing:
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch
 
-        self._attempt.trouble.append(launch.not_started(message["rank"], printable(message["text"], 1000)))
+        self._trouble(launch.not_started(message["rank"], printable(message["text"], 1000)))
+
+    def _trouble(self, trouble: dict[str, Any]) -> None:
+        """The first counts. A host that repeats itself for ever fills no memory."""
+        if len(self._attempt.trouble) <= self._attempt.expected:
+            self._attempt.trouble.append(trouble)
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
         error = read_error(redact.data(message["error"]))  # before a verdict quotes a part of it: half a token is not known by its shape
@@ -204,7 +211,7 @@ class Hearing:
         from stoker.control.verdict import launch
 
         rank = message["rank"]
-        self._attempt.trouble.append(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
+        self._trouble(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
@@ -256,7 +263,8 @@ class Hearing:
     def _on_mark(self, _host: str, message: protocol.Message) -> None:
         self._record.event("mark", rank=message["rank"], name=message["name"])
         self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic()))
-        self._attempt.can.add(message["name"])
+        if len(self._attempt.can) < _MOST_MARKS and len(message["name"]) <= _LONGEST_MARK:
+            self._attempt.can.add(message["name"])
         if message["name"] == CHECKPOINT and message["rank"] == 0:
             self._attempt.checkpoints += 1
             self._attempt.checkpoint_at = time.time()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
 MEET_S = 30.0
+_MOST_PROBES = 64  # different ones that a host which waits to join is asked
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
 Listener = Callable[[str, protocol.Message, bytes], None]
 
@@ -317,6 +318,8 @@ class Muster:
         if kind == "probe" and (message["ask"] in self._probed or member in self.members.waiting):
             from stoker.control.cluster.answers import read_answer
 
+            if len(member.probed) > _MOST_PROBES:
+                raise protocol.ProtocolError("it answers what nobody asked")
             into, name = (member.probed, message["what"]) if member in self.members.waiting else (self._probed[message["ask"]], member.host)
             into[name] = read_answer(message["what"], payload)
             return

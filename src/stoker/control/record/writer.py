@@ -20,6 +20,8 @@ from stoker.control.record import ownership
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
+# Whoever owns the runs folder can put another directory in a run's place: no link in it is followed to a file elsewhere.
+_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys whose values are never a user's words: readers compare them
 
 
@@ -69,8 +71,8 @@ class RunRecord:
                 raise names.Refusal(f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name", names.EX_NOPERM)
             if reopened:
                 self._put_verdict_aside()
-            self._events = os.open(os.path.join(run_dir, layout.EVENTS), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            self._console = os.open(os.path.join(run_dir, layout.CONSOLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._events = os.open(os.path.join(run_dir, layout.EVENTS), _APPEND, 0o644)
+            self._console = os.open(os.path.join(run_dir, layout.CONSOLE), _APPEND, 0o644)
             self._reserve = _reserve(os.path.join(run_dir, layout.RESERVE))
         except OSError as problem:
             raise cannot_write(root, problem) from problem
@@ -126,7 +128,7 @@ class RunRecord:
         handle = self._logs.get(path)
         if handle is None:
             try:
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                handle = os.open(path, _APPEND, 0o644)
             except OSError as problem:
                 self._lose(path, len(data), problem)
                 return
@@ -168,7 +170,8 @@ class RunRecord:
     def save(self, path: str, data: Any, durable: bool = True) -> None:
         try:
             if isinstance(data, str):
-                with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+                with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
                     file.write(redact.whole(data))
             else:
                 write_json(path, redact.data(data, OURS), durable)
@@ -194,7 +197,7 @@ class RunRecord:
 
 def _reserve(path: str) -> int:
     """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate, the disk's space is not reserved."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
     except OSError as problem:

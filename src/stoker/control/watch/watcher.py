@@ -23,6 +23,8 @@ ANSWER_S = 12.0  # an inspection that has not been answered by then is given up
 PHASE_TIMES = 6.0  # --hang-timeout in an announced phase, and before the first step
 START_STOP_S = 60.0
 MAX_WAIT_S = 60.0
+_MOST_GROUPS = 10_000  # process groups of a job; a host may be hostile
+_LONGEST_GROUP = 500  # characters of a group's name
 
 
 @shape
@@ -105,9 +107,10 @@ class Watcher:
     def groups(self, text: str) -> None:
         for item in text.split(";"):
             name, _, ranks = item.partition("=")
-            if ranks:
+            if ranks and len(self._members) < _MOST_GROUPS:
                 everybody = tuple(range(self._world))
-                self._members[name] = everybody if ranks == "*" else tuple(int(word) for word in ranks.split(",") if is_count(word))
+                told = (int(word) for word in ranks.split(",", self._world)[: self._world] if is_count(word))
+                self._members[name[:_LONGEST_GROUP]] = everybody if ranks == "*" else tuple(told)
 
     def ended(self, rank: int, code: int) -> None:
         self._ended[rank] = code
