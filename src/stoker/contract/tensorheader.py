@@ -12,6 +12,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+MOST_DIMENSIONS = 64
 LONGEST = 100_000_000  # bytes of a header that the safetensors library accepts
 BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8, "BOOL": 8,
@@ -70,7 +71,10 @@ def _tensor(name: str, entry: Any, start: int, whole: int) -> Tensor:
 
 
 def _counts(found: Any) -> bool:
-    return isinstance(found, list) and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in found)
+    """Few and small: a product of thousands of long numbers takes minutes."""
+    if not isinstance(found, list) or len(found) > MOST_DIMENSIONS:
+        return False
+    return all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < 1 << 63 for one in found)
 
 
 def _refuse_overlap(tensors: dict[str, Tensor]) -> None:

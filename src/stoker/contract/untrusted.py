@@ -86,8 +86,9 @@ def _short_integer(digits: str) -> int:
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)} is there twice")
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the key {printable(twice, 80)} is there twice")
     return found
 
 
@@ -146,6 +147,16 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
         os.close(handle)
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"is {kind_of(mode)}, not a regular file", os.fspath(path))
+    return handle
+
+
+def open_lock_file(path: str) -> int:
+    """A descriptor of a lock file that may be written: a regular file with one name, made where there is none. A link in its place would lead elsewhere."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    about = os.fstat(handle)
+    if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is not a regular file with one name", path)
     return handle
 
 

@@ -221,10 +221,12 @@ def write(script: JobScript, root: str, base: str) -> str:
     try:
         os.makedirs(root, 0o700, exist_ok=True)
         os.makedirs(folder, 0o700, exist_ok=True)
+        if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
+            raise Refusal(f"{folder} is not yours any more; choose another folder with --runs-dir", EX_CANTCREAT)
         for n in range(1, 1000):
             path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
             try:
-                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o755)
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
             except FileExistsError:
                 continue
             with os.fdopen(handle, "w", encoding="utf-8") as file:

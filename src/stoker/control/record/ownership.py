@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
+
+from stoker.contract.names import EX_NOPERM, Refusal
 
 _given: dict[str, int] = {}  # folder -> the uid of what we make there
 
@@ -27,12 +30,16 @@ def _uid_given_in(folder: str) -> int:
 
 
 def own_folder(root: str, name: str) -> str:
-    """`name` in a folder that several may share; where that is another user's already, one with our number beside it."""
+    """`name` in a folder that several may share; where that is another user's already, one with our number beside it. Closed to others' writing."""
     path = os.path.join(root, name)
-    try:
-        return path if is_mine(os.lstat(path).st_uid, root) else f"{path}-{os.geteuid()}"
-    except OSError:
-        return path  # not there yet
+    for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
+        try:
+            about = os.lstat(candidate)
+        except FileNotFoundError:
+            return candidate
+        if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not about.st_mode & 0o022:
+            return candidate
+    raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
 
 
 def user_name(uid: int) -> str:

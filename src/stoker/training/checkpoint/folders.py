@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
+from stoker.contract.untrusted import open_lock_file
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TOKEN = re.compile(r"[A-Za-z0-9_]+")
@@ -129,7 +130,7 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
     """
     try:
         os.makedirs(folder, exist_ok=True)
-        fd = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        fd = open_lock_file(os.path.join(folder, LOCK))
     except OSError as problem:
         raise Refusal(f"checkpoints can't be written in {folder}: {problem.strerror}; give another place with --checkpoint.folder", EX_CANTCREAT) from problem
     try:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.untrusted import open_lock_file
 from stoker.training.data import pack, shards
 from stoker.training.data.crew import Crew
 from stoker.training.data.files import sync_folder, write_json
@@ -31,7 +32,7 @@ POLL_S = 0.1
 def alone(folder: str, say: Say) -> Iterator[None]:
     """Holds the lock of a folder that is to be made. A killed holder's lock is free at once; what it left is removed."""
     os.makedirs(os.path.dirname(folder), exist_ok=True)
-    with open(folder + ".lock", "a+", encoding="utf-8") as lock:
+    with os.fdopen(open_lock_file(folder + ".lock"), "r+", encoding="utf-8") as lock:
         told = False
         while True:
             try:

@@ -7,18 +7,21 @@ damage that is no attack.
 from __future__ import annotations
 
 import os
+import re
+import stat
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from stoker.contract.untrusted import read_json
+from stoker.contract.untrusted import kind_of, read_json
 from stoker.training.data.files import write_json
 
 SCHEMA = 1
 SHARD_TOKENS = 100_000_000
 MANIFEST = "manifest.json"
 CHECKED = "checked.json"
+_SHARD = re.compile(r"[A-Za-z0-9_-]+\.bin")
 SMALL = 1 << 30  # below this, checksums are taken at every call
 
 
@@ -80,7 +83,23 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
         return None
     except ValueError:
         return None  # damaged: built again, like a damaged shard
-    return told if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+    return told if isinstance(told, dict) and told.get("schema") == SCHEMA and _plain(told) else None
+
+
+def _plain(manifest: dict[str, Any]) -> bool:
+    """Its shards are files of its own folder, with sizes and sums. One that came with somebody's cache may name anything."""
+    splits = manifest.get("splits")
+    if not isinstance(splits, dict) or not all(isinstance(split, dict) for split in splits.values()):
+        return False
+    parts = [part for split in splits.values() for part in (split.get("shards"), split.get("masks", []))]
+    return all(isinstance(part, list) and all(_is_shard(about) for about in part) for part in parts)
+
+
+def _is_shard(about: Any) -> bool:
+    if not isinstance(about, dict):
+        return False
+    name, sizes = about.get("file"), (about.get("bytes"), about.get("crc32"))
+    return isinstance(name, str) and _SHARD.fullmatch(name) is not None and all(isinstance(size, int) and size >= 0 for size in sizes)
 
 
 def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -96,9 +115,11 @@ def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
     for about in files:
         path = os.path.join(folder, about["file"])
         try:
-            found = os.stat(path)
+            found = os.lstat(path)
         except FileNotFoundError:
             return f"{path} is missing"
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} is {kind_of(found.st_mode)}"
         if found.st_size != about["bytes"]:
             return f"{path} has {found.st_size} bytes instead of {about['bytes']}"
         stats[about["file"]] = [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 
 import torch
@@ -20,11 +19,12 @@ from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_names import places
-from stoker.training.model.hf_write import SCORE
+from stoker.training.model.hf_write import SCORE, beside
 from stoker.training.tokenizer.chat import START, STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
+LONGEST_CONTEXT = 1 << 24  # tokens, and the most of anything else that a shape counts
 Say = Callable[[str], None]
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONFIG, TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
@@ -44,7 +44,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
     shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
     with torch.device("meta"):
-        model = Decoder(shape, context if isinstance(context, int) else 2048, torch.float32)
+        model = Decoder(shape, context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048, torch.float32)
     model.place(torch.device("cpu"))
     hf.load(model, folder, say)
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
@@ -54,7 +54,7 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
     def more(fresh: str) -> None:
         add_template(fresh, words, say)
         if os.path.exists(os.path.join(folder, SCORE)):
-            shutil.copyfile(os.path.join(folder, SCORE), os.path.join(fresh, SCORE))
+            write_whole(os.path.join(fresh, SCORE), beside(folder, os.path.join(folder, SCORE)))
             say(f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder without it")
 
     hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=more)
@@ -65,6 +65,9 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     told, context = opened.meta.get("model"), (opened.meta.get("data") or {}).get("context")
     if not isinstance(told, dict) or not isinstance(context, int):
         raise Refusal(f"{path} does not say which model it is of: it was written by something else than `stoker train`", EX_DATAERR)
+    counts = [told.get(key, 1) for key in ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size")]
+    if not all(isinstance(count, int) and 0 <= count <= LONGEST_CONTEXT for count in (*counts, context)) or told.get("layers", 1) > 10_000:
+        raise Refusal(f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR)
     shape = ModelConfig(**{key: value for key, value in told.items() if key in fields_of(ModelConfig)})
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)

@@ -16,7 +16,7 @@ from torch import Tensor
 from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import is_count
+from stoker.contract.untrusted import is_count, open_regular
 from stoker.training.checkpoint.folders import mend, put_in_place, remove, sync_folder, write_whole
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG
@@ -26,6 +26,7 @@ from stoker.training.model.hf_names import Part, places
 
 SHARD_BYTES = 5_000_000_000
 DTYPES = {torch.float32: ("F32", "float32"), torch.bfloat16: ("BF16", "bfloat16"), torch.float16: ("F16", "float16")}
+LONGEST_BESIDE = 256 << 20  # bytes of a file that is copied from a model's folder
 GENERATION = "generation_config.json"
 SCORE = "score.safetensors"  # a reward model's head, beside the decoder's weights
 
@@ -142,8 +143,7 @@ class Export:
         for name in TOKENIZER_FILES if tokenizer_folder else ():
             path = os.path.join(str(tokenizer_folder), name)
             if os.path.isfile(path):
-                with open(path, "rb") as beside:
-                    write_whole(os.path.join(self._fresh, name), beside.read())
+                write_whole(os.path.join(self._fresh, name), beside(str(tokenizer_folder), path))
         if more is not None:
             more(self._fresh)
         sync_folder(self._fresh)
@@ -151,6 +151,20 @@ class Export:
 
     def _json(self, name: str, value: Mapping[str, Any]) -> None:
         write_whole(os.path.join(self._fresh, name), (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def beside(folder: str, path: str) -> bytes:
+    """A file of a model's folder. A link may lead within it or to the hub cache's blobs; what lies elsewhere was not meant to be exported."""
+    real = os.path.realpath(path)
+    home = os.path.realpath(folder)
+    blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
+    if os.path.dirname(real) not in (home, blobs):
+        raise Refusal(f"{path} is a link to {real}, outside the model's folder: copy that file into the folder if it belongs there", EX_CANTCREAT)
+    with os.fdopen(open_regular(real), "rb") as file:
+        data = file.read(LONGEST_BESIDE + 1)
+    if len(data) > LONGEST_BESIDE:
+        raise Refusal(f"{path} has more than {LONGEST_BESIDE >> 20} MiB: no tokenizer is so large", EX_CANTCREAT)
+    return data
 
 
 def _refuse_foreign_files(folder: str) -> None:

@@ -9,6 +9,7 @@ characters that they class differently go to tokenizers.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -69,7 +70,8 @@ def plan_fast(told: Definition, data: bytes) -> FastPlan | str:
     if not told.pattern:
         return "its way of splitting text is known to tokenizers only"
     added = list(told.added)
-    if not told.plain_added or any(one != other and other.startswith(one) for one in added for other in added):
+    ordered = sorted(set(added))  # what begins with another stands right behind it, or behind more that do
+    if not told.plain_added or any(two.startswith(one) for one, two in itertools.pairwise(ordered)):
         return "its added tokens depend on what stands around them"
     made: dict[str, tuple[int, int]] = {}  # token -> the first and the number of the merges that make it
     for place, (left, right) in enumerate(told.merges):

@@ -1,0 +1,118 @@
+"""Models, checkpoints, caches and job folders that came from somebody else: no link is followed out of them, no number makes us compute for hours."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import time
+from pathlib import Path
+
+import pytest
+
+from stoker.contract import tensorheader, untrusted
+from stoker.contract.names import Refusal
+from stoker.control.record.ownership import own_folder
+from stoker.training.checkpoint import folders
+from stoker.training.checkpoint.manifest import Entry, Piece, disagreement
+from stoker.training.data import build, shards
+
+SOON = 5.0  # seconds of processor time
+OTHER = 65534
+
+
+def needs_root() -> None:
+    if os.geteuid():
+        pytest.skip("giving a folder to another user takes root")
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755])
+def test_a_job_script_goes_to_a_folder_of_ones_own(tmp_path: Path, mode: int) -> None:
+    needs_root()
+    for name in ("slurm", f"slurm-{os.geteuid()}"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        os.chown(tmp_path / name, OTHER, OTHER)
+    assert own_folder(str(tmp_path), "slurm") == str(tmp_path / f"slurm-{os.geteuid()}-2")
+
+
+def test_a_job_folder_that_others_may_write_in_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "slurm").chmod(0o777)
+    assert own_folder(str(tmp_path), "slurm") == str(tmp_path / f"slurm-{os.geteuid()}")
+    (tmp_path / f"slurm-{os.geteuid()}").symlink_to(tmp_path)
+    assert own_folder(str(tmp_path), "slurm") == str(tmp_path / f"slurm-{os.geteuid()}-2")
+
+
+def test_a_tensor_of_thousands_of_dimensions_is_refused_at_once(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [10**38] * 40_000, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    began = time.process_time()
+    with pytest.raises(ValueError) as refused:
+        tensorheader.read_header(str(tmp_path / "m.safetensors"))
+    assert time.process_time() - began < SOON and len(str(refused.value)) < 1000
+
+
+def test_one_key_twice_among_many_is_found_at_once() -> None:
+    text = json.dumps({str(number): 0 for number in range(40_000)})[:-1] + ', "39999": 1}'
+    began = time.process_time()
+    with pytest.raises(ValueError, match="39999 is there twice"):
+        untrusted.parse_json(text, unique=True)
+    assert time.process_time() - began < SOON
+
+
+def test_pieces_that_overlap_in_every_pair_are_refused_at_once() -> None:
+    count = 20_000
+    pieces = tuple(Piece("f", str(number), (0, number), (1, 1)) for number in range(count))
+    began = time.process_time()
+    assert disagreement({"f": object()}, {"t": Entry((1, count), "F32", pieces, 0)})  # type: ignore[dict-item]
+    assert time.process_time() - began < SOON
+
+
+def test_a_checkpoint_folders_lock_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / folders.LOCK).symlink_to(tmp_path / "victim")
+    with pytest.raises(Refusal):
+        folders.hold(str(tmp_path / "c"), print)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_caches_lock_that_is_something_else_is_not_written_through(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "victim").write_text("mine")
+    lock = tmp_path / "key.lock"
+    {"link": lambda: lock.symlink_to(tmp_path / "victim"), "hard link": lambda: lock.hardlink_to(tmp_path / "victim"), "pipe": lambda: os.mkfifo(lock)}[kind]()
+    with pytest.raises(OSError), build.alone(str(tmp_path / "key"), print):
+        pass
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+@pytest.mark.parametrize("file", ["/dev/zero", "../x.bin", "a/b.bin", "", 5, None])
+def test_a_cache_that_names_files_elsewhere_is_no_cache(tmp_path: Path, file: object) -> None:
+    manifest = {"schema": shards.SCHEMA, "splits": {"train": {"shards": [{"file": file, "bytes": 0, "crc32": 0}]}}}
+    (tmp_path / shards.MANIFEST).write_text(json.dumps(manifest))
+    assert shards.read_manifest(str(tmp_path)) is None
+
+
+def test_a_shard_that_is_a_link_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "train-00000.bin").symlink_to("/dev/zero")
+    manifest = {"schema": shards.SCHEMA, "splits": {"train": {"shards": [{"file": "train-00000.bin", "bytes": 0, "crc32": 0}]}}}
+    (tmp_path / shards.MANIFEST).write_text(json.dumps(manifest))
+    found = shards.read_manifest(str(tmp_path))
+    assert found is not None and "is a symbolic link" in (shards.damage(str(tmp_path), found, verify=True) or "")
+
+
+def test_an_export_copies_nothing_from_outside_the_models_folder(tmp_path: Path) -> None:
+    from stoker.training.model.hf_write import beside
+
+    model = tmp_path / "hub" / "snapshots" / "1"
+    model.mkdir(parents=True)
+    (tmp_path / "token").write_text("a token")
+    (model / "vocab.json").symlink_to(tmp_path / "token")
+    with pytest.raises(Refusal, match="outside the model's folder"):
+        beside(str(model), str(model / "vocab.json"))
+    (tmp_path / "hub" / "blobs").mkdir()
+    (tmp_path / "hub" / "blobs" / "0a").write_text("{}")
+    (model / "tokenizer.json").symlink_to("../../blobs/0a")
+    assert beside(str(model), str(model / "tokenizer.json")) == b"{}"
