@@ -299,7 +299,7 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    if len(begins) == 1 and not exact:
+    if len(begins) == 1 and not exact and not os.path.isdir(os.path.join(root, which)):  # that is another user's, whatever of ours begins like it
         return begins[0]
     raise _no_run(which, root, listing)
 
