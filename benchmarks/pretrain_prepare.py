@@ -38,8 +38,8 @@ def version(name: str) -> str:
 
 def make_tokens(folder: Path, size: Size, steps: int) -> None:
     """As `stoker prepare` lays them out. Zipf's law; every second token, on average, follows from the one before it."""
+    from stoker.contract.wholefile import write_json
     from stoker.training.data import shards
-    from stoker.training.data.files import write_json
 
     count = max(steps, size.steps, size.parity) * size.rows * size.context + 1  # the same for short runs as for long ones: so their losses compare
     random = np.random.default_rng(SEED)

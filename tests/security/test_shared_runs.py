@@ -19,8 +19,8 @@ import pytest
 from conftest import Done, Stoker, forget_verdict, machine_json, tagged, wait_for
 from stoker.contract import names
 from stoker.contract.shapes import Verdict
+from stoker.contract.wholefile import write_json
 from stoker.control.record import follow, ownership, reader
-from stoker.control.record.writer import write_json
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
 ANN, BOB = 12345, 12346

@@ -106,7 +106,7 @@ def _refuse_ours(told: Collection[str]) -> None:
 def _stoker(command: str) -> list[str]:
     """The Stoker that is running, wherever the job's shell would look."""
     own = os.path.join(os.path.dirname(sys.executable), "stoker")
-    return [own, command] if os.access(own, os.X_OK) else [sys.executable, "-m", "stoker", command]
+    return [own, command] if os.access(own, os.X_OK) else [sys.executable, "-P", "-m", "stoker", command]
 
 
 def _follow(root: str, number: str) -> int:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     Reader = Callable[[Any], Any]
 
 _BIG = 1 << 63
+_LARGEST = sys.float_info.max
+Real = float  # any finite number: a tensor's values; "float" must fit 64 bits
 _readers: dict[tuple[str, str], Reader] = {}
 
 
@@ -158,6 +160,12 @@ def _float(value: Any) -> float:
     return found
 
 
+def _real(value: Any) -> float:
+    if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
+        raise _wrong("a finite number", value)
+    return float(value)
+
+
 def _str(value: Any) -> str:
     if not isinstance(value, str):
         raise _wrong("a text", value)
@@ -175,4 +183,4 @@ def _none(value: Any) -> None:
         raise _wrong("null", value)
 
 
-_PLAIN: dict[str, Reader] = {"int": _int, "float": _float, "str": _str, "bool": _bool, "None": _none, "Any": lambda value: value}
+_PLAIN: dict[str, Reader] = {"int": _int, "float": _float, "Real": _real, "str": _str, "bool": _bool, "None": _none, "Any": lambda value: value}

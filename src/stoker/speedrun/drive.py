@@ -12,8 +12,8 @@ from stoker.contract import terminal
 from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
+from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
-from stoker.control.record.writer import write_json
 from stoker.speedrun import energy, saying, state
 from stoker.speedrun.child import Children
 from stoker.speedrun.configs import config_of_stage

@@ -14,11 +14,11 @@ from collections.abc import Iterable, Iterator
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import write_whole
 from stoker.speedrun import html, report_chain, report_models, report_results, report_samples, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import Drawing, draw
 from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
-from stoker.training.checkpoint.folders import write_whole
 
 TITLE = "Speedrun report"
 PLOTS = "plots"

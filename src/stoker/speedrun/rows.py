@@ -10,7 +10,7 @@ from typing import Any
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import lines_of, parse_json, read_json
-from stoker.training.data.files import sync_folder, write_json
+from stoker.contract.wholefile import WholeFile, sync_folder, write_json
 from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.data.read import MESSAGES, texts
 from stoker.training.data.sources import find_sources
@@ -172,17 +172,8 @@ def _read(index: str) -> dict[str, Any]:
 
 def copy_usable(role: str, sources: Sequence[str], target: str) -> None:
     """The usable rows of all sources in one file: whole, or not there."""
-    temporary = f"{target}.{os.getpid()}.tmp"
     os.makedirs(os.path.dirname(target), exist_ok=True)
-    try:
-        with open(temporary, "wb") as file:
-            for path in sources:
-                file.writelines(line.rstrip(b"\r\n") + b"\n" for _, line, wrong in rows_of(path, FAULTS[role]) if not wrong)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-        sync_folder(os.path.dirname(target))
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
+    with WholeFile(target) as file:
+        for path in sources:
+            file.writelines(line.rstrip(b"\r\n") + b"\n" for _, line, wrong in rows_of(path, FAULTS[role]) if not wrong)
+    sync_folder(os.path.dirname(target))

@@ -11,8 +11,8 @@ from typing import Any
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.wholefile import write_json
 from stoker.control.record import ownership, reader
-from stoker.control.record.writer import write_json
 from stoker.speedrun.keys import run_name
 from stoker.speedrun.stages import REPORT, WORLD, Stage
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, typed
 from stoker.contract.untrusted import parse_json, read_json
+from stoker.contract.wholefile import WholeFile
 from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
 
 _OFFER = 1 << 30  # bytes of the list of all files: a million of them have 150 MB
@@ -218,14 +219,9 @@ class Receiver:
     def _save_manifest(self) -> None:
         folder = os.path.dirname(self._manifest)
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        handle, fresh = tempfile.mkstemp(prefix=".stoker-part-", dir=folder)  # a working directory may be open to others
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}}, file)
-            os.replace(fresh, self._manifest)
-        except OSError:
-            os.unlink(fresh)
-            raise
+        content = json.dumps({"schema": 2, "root": self._root, "origins": {**self._others, self._origin: self._ours}})
+        with WholeFile(self._manifest, mode=0o600, durable=False) as file:
+            file.write(content.encode())
 
 
 def _read_manifest(path: str) -> dict[str, dict[str, str]]:

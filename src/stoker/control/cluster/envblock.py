@@ -8,6 +8,7 @@ import re
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, Refusal
 from stoker.contract.untrusted import parse_json, read_text
+from stoker.contract.wholefile import WholeFile
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NOTE = "measured by `stoker cluster check --tune`"
@@ -44,11 +45,9 @@ def keep(path: str, env: dict[str, str]) -> None:
     """Writes it, whole or not at all."""
     try:
         changed = with_env(read_text(path), env)
-        fresh = f"{path}.{os.getpid()}"
-        with open(fresh, "w", encoding="utf-8") as file:
-            file.write(changed)
-        os.chmod(fresh, os.stat(path).st_mode & 0o7777)
-        os.replace(fresh, path)
+        with WholeFile(path) as file:
+            file.write(changed.encode())
+            os.fchmod(file.fileno(), os.stat(path).st_mode & 0o7777)
     except ValueError as problem:
         lines = ", ".join(f"{name}: {value}" for name, value in env.items())
         raise Refusal(f"{path}: {problem}; write it yourself: env: {{{lines}}}", EX_CONFIG) from problem

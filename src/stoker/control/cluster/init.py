@@ -11,6 +11,7 @@ from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import write_whole
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
@@ -150,12 +151,7 @@ def _flow(value: Any) -> str:
 
 
 def _write(out: str, content: str) -> None:
-    fresh = f"{out}.{os.getpid()}"
     try:
-        with open(fresh, "w", encoding="utf-8") as file:
-            file.write(content)
-        os.replace(fresh, out)
+        write_whole(out, content)
     except OSError as problem:
-        if os.path.exists(fresh):
-            os.unlink(fresh)
         raise Refusal(f"{out} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

@@ -15,8 +15,9 @@ from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_R
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 from stoker.contract.untrusted import is_count
+from stoker.contract.wholefile import write_json
 from stoker.control.record.ownership import own_folder
-from stoker.control.record.writer import cannot_write, write_json
+from stoker.control.record.writer import cannot_write
 
 _JOB, _LIFE, _MORE = "what the job gets", "life of the job", "this command"
 _SBATCH_S = 60.0

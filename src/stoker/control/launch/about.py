@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from stoker.contract import layout, redact
 from stoker.contract.shape import as_json
@@ -136,20 +136,30 @@ def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str]
 
     env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
     try:
-        child = subprocess.Popen(
-            ["/bin/sh", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
-            env=env, start_new_session=True,
-        )  # fmt: skip
-        text = json.dumps(redact.data(verdict.to_json(), OURS)).encode()
+        with _in_memory(json.dumps(redact.data(verdict.to_json(), OURS)).encode()) as text:
+            child = subprocess.Popen(
+                ["/bin/sh", "-c", command], stdin=text, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
+                env=env, start_new_session=True,
+            )  # fmt: skip
         if not wait:
-            assert child.stdin is not None
-            child.stdin.write(text)  # a verdict is smaller than a pipe: this does not block
-            child.stdin.close()
             return
-        _, complaint = child.communicate(text, NOTIFY_S)
+        _, complaint = child.communicate(timeout=NOTIFY_S)
         if child.returncode:
             say(f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}")
     except subprocess.TimeoutExpired:
         say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
     except OSError as problem:
         say(f"stoker: --notify failed: {problem}")
+
+
+def _in_memory(data: bytes) -> IO[bytes]:
+    """A file to read from. Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full just then."""
+    if hasattr(os, "memfd_create"):
+        file: IO[bytes] = os.fdopen(os.memfd_create("verdict"), "w+b")
+    else:
+        import tempfile
+
+        file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+    file.write(data)
+    file.seek(0)
+    return file

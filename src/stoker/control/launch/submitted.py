@@ -14,12 +14,12 @@ from stoker.contract.job import Job
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.wholefile import write_json
 from stoker.control.cluster import slurmjob
 from stoker.control.launch.lines import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
-from stoker.control.record.writer import write_json
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed

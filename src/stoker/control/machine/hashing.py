@@ -10,6 +10,7 @@ import time
 
 from stoker.contract.typed import read
 from stoker.contract.untrusted import open_regular, read_json
+from stoker.contract.wholefile import write_whole
 
 _CHUNK = 1 << 20
 _BIG = 4 << 20  # smaller ones are read faster than remembered
@@ -60,11 +61,6 @@ class Hashes:
         """A memory that can't be kept (a full or read-only home) costs time, not the run."""
         if not self._changed:
             return
-        fresh = f"{self._memory}.{os.getpid()}"
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
-            with open(fresh, "x", encoding="utf-8") as file:
-                json.dump({path: one for path, one in self._known.items() if os.path.exists(path)}, file)
-            os.replace(fresh, self._memory)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(fresh)
+            write_whole(self._memory, json.dumps({path: one for path, one in self._known.items() if os.path.exists(path)}), durable=False)

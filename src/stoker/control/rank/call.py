@@ -13,6 +13,8 @@ import pickle
 import sys
 import types
 
+from stoker.contract.wholefile import write_whole
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -40,9 +42,7 @@ def main(folder: str) -> None:
         data = pickle.dumps(result)
     except Exception as problem:
         raise TypeError(f"the result of {function.__qualname__} can't be sent back to the caller: {problem}") from problem
-    with open(path + ".tmp", "wb") as out:
-        out.write(data)
-    os.replace(path + ".tmp", path)
+    write_whole(path, data, durable=False)
 
 
 def _prepare(caller: dict[str, Any]) -> None:

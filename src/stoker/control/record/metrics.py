@@ -9,6 +9,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.untrusted import parse_json
+from stoker.contract.wholefile import write_whole
 
 
 def _number(value: Any) -> Any:
@@ -33,10 +34,7 @@ class Metrics:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     continue  # a line that a crash cut
-        temporary = f"{self._path}.{os.getpid()}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.writelines(kept)
-        os.replace(temporary, self._path)
+        write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
         line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **{name: _number(value) for name, value in values.items()}}) + "\n"

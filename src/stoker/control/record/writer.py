@@ -15,6 +15,7 @@ from stoker.contract import layout, names, redact
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
+from stoker.contract.wholefile import temporary_name, write_json
 from stoker.control.record import ownership
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -25,24 +26,6 @@ _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys whose values are never a user's words: readers compare them
 
 
-def write_json(path: str, data: Any, durable: bool = True) -> None:
-    """All or nothing: a reader sees the old file or the new one. `durable`: also after a power cut, for the price of a disk's answer."""
-    temporary = temporary_name(path)
-    try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump(data, file, indent=1, ensure_ascii=False)
-            file.write("\n")
-            file.flush()
-            if durable:
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        if os.path.exists(temporary):
-            os.unlink(temporary)
-        raise
-
-
 @shape
 class Lost:
     """What could not be written to one file, and why."""
@@ -50,11 +33,6 @@ class Lost:
     bytes: int
     why: str
     full: bool  # the disk or the quota
-
-
-def temporary_name(path: str) -> str:
-    """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
-    return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
 class RunRecord:

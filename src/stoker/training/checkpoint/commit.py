@@ -9,7 +9,8 @@ from typing import Any
 
 from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
-from stoker.training.checkpoint.folders import put_in_place, sync_folder, write_whole
+from stoker.contract.wholefile import sync_folder, write_whole
+from stoker.training.checkpoint.folders import put_in_place
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Sums, disagreement, encode
 from stoker.training.checkpoint.part import GivenUp, Part, failure_name, note_name, read_part
 from stoker.training.checkpoint.sums import sizes_wrong_in

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.untrusted import open_lock_file
+from stoker.contract.wholefile import sync_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 _TOKEN = re.compile(r"[A-Za-z0-9_]+")
@@ -37,29 +38,6 @@ def steps_in(folder: str) -> dict[int, str]:
         return {}
     found = {int(match[1]): os.path.join(folder, name) for name in names if (match := _STEP.fullmatch(name))}
     return dict(sorted(found.items(), reverse=True))
-
-
-def sync_folder(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_whole(path: str, data: bytes) -> None:
-    """There with all its bytes on the disk, or not there."""
-    fresh = path + ".part"
-    try:
-        with open(fresh, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(fresh, path)
-    except OSError:
-        if os.path.exists(fresh):
-            os.unlink(fresh)
-        raise
 
 
 def remove(path: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from stoker.contract.quantities import amount
 from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import read_json
-from stoker.training.checkpoint.folders import sync_folder, write_whole
+from stoker.contract.wholefile import sync_folder, write_whole
 from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
 from stoker.training.checkpoint.sums import SummedFile
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
-from stoker.contract.untrusted import open_lock_file
+from stoker.contract.untrusted import open_lock_file, printable
+from stoker.contract.wholefile import sync_folder, write_json
 from stoker.training.data import pack, shards
 from stoker.training.data.crew import Crew
-from stoker.training.data.files import sync_folder, write_json
 from stoker.training.data.progress import Progress
 from stoker.training.data.read import NAMED
 from stoker.training.data.units import Span, jobs_of
@@ -26,6 +26,7 @@ from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
 
 Say = Callable[[str], None]
 POLL_S = 0.1
+REMIND_S = 60.0
 
 
 @contextmanager
@@ -33,16 +34,17 @@ def alone(folder: str, say: Say) -> Iterator[None]:
     """Holds the lock of a folder that is to be made. A killed holder's lock is free at once; what it left is removed."""
     os.makedirs(os.path.dirname(folder), exist_ok=True)
     with os.fdopen(open_lock_file(folder + ".lock"), "r+", encoding="utf-8") as lock:
-        told = False
+        reported = -REMIND_S
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if not told:
+                if time.monotonic() - reported >= REMIND_S:
                     lock.seek(0)
-                    say(f"{lock.read().strip() or 'another process'} is preparing {folder}: waiting for it")
-                    told = True
+                    holder = printable(lock.read(200).strip()) or "another process"
+                    say(f"{holder} is preparing {folder}: waiting for it; another folder: --data.cache DIR")
+                    reported = time.monotonic()
                 time.sleep(POLL_S)
         lock.seek(0)
         lock.truncate()

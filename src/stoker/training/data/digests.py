@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stoker.contract.untrusted import read_json
-from stoker.training.data.files import write_json
+from stoker.contract.wholefile import write_json
 
 BLOCK = 32 << 20
 SCHEMA = 1

@@ -10,6 +10,7 @@ from importlib import import_module
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import gb
+from stoker.contract.wholefile import WholeFile
 
 
 def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
@@ -23,19 +24,15 @@ def fetch(name: str, cache: str, say: Callable[[str], None]) -> str:
     try:
         rows = import_module("datasets").load_dataset(identity, subset or None, split="train", streaming=True)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        temporary = f"{path}.{os.getpid()}.tmp"
         say(f"{name}: fetching from the hub")
-        with open(temporary, "w", encoding="utf-8") as file:
+        with WholeFile(path) as file:
             for row in rows:
-                file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+                file.write((json.dumps(row, ensure_ascii=False, default=str) + "\n").encode())
             size = file.tell()
     except ImportError as problem:
         raise Refusal(f"{name} is not there; if it is a data set of the hub: `pip install datasets`", EX_UNAVAILABLE) from problem
     except (OSError, ValueError, RuntimeError) as problem:  # what datasets and its HTTP layers raise: no such data set, no network, a gated one
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
         raise Refusal(f"{name}: no such file here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
-    os.replace(temporary, path)
     say(f"{name}: {gb(size)} of rows in {path}")
     return path

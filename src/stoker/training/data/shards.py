@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from stoker.contract.untrusted import kind_of, read_json
-from stoker.training.data.files import write_json
+from stoker.contract.wholefile import write_json
 
 SCHEMA = 1
 SHARD_TOKENS = 100_000_000

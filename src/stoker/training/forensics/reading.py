@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any
 
+from stoker.contract import typed
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
@@ -17,6 +18,8 @@ from stoker.training.forensics.report import Report, TensorStats
 REPORT, BATCH = "report.json", "batch.json"
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters.safetensors", "gradients.safetensors", "activations.safetensors"
 _TENSORS = (ACTIVATIONS, GRADIENTS, PARAMETERS)
+_SAMPLE = {"id": "int", "micro_batch?": "int | None", "targets?": "int | None", "tokens?": "list[int] | None", "text?": "str | None"}
+_MOST_DIMENSIONS = 32  # of numpy
 _PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -69,10 +72,11 @@ def _dump(folder: str) -> RankDump:
     path = os.path.join(folder, REPORT)
     data = _json(path)
     try:
-        files = data.get("files") or {}
-        return RankDump(folder, Report.from_json(data["report"]), dict(files.get("cut") or {}), dict(files.get("left_out") or {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
-        raise Refusal(f"{path} is no report of this version ({type(problem).__name__}: {problem})", EX_DATAERR) from problem
+        found = typed.read_fields({"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data)
+        files = found.get("files", {})
+        return RankDump(folder, Report.from_json(found["report"]), files.get("cut", {}), files.get("left_out", {}))
+    except ValueError as problem:
+        raise Refusal(f"{path} is no report of this version: {problem}", EX_DATAERR) from problem
 
 
 def texts(dump: RankDump) -> list[dict[str, Any]]:
@@ -81,7 +85,10 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     if not os.path.exists(path):
         return []
     data = _json(path)
-    samples = [one for one in data.get("samples") or () if isinstance(one, dict)] if isinstance(data, dict) else []
+    try:
+        samples = [typed.read_fields(_SAMPLE, sample) for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]]
+    except ValueError as problem:
+        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
     wanted = set(dump.report.sample_ids)
     return [one for one in samples if not wanted or one.get("id") in wanted]
 
@@ -129,6 +136,8 @@ def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
     dtype, sizes = tensor.dtype, tensor.shape
     if dtype not in _PLAIN and dtype != "BF16":
         raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
+    if len(sizes) > _MOST_DIMENSIONS:
+        raise Refusal(f"{name} has {len(sizes)} dimensions: no tensor of this version has more than {_MOST_DIMENSIONS}", EX_DATAERR)
     count = math.prod(sizes)
     raw = np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", tensor.begin, (count,)) if count else np.zeros(0)
     nan = inf = 0

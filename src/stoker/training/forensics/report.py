@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from stoker.contract.shape import as_json, fields_of, shape
+from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.typed import Real, read, read_shape
+from stoker.contract.untrusted import printable
 
 SCHEMA = 1
 
@@ -32,9 +34,9 @@ class TensorStats:
     count: int
     nan: int
     inf: int
-    min: float | None = None
-    max: float | None = None
-    absmax: float | None = None
+    min: Real | None = None
+    max: Real | None = None
+    absmax: Real | None = None
 
     @property
     def bad(self) -> int:
@@ -73,24 +75,28 @@ class Report:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Report:
-        """Raises KeyError, TypeError or ValueError on anything that is no report."""
-        known = {name: value for name, value in data.items() if name in fields_of(Report)}
-        for name in ("inputs", "gradients", "parameters"):
-            known[name] = tuple(_stats(one) for one in known.get(name) or ())
-        for name in ("sample_ids", "advice"):
-            known[name] = tuple(known.get(name) or ())
-        known["output"] = _stats(known["output"]) if known.get("output") else None
-        known["loss"], known["grad_norm"] = float(known["loss"]), float(known["grad_norm"])
-        return Report(**known)
+        """Raises ValueError on anything that is no report."""
+        if not isinstance(data, dict):
+            raise ValueError(f"an object is expected, found a {type(data).__name__}")
+        numbers = {name: _number(data[name]) for name in ("loss", "grad_norm") if name in data}
+        report = replace(read_shape(Report, {**data, **dict.fromkeys(numbers, 0.0)}), **numbers)
+        if report.phase not in PHASES:
+            raise ValueError(f"phase: {printable(report.phase, 40)!r} is none of {', '.join(PHASES)}")
+        if report.schema != SCHEMA:
+            raise ValueError(f"schema: {report.schema} instead of {SCHEMA}")
+        return report
 
 
 def _word(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
 
 
-def _stats(data: dict[str, Any]) -> TensorStats:
-    known = {name: value for name, value in data.items() if name in fields_of(TensorStats)}
-    return TensorStats(**{**known, "shape": tuple(known["shape"])})
+def _number(value: Any) -> float:
+    """A number or the word for one that JSON has not."""
+    if value in ("nan", "inf", "-inf"):
+        return float(value)
+    number: float = read("Real", value)
+    return number
 
 
 def guilty(report: Report) -> bool:

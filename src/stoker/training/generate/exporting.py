@@ -12,7 +12,7 @@ from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import fields_of
-from stoker.training.checkpoint.folders import write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, Found, told_by
 from stoker.training.model import hf

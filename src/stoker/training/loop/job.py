@@ -13,12 +13,12 @@ import stoker
 from stoker.contract import layout, names, redact
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import as_json, replace
+from stoker.contract.wholefile import write_whole
 from stoker.training.balance import comm
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.plan import Plans
 from stoker.training.balance.words import local_steps
 from stoker.training.checkpoint import folders
-from stoker.training.checkpoint.folders import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.config.schema import Config

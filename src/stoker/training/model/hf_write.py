@@ -17,7 +17,8 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.quantities import amount
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count, open_regular
-from stoker.training.checkpoint.folders import mend, put_in_place, remove, sync_folder, write_whole
+from stoker.contract.wholefile import sync_folder, write_whole
+from stoker.training.checkpoint.folders import mend, put_in_place, remove
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import CONFIG
 from stoker.training.model.hf_files import BYTES, INDEX, WEIGHTS

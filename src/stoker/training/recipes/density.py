@@ -14,7 +14,7 @@ import sys
 import numpy as np
 
 import stoker
-from stoker.training.checkpoint.folders import write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared

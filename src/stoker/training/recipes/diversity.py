@@ -17,7 +17,7 @@ import torch
 
 import stoker
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
-from stoker.training.checkpoint.folders import write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared

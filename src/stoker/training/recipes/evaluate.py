@@ -19,7 +19,7 @@ import torch
 import stoker
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace
-from stoker.training.checkpoint.folders import write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.evaluate import scores
 from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write

@@ -16,7 +16,7 @@ import stoker
 from stoker.contract import redact
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import as_json
-from stoker.training.checkpoint.folders import write_whole
+from stoker.contract.wholefile import write_whole
 from stoker.training.config.yamlform import as_yaml
 from stoker.training.loop import state
 from stoker.training.loop.say import Voice, where_runs_go

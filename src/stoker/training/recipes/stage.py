@@ -13,8 +13,8 @@ import torch
 from stoker.contract import redact
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
+from stoker.contract.wholefile import write_whole
 from stoker.control.record.metrics import read_metrics
-from stoker.training.checkpoint.folders import write_whole
 from stoker.training.config.derived import derivable
 from stoker.training.config.resolve import on_cpu, recipe_settings
 from stoker.training.config.schema import Config

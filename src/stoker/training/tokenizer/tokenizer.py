@@ -15,6 +15,7 @@ import numpy as np
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusal
 from stoker.contract.untrusted import read_bytes, read_json
+from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
 from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, fast_encoder, plan_fast, slow_encoder, table_encoder
@@ -77,7 +78,7 @@ class Tokenizer:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""
         try:
             return make()
-        except ImportError:
+        except (ImportError, Refusal):
             raise
         except BaseException as problem:
             if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # a panic of Rust's, which is no Exception
@@ -111,12 +112,15 @@ class Tokenizer:
         found, place = [], 0
         if not text.isascii():
             for match in _NOT_UTF8.finditer(text):
-                found += [self.encoder(text[place : match.start()]), self._single(match[0].encode("utf-8", "surrogateescape"))]
+                found += [self._encode(text[place : match.start()]), self._single(match[0].encode("utf-8", "surrogateescape"))]
                 place = match.end()
-        ids = self.encoder(text) if not found else np.concatenate([*found, self.encoder(text[place:])])
+        ids = self._encode(text) if not found else np.concatenate([*found, self._encode(text[place:])])
         if int(self.lengths[ids].sum()) != len(data):  # a regex that matches not every character
             raise Refusal(f"tokenizer {self.where}: its pattern leaves out parts of a text that begins {data[:40]!r}: bytes would not come back", EX_DATAERR)
         return ids
+
+    def _encode(self, text: str) -> Ids:
+        return self._made(lambda: self.encoder(text))  # a pattern that backtracks without end makes the library panic only here
 
     def _single(self, data: bytes) -> Ids:
         return np.array([self.told.vocabulary[alphabet.CHARACTERS[byte]] for byte in data], dtype=np.uint32)
@@ -132,12 +136,7 @@ class Tokenizer:
         os.makedirs(folder, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.told.end, "clean_up_tokenization_spaces": False, **self.config}
         for name, data in zip(FILES, (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")), strict=True):
-            path = os.path.join(folder, name)
-            with open(path + ".tmp", "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(path + ".tmp", path)
+            write_whole(os.path.join(folder, name), data)
 
 
 def load(path: str) -> Tokenizer:

@@ -10,7 +10,7 @@ from itertools import islice
 
 from stoker.contract.names import EX_CANTCREAT, EX_USAGE, Refusal
 from stoker.contract.shape import shape
-from stoker.training.checkpoint.folders import sync_folder, write_whole
+from stoker.contract.wholefile import WholeFile, sync_folder, write_whole
 from stoker.training.world import rows
 from stoker.training.world.dice import Dice
 from stoker.training.world.world import World
@@ -78,17 +78,9 @@ def _until(found: Iterator[str], wanted: int) -> Iterator[str]:
 
 def _write(path: str, lines: Iterator[str]) -> int:
     """Row by row, so that a large world needs no memory; under a temporary name until the last byte is on the disk."""
-    fresh, count = path + ".part", 0
-    try:
-        with open(fresh, "wb") as file:
-            while chunk := list(islice(lines, CHUNK)):
-                count += len(chunk)
-                file.write(("\n".join(chunk) + "\n").encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(fresh, path)
-    except OSError:
-        if os.path.exists(fresh):
-            os.unlink(fresh)
-        raise
+    count = 0
+    with WholeFile(path) as file:
+        while chunk := list(islice(lines, CHUNK)):
+            count += len(chunk)
+            file.write(("\n".join(chunk) + "\n").encode())
     return count

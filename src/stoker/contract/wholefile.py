@@ -1,0 +1,72 @@
+"""Files that are there with all their bytes, or not there: written under a name that nobody can have made before, then renamed."""
+
+from __future__ import annotations
+
+import os
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import IO, Any
+
+
+def temporary_name(path: str) -> str:
+    """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
+    return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+
+
+class WholeFile:
+    """`with WholeFile(path) as file: file.write(data)`: in place after the last line of the block, gone when the block raises.
+
+    `durable`: also after a power cut, for the price of a disk's answer.
+    """
+
+    def __init__(self, path: str, mode: int = 0o666, durable: bool = True) -> None:
+        self._path = path
+        self._durable = durable
+        self._temporary = temporary_name(path)
+        handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        self._file: IO[bytes] = os.fdopen(handle, "wb")
+
+    def __enter__(self) -> IO[bytes]:
+        return self._file
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            with self._file:
+                if kind is None and self._durable:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            if kind is None:
+                os.replace(self._temporary, self._path)
+        except BaseException:
+            self._remove()
+            raise
+        if kind is not None:
+            self._remove()
+
+    def _remove(self) -> None:
+        try:
+            os.unlink(self._temporary)
+        except FileNotFoundError:  # interrupted right after the rename
+            pass
+
+
+def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
+    with WholeFile(path, durable=durable) as file:
+        file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))  # names that aren't UTF-8: \\udc80 is JSON
+
+
+def write_json(path: str, value: Any, durable: bool = True) -> None:
+    import json
+
+    write_whole(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n", durable)
+
+
+def sync_folder(path: str) -> None:
+    """A rename is on the disk when its folder is."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
