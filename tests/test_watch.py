@@ -9,6 +9,9 @@ import pytest
 
 from stoker.contract.collectives import digest
 from stoker.contract.quantities import ranks_text
+from stoker.contract.shape import replace
+from stoker.contract.shapes import BadNumber
+from stoker.control.verdict import numbers
 from stoker.control.verdict.hang import summary
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
@@ -602,3 +605,10 @@ def test_a_wrong_clock_is_no_straggler() -> None:
 
 def test_ranks_in_words() -> None:
     assert [ranks_text(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == ["rank 2", "ranks 0, 1", "ranks 0, 2-4", "ranks 0-2, 7"]
+
+
+def test_a_step_that_was_counted_is_not_called_the_step_of_the_bad_number() -> None:
+    """A line without a step arrives when some step has been counted; the value may be of a later one."""
+    bad = BadNumber("loss", 0, 14, "nan", "line", "loss nan", shared=True)
+    assert numbers.summary(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
+    assert numbers.summary(replace(bad, counted=True), "CPU0", 2) == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"

@@ -112,6 +112,7 @@ class BadNumber:
     line: str = ""
     firm: bool = False  # it stays so: not one bad batch
     stops: bool = True  # if it stays so the job ends; else it is only reported
+    counted: bool = False  # the line names no step: `step` is what had been counted when it arrived
     shared: bool = False  # only this rank prints a loss, and averaging spreads a NaN: it may have begun on any rank
 
 

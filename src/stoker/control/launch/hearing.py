@@ -248,8 +248,8 @@ class Hearing:
         from stoker.control.verdict import numbers
 
         label, world = self._label(bad.rank), self._attempt.plan.world_size
-        if not bad.step:  # the line has none: the optimizer's count, as of now
-            bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0))
+        if not bad.step:  # the line has none: the optimizer's count, as of the last beat
+            bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0), counted=True)
         said = numbers.summary(bad, label, world)
         self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
         if not bad.firm:

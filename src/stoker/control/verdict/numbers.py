@@ -75,7 +75,7 @@ _WHAT = {"loss": "the loss is", "exploding": "the loss has exploded to", "grad-n
 
 def summary(bad: BadNumber, label: str, world: int) -> str:
     """`shared`: a loss that one rank prints for all says nothing about whose it is."""
-    at = f" at step {bad.step}" if bad.step else ""
+    at = f"{', seen after step' if bad.counted else ' at step'} {bad.step}" if bad.step else ""
     if bad.shared and world > 1:
         return f"{_WHAT[bad.kind]} {bad.value}{at} (printed by rank {bad.rank}, for all ranks)"
     return f"rank {bad.rank} ({label}): {_WHAT[bad.kind]} {bad.value}{at}"
