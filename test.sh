@@ -19,6 +19,7 @@ step setup bash setup.sh --test
 export PATH="$PWD/.venv/bin:$PATH"
 # By module, not by script: a package of the Python below .venv leaves no script in .venv/bin.
 step ruff python -m ruff check
+step format python -m ruff format --check
 step mypy python -m mypy
 step imports python -c 'from importlinter.cli import lint_imports_command; lint_imports_command()'
 # Four workers, a file each: half of the suite waits for processes and timeouts.

@@ -1,13 +1,17 @@
-"""What balance gains where one rank is slow, and what each way to exchange gradients costs and gives: 2 CPU ranks, one thread each.
+"""What balance gains where one rank is slow, and what each way to exchange gradients costs and gives: 2 CPU ranks, one
+thread each.
 
     python benchmarks/balance.py --repeats 3                 # unlike ranks: recipes and drop-in
-    python benchmarks/balance.py --only comm                 # gradients over a slow link (two network namespaces; needs root)
+    python benchmarks/balance.py --only comm                 # gradients over a slow link (two network namespaces; needs
+    root)
 
-A rank stands for a card: besides the little its process computes, each backward is idle for 15 ms a sample, the slow rank's for two or three times as
-long, before its last gradient. (`--slow work`: no idling; the slow rank does its forward and backward two or three times. That is a slow card only where
-each rank has a core of its own: where cores have other work, the ranks take them from each other.) A plan
-is made as in any run; from step 60 on, equal shares (without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what
-else the machine does hits both. A pair is two blocks side by side, less two steps where they meet; the ratio is the median over the pairs of all runs.
+A rank stands for a card: besides the little its process computes, each backward is idle for 15 ms a sample, the slow
+rank's for two or three times as long, before its last gradient. (`--slow work`: no idling; the slow rank does its
+forward and backward two or three times. That is a slow card only where each rank has a core of its own: where cores
+have other work, the ranks take them from each other.) A plan is made as in any run; from step 60 on, equal shares
+(without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what else the
+machine does hits both. A pair is two blocks side by side, less two steps where they meet; the ratio is the median over
+the pairs of all runs.
 """
 
 from __future__ import annotations
@@ -26,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 RATIOS = {1: 0.98, 2: 1.35, 3: 1.80}  # slow rank's work : bar
-COUNTED = 60  # from this step on plans have been made: a second one where the first, by seconds that hold a fixed part, was half way
+# from this step on plans have been made: a second one where the first, by seconds that hold a fixed part, was half way
+COUNTED = 60
 BLOCK = 10  # steps of one kind
 WARM = 30  # steps that the exchange is not timed: PowerSGD begins after 20
 CARD_S = 0.015  # of a fast card, for a sample
@@ -145,20 +150,42 @@ def text(folder: Path) -> Path:
 Inside = tuple[list[str], list[str]]
 
 
-def launch(kind: str, folder: Path, times: tuple[int, int], words: list[str], inside: Inside = ([], []), address: str = "127.0.0.1") -> None:
+def launch(
+    kind: str,
+    folder: Path,
+    times: tuple[int, int],
+    words: list[str],
+    inside: Inside = ([], []),
+    address: str = "127.0.0.1",
+) -> None:
     """Two ranks; `inside`: the words before each rank's command, `ip netns exec NAME` say."""
     folder.mkdir(parents=True)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    base = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    base = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     if inside[0]:
         base["GLOO_SOCKET_IFNAME"] = "cable"
     processes = []
     for rank in range(2):
         command = [*inside[rank], sys.executable, os.path.abspath(__file__), "--rank", kind, str(times[rank]), *words]
         log = open(folder / f"rank-{rank}.log", "wb")  # noqa: SIM115  the rank's own from here on
-        processes.append(subprocess.Popen(command, cwd=folder, env={**os.environ, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=log, stderr=log))
+        processes.append(
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=log,
+                stderr=log,
+            )
+        )
     if [process.wait() for process in processes] != [0, 0]:
         sys.exit((folder / "rank-0.log").read_text() + (folder / "rank-1.log").read_text())
 
@@ -169,17 +196,51 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 def common(data: Path) -> list[str]:
-    return ["--data", str(data), "--cache", str(data.parent / "cache"), "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2",
-            "--log_every", "1", "--export", "false", "--at_end", "false", "--checkpoint.every", "0", "--eval_every", "0"]  # fmt: skip
+    return [
+        "--data",
+        str(data),
+        "--cache",
+        str(data.parent / "cache"),
+        "--tokenizer.path",
+        "bytes",
+        "--preset",
+        "small",
+        "--model.depth",
+        "2",
+        "--log_every",
+        "1",
+        "--export",
+        "false",
+        "--at_end",
+        "false",
+        "--checkpoint.every",
+        "0",
+        "--eval_every",
+        "0",
+    ]
 
 
 def recipe_steps(folder: Path, data: Path, times: int, steps: int) -> tuple[dict[int, float], str]:
-    words = [*common(data), "--context_length", "16", "--batch.tokens", "384", "--batch.micro", "24", "--data.validation", "0", "--max-steps", str(steps)]
+    words = [
+        *common(data),
+        "--context_length",
+        "16",
+        "--batch.tokens",
+        "384",
+        "--batch.micro",
+        "24",
+        "--data.validation",
+        "0",
+        "--max-steps",
+        str(steps),
+    ]
     launch("recipe", folder, (1, times), [*words, "--balance", "auto"])
     lines = metrics(folder)
     when = {int(line["step"]): line["time"] for line in lines if "loss" in line}
     plans = [line["shares"] for line in lines if "shares" in line]
-    return {step: when[step] - when[step - 1] for step in when if step > 0}, "→".join("+".join(map(str, one)) for one in plans)
+    return {step: when[step] - when[step - 1] for step in when if step > 0}, "→".join(
+        "+".join(map(str, one)) for one in plans
+    )
 
 
 def dropin_steps(folder: Path, data: Path, times: int, steps: int) -> tuple[dict[int, float], str]:
@@ -193,14 +254,20 @@ def pairs_of(seconds: dict[int, float], steps: int) -> list[tuple[float, float]]
     """Steps/s (equal, balanced) of blocks side by side."""
     found = []
     for begin in range(COUNTED, steps - 2 * BLOCK + 1, 2 * BLOCK):
-        equal, planned = (1 / statistics.median(seconds[step] for step in range(first + 2, first + BLOCK)) for first in (begin, begin + BLOCK))
+        equal, planned = (
+            1 / statistics.median(seconds[step] for step in range(first + 2, first + BLOCK))
+            for first in (begin, begin + BLOCK)
+        )
         found.append((equal, planned))
     return found
 
 
 def unlike(kinds: list[str], repeats: int, steps: int, folder: Path) -> None:
     data = text(folder)
-    print("| | slow rank (plans) | equal shares, steps/s | balance, steps/s | × (median of pairs) | quartiles | pairs | bar | |")
+    print(
+        "| | slow rank (plans) | equal shares, steps/s | balance, steps/s | × (median of pairs) | quartiles | pairs |"
+        " bar | |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for kind in kinds:
         measure = {"recipe": recipe_steps, "dropin": dropin_steps}[kind]
@@ -213,8 +280,8 @@ def unlike(kinds: list[str], repeats: int, steps: int, folder: Path) -> None:
             low, ratio, high = statistics.quantiles((planned / equal for equal, planned in pairs), n=4)
             equal, planned = (statistics.median(one) for one in zip(*pairs, strict=True))
             print(
-                f"| {kind} | {times}:1 ({'; '.join(sorted(plans))}) | {equal:.2f} | {planned:.2f} | {ratio:.2f} | {low:.2f} – {high:.2f} | {len(pairs)} | "
-                f"≥ {bar} | {'✓' if ratio >= bar else '✗ missed'} |",
+                f"| {kind} | {times}:1 ({'; '.join(sorted(plans))}) | {equal:.2f} | {planned:.2f} | {ratio:.2f} |"
+                f" {low:.2f} – {high:.2f} | {len(pairs)} | ≥ {bar} | {'✓' if ratio >= bar else '✗ missed'} |",
                 flush=True,
             )
 
@@ -237,10 +304,31 @@ class Link:
         self._ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
         for number, (name, end) in enumerate(zip(self.names, cable, strict=True), 1):
             self._ip("link", "set", end, "netns", name, "name", "cable")
-            for words in (("addr", "add", f"10.77.0.{number}/24", "dev", "cable"), ("link", "set", "dev", "cable", "up"), ("link", "set", "dev", "lo", "up")):
+            for words in (
+                ("addr", "add", f"10.77.0.{number}/24", "dev", "cable"),
+                ("link", "set", "dev", "cable", "up"),
+                ("link", "set", "dev", "lo", "up"),
+            ):
                 self._ip("-n", name, *words)
             subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", "cable", "root", "tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "200ms"], check=True
+                [
+                    "tc",
+                    "-n",
+                    name,
+                    "qdisc",
+                    "add",
+                    "dev",
+                    "cable",
+                    "root",
+                    "tbf",
+                    "rate",
+                    f"{mbit}mbit",
+                    "burst",
+                    "64kb",
+                    "latency",
+                    "200ms",
+                ],
+                check=True,
             )
 
     @staticmethod
@@ -253,7 +341,12 @@ class Link:
 
     def sent(self) -> int:
         """Bytes that rank 0 has sent."""
-        shown = subprocess.run(["ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", "cable"], check=True, capture_output=True, text=True).stdout
+        shown = subprocess.run(
+            ["ip", "-n", self.names[0], "-s", "-j", "link", "show", "dev", "cable"],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def close(self) -> None:
@@ -263,22 +356,48 @@ class Link:
 
 def exchange(repeats: int, steps: int, mbit: int, folder: Path) -> None:
     data = text(folder)
-    words = [*common(data), "--context_length", "64", "--batch.tokens", "1024", "--batch.micro", "8", "--data.validation", "0.02", "--max-steps", str(steps)]
+    words = [
+        *common(data),
+        "--context_length",
+        "64",
+        "--batch.tokens",
+        "1024",
+        "--batch.micro",
+        "8",
+        "--data.validation",
+        "0.02",
+        "--max-steps",
+        str(steps),
+    ]
     os.environ["SLOW"] = ""
     link = Link(mbit)
     try:
         print(
-            f"{steps} steps over {mbit} Mbit/s\n\n| comm | MB sent a step and rank | steps/s | × full | validation loss | change |\n|---|---|---|---|---|---|"
+            f"{steps} steps over {mbit} Mbit/s\n\n| comm | MB sent a step and rank | steps/s | × full | validation loss"
+            " | change |\n|---|---|---|---|---|---|"
         )
         found: dict[str, list[tuple[float, float, float]]] = {}
         for repeat in range(repeats):
             for comm in COMMS:
                 where, before = folder / f"{comm}-{repeat}", link.sent()
-                launch("recipe", where, (1, 1), [*words, "--comm", comm, "--train.seed", str(repeat)], link.inside, "10.77.0.1")
+                launch(
+                    "recipe",
+                    where,
+                    (1, 1),
+                    [*words, "--comm", comm, "--train.seed", str(repeat)],
+                    link.inside,
+                    "10.77.0.1",
+                )
                 lines = metrics(where)
                 when = [line["time"] for line in lines if "loss" in line and "val_loss" not in line]
                 rate = (len(when) - 1 - WARM) / (when[-1] - when[WARM])
-                found.setdefault(comm, []).append(((link.sent() - before) / 1e6 / steps, rate, next(line["val_loss"] for line in lines if "val_loss" in line)))
+                found.setdefault(comm, []).append(
+                    (
+                        (link.sent() - before) / 1e6 / steps,
+                        rate,
+                        next(line["val_loss"] for line in lines if "val_loss" in line),
+                    )
+                )
         for comm, all_of_it in found.items():
             sent, rate, loss = (statistics.median(one) for one in zip(*all_of_it, strict=True))
             gain = statistics.median(mine[1] / full[1] for mine, full in zip(all_of_it, found["full"], strict=True))

@@ -1,6 +1,6 @@
 """Healthy burn-ins, again and again: how many raise an alarm (none should), and how long one takes.
 
-    python benchmarks/burnin_repeat.py [--times 20] [--steps 80] [-- more options of stoker burnin]
+python benchmarks/burnin_repeat.py [--times 20] [--steps 80] [-- more options of stoker burnin]
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ def once(words: list[str]) -> tuple[int, float, dict[str, object], str]:
     """(exit code, seconds, the result, stderr)."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        done = subprocess.run([sys.executable, "-m", "stoker", "burnin", "--json", *words], cwd=folder, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "stoker", "burnin", "--json", *words],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
         return done.returncode, time.monotonic() - began, json.loads(done.stdout) if done.stdout else {}, done.stderr
 
 
@@ -37,9 +43,14 @@ def main() -> None:
     assert isinstance(replicas, list)
     cards = ", ".join(dict.fromkeys(one["card"] or "CPU core" for one in replicas))
     seconds = [took for _, took, _, _ in results]
-    print("| replicas | steps | burn-ins | alarms | could not be checked | one takes, median (max) |\n|---|---|---|---|---|---|")
-    print(f"| {len(replicas)} × {cards or 'n/a'} | {told.steps} | {told.times} | {len(alarms)} | {sum(code > 2 for code, _, _, _ in results)} "
-          f"| {statistics.median(seconds):.1f} s ({max(seconds):.1f} s) |")  # fmt: skip
+    print(
+        "| replicas | steps | burn-ins | alarms | could not be checked | one takes, median (max)"
+        " |\n|---|---|---|---|---|---|"
+    )
+    print(
+        f"| {len(replicas)} × {cards or 'n/a'} | {told.steps} | {told.times} | {len(alarms)} |"
+        f" {sum(code > 2 for code, _, _, _ in results)} | {statistics.median(seconds):.1f} s ({max(seconds):.1f} s) |"
+    )
     sys.exit(1 if any(code for code, _, _, _ in results) else 0)
 
 

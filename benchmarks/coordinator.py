@@ -1,11 +1,13 @@
-"""What the coordinator of a large run costs: memory and CPU of `stoker run --hosts cluster.yaml` with 64 hosts of 8 ranks each.
+"""What the coordinator of a large run costs: memory and CPU of `stoker run --hosts cluster.yaml` with 64 hosts of 8
+ranks each.
 
     python benchmarks/coordinator.py                        2 minutes
     python benchmarks/coordinator.py --hosts 8 --seconds 20   a try
 
-The process measured is the real one, untouched. An `ssh` that stands first on its PATH leads to simulated agents (coordinator_agent.py), which
-speak the real protocol: every check before the start is answered, then every rank steps twice a second and prints a line each time. At the
-end the record must have every line of every rank, and the run must be complete.
+The process measured is the real one, untouched. An `ssh` that stands first on its PATH leads to simulated agents
+(coordinator_agent.py), which speak the real protocol: every check before the start is answered, then every rank steps
+twice a second and prints a line each time. At the end the record must have every line of every rank, and the run must
+be complete.
 """
 
 from __future__ import annotations
@@ -57,7 +59,15 @@ def cpu_seconds(pid: int) -> float:
 
 
 def megabytes(pid: int, file: str, name: str) -> float:
-    return next(int(line.split()[1]) for line in Path(f"/proc/{pid}/{file}").read_text().splitlines() if line.startswith(f"{name}:")) * 1024 / 1e6
+    return (
+        next(
+            int(line.split()[1])
+            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines()
+            if line.startswith(f"{name}:")
+        )
+        * 1024
+        / 1e6
+    )
 
 
 def window(pid: int, seconds: float) -> Window:
@@ -65,14 +75,21 @@ def window(pid: int, seconds: float) -> Window:
     time.sleep(seconds)
     took = time.monotonic() - began
     cpu = (cpu_seconds(pid) - before) / took
-    return Window(round(took, 2), round(cpu, 4), round(megabytes(pid, "smaps_rollup", "Pss"), 1), round(megabytes(pid, "status", "VmRSS"), 1))
+    return Window(
+        round(took, 2),
+        round(cpu, 4),
+        round(megabytes(pid, "smaps_rollup", "Pss"), 1),
+        round(megabytes(pid, "status", "VmRSS"), 1),
+    )
 
 
 def prepare(folder: Path, hosts: int, ranks: int) -> dict[str, str]:
     """The environment of the run: its ssh is ours."""
     (folder / "bin").mkdir()
     ssh = folder / "bin" / "ssh"
-    ssh.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "{HERE / "coordinator_agent.py"}" connect "{folder}/player" "$@"\n')
+    ssh.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -I -S "{HERE / "coordinator_agent.py"}" connect "{folder}/player" "$@"\n'
+    )
     ssh.chmod(0o755)
     # Addresses of RFC 5737 and RFC 2544: nobody's, and certainly not this machine's own.
     entries = [{"host": f"198.18.{n // 250}.{n % 250 + 1}", "slots": ranks} for n in range(hosts)]
@@ -84,20 +101,52 @@ def prepare(folder: Path, hosts: int, ranks: int) -> dict[str, str]:
 def measure(folder: Path, hosts: int, ranks: int, seconds: float, jitter: float) -> Found:
     env = prepare(folder, hosts, ranks)
     player = subprocess.Popen(
-        [sys.executable, str(HERE / "coordinator_agent.py"), "play", str(folder / "player"), "--ranks", str(ranks), "--jitter", str(jitter)],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(HERE / "coordinator_agent.py"),
+            "play",
+            str(folder / "player"),
+            "--ranks",
+            str(ranks),
+            "--jitter",
+            str(jitter),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=env,
+        text=True,
+    )
     run: subprocess.Popen[bytes] | None = None
     try:
         wait_until((folder / "player").exists, 10, "the simulated agents did not start")
         began = time.monotonic()
         with open(folder / "console", "wb") as console:
             run = subprocess.Popen(
-                [sys.executable, "-m", "stoker", "run", "--hosts", "cluster.yaml", "--runs-dir", str(folder / "runs"), "train.py"],
-                cwd=folder, env=env, stdin=subprocess.DEVNULL, stdout=console, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "stoker",
+                    "run",
+                    "--hosts",
+                    "cluster.yaml",
+                    "--runs-dir",
+                    str(folder / "runs"),
+                    "train.py",
+                ],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+            )
         steps = folder / "runs" / "latest" / "events.jsonl"
-        wait_until(lambda: run.poll() is not None or (steps.exists() and steps.read_text().count('"first-step"') == hosts * ranks), START_S, "no first step")
+        wait_until(
+            lambda: (
+                run.poll() is not None or (steps.exists() and steps.read_text().count('"first-step"') == hosts * ranks)
+            ),
+            START_S,
+            "no first step",
+        )
         if run.poll() is not None:
             raise BenchmarkError(f"the run ended with {run.returncode}: {(folder / 'console').read_text()[-2000:]}")
         start_s = time.monotonic() - began
@@ -108,7 +157,9 @@ def measure(folder: Path, hosts: int, ranks: int, seconds: float, jitter: float)
         if code:
             raise BenchmarkError(f"the run ended with {code}: {(folder / 'console').read_text()[-2000:]}")
         told = json.loads(said.splitlines()[-1])
-        kept = sum(path.read_bytes().count(b"\n") for path in (folder / "runs" / "latest" / "attempt-0").glob("rank-*.log"))
+        kept = sum(
+            path.read_bytes().count(b"\n") for path in (folder / "runs" / "latest" / "attempt-0").glob("rank-*.log")
+        )
         if kept != told["lines"]:
             raise BenchmarkError(f"the ranks printed {told['lines']} lines and the record has {kept}")
         return Found(round(start_s, 1), windows, round(peak, 1), told["lines"], told["latest_s"])
@@ -133,22 +184,50 @@ def report(found: Found) -> str:
     middle = statistics.median(cpu)
     rows = [
         ("memory (PSS, the largest of all windows)", f"{pss:.0f} MB", f"≤ {MOST_MB:.0f} MB", pss <= MOST_MB),
-        ("resident (RSS; its peak, the start included)", f"{max(one.rss for one in found.windows):.0f} MB ({found.peak_rss:.0f} MB)", "–", None),
-        (f"CPU (of one core, median of {len(cpu)} windows of {WINDOW_S:.0f} s)", f"{middle:.1%} ({min(cpu):.1%} – {max(cpu):.1%})",
-         f"≤ {MOST_CPU:.0%}", middle <= MOST_CPU),
-        ("from the command to the last rank's first step (3 s of it are the ranks' own)", f"{found.start_s:.1f} s", "–", None),
+        (
+            "resident (RSS; its peak, the start included)",
+            f"{max(one.rss for one in found.windows):.0f} MB ({found.peak_rss:.0f} MB)",
+            "–",
+            None,
+        ),
+        (
+            f"CPU (of one core, median of {len(cpu)} windows of {WINDOW_S:.0f} s)",
+            f"{middle:.1%} ({min(cpu):.1%} – {max(cpu):.1%})",
+            f"≤ {MOST_CPU:.0%}",
+            middle <= MOST_CPU,
+        ),
+        (
+            "from the command to the last rank's first step (3 s of it are the ranks' own)",
+            f"{found.start_s:.1f} s",
+            "–",
+            None,
+        ),
         ("lines the ranks printed, all of them in the record", f"{found.lines}", "–", None),
-    ]  # fmt: skip
+    ]
     met = {True: "✓", False: "✗ missed", None: ""}
-    return "\n".join(["| | | bar | |", "|---|---|---|---|", *(f"| {name} | {value} | {bar} | {met[kept]} |" for name, value, bar, kept in rows)])
+    return "\n".join(
+        [
+            "| | | bar | |",
+            "|---|---|---|---|",
+            *(f"| {name} | {value} | {bar} | {met[kept]} |" for name, value, bar, kept in rows),
+        ]
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=64, metavar="N")
     parser.add_argument("--ranks", type=int, default=8, metavar="N", help="on each host, 8 at most (default 8)")
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="measured, once every rank has stepped (default 120)")
-    parser.add_argument("--jitter", type=float, default=0.005, metavar="S", help="ranks of a step print within this time (default 0.005: after a collective)")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, metavar="S", help="measured, once every rank has stepped (default 120)"
+    )
+    parser.add_argument(
+        "--jitter",
+        type=float,
+        default=0.005,
+        metavar="S",
+        help="ranks of a step print within this time (default 0.005: after a collective)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every window")
     told = parser.parse_args()
     if told.hosts < 2 or not 1 <= told.ranks <= 8 or told.seconds < WINDOW_S:
@@ -156,7 +235,12 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all is cleaned up then too
     with tempfile.TemporaryDirectory(prefix="coordinator-") as name:
         rhythm = f"a step and a line every 0.5 s, within {told.jitter:g} s of each other"
-        notes = (f"{told.hosts} simulated agents with {told.ranks} ranks each, {rhythm}; load before the start {os.getloadavg()[0]:.2f}.",)
+        notes = (
+            (
+                f"{told.hosts} simulated agents with {told.ranks} ranks each, {rhythm}; load before the start"
+                f" {os.getloadavg()[0]:.2f}."
+            ),
+        )
         where = replace(setting(trials(name, told.ranks)), notes=notes)
         try:
             found = measure(Path(name), told.hosts, told.ranks, told.seconds, told.jitter)
@@ -164,11 +248,24 @@ def main() -> int:
             print(f"coordinator.py: {problem}", file=sys.stderr)
             return 1
     if found.late_s > 0.5:
-        where = replace(where, notes=(*where.notes, f"The simulated agents were up to {found.late_s:.1f} s late: this machine is too busy for them."))
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+        where = replace(
+            where,
+            notes=(
+                *where.notes,
+                f"The simulated agents were up to {found.late_s:.1f} s late: this machine is too busy for them.",
+            ),
+        )
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     print("\n".join([*lines, *where.notes, "", report(found)]))
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), **asdict(found)}, indent=1, ensure_ascii=False) + "\n")
+        told.json.write_text(
+            json.dumps({"schema": 1, **asdict(where), **asdict(found)}, indent=1, ensure_ascii=False) + "\n"
+        )
     return 0
 
 

@@ -1,11 +1,14 @@
-"""Simulated agents for benchmarks/coordinator.py: one process that speaks the real protocol for many hosts, as real agents with busy ranks do.
+"""Simulated agents for benchmarks/coordinator.py: one process that speaks the real protocol for many hosts, as real
+agents with busy ranks do.
 
-    coordinator_agent.py connect SOCKET ARGS...   stands in for ssh: hands its own stdin and stdout over to the player, and waits
-    coordinator_agent.py play SOCKET --ranks 8    the player: ends the ranks when its stdin is closed, then says what they printed
+    coordinator_agent.py connect SOCKET ARGS...   stands in for ssh: hands its own stdin and stdout over to the player,
+    and waits coordinator_agent.py play SOCKET --ranks 8    the player: ends the ranks when its stdin is closed, then
+    says what they printed
 
-What a rank says: imports for 2 s, then a step every 0.5 s with a line of output; 12 collectives a step in its flight recorder. What its agent
-makes of that follows control/agent: a line goes out as it comes, streams then rest until the next tenth of a second, beats go out twice a
-second at most, a ping every second, each with the first wake at which it is due.
+What a rank says: imports for 2 s, then a step every 0.5 s with a line of output; 12 collectives a step in its flight
+recorder. What its agent makes of that follows control/agent: a line goes out as it comes, streams then rest until the
+next tenth of a second, beats go out twice a second at most, a ping every second, each with the first wake at which it
+is due.
 """
 
 from __future__ import annotations
@@ -47,7 +50,9 @@ def connect(path: str, argv: list[str]) -> None:
 class Agent:
     """One host's."""
 
-    def __init__(self, player: Player, connection: socket.socket, number: int, argv: list[str], orders: int, answers: int) -> None:
+    def __init__(
+        self, player: Player, connection: socket.socket, number: int, argv: list[str], orders: int, answers: int
+    ) -> None:
         import shlex
 
         from stoker.contract import protocol
@@ -113,8 +118,18 @@ class Agent:
     def _obey(self, order: dict[str, Any]) -> None:
         do = order["do"]
         if do in ("open", "look"):
-            self.say({"is": "host", "machine": self._machine(), "held": {}, "pid": 1000, "guardian": 999, "selves": [[999, 1], [1000, 2]], "found": [],
-                      "visible": None})  # fmt: skip
+            self.say(
+                {
+                    "is": "host",
+                    "machine": self._machine(),
+                    "held": {},
+                    "pid": 1000,
+                    "guardian": 999,
+                    "selves": [[999, 1], [1000, 2]],
+                    "found": [],
+                    "visible": None,
+                }
+            )
         elif do == "lock":
             self.say({"is": "locked", "refused": {}})
         elif do == "reserve":
@@ -125,8 +140,13 @@ class Agent:
             self._probe(order)
         elif do == "tell" and order["word"]["do"] == "meet":
             passes = {"rtt": 0.0002, "segment": 1448, "big": True}
-            met = {name: {"ports": dict.fromkeys(map(str, peer["ports"]), ""), **passes} for name, peer in order["word"]["peers"].items()}
-            self.say({"is": "probe", "ask": order["ask"], "what": "net", "more": True}, json.dumps(met).encode() + b"\n")
+            met = {
+                name: {"ports": dict.fromkeys(map(str, peer["ports"]), ""), **passes}
+                for name, peer in order["word"]["peers"].items()
+            }
+            self.say(
+                {"is": "probe", "ask": order["ask"], "what": "net", "more": True}, json.dumps(met).encode() + b"\n"
+            )
         elif do == "unprobe":
             self._answer(order, {"error": "it ended without an answer: it took too long, or was ended"})
         elif do == "inspect":
@@ -146,20 +166,35 @@ class Agent:
         return machine
 
     def _answer(self, order: dict[str, Any], answer: Any) -> None:
-        self.say({"is": "probe", "ask": order["ask"], "what": order.get("what", "net")}, json.dumps(answer).encode() + b"\n")
+        self.say(
+            {"is": "probe", "ask": order["ask"], "what": order.get("what", "net")}, json.dumps(answer).encode() + b"\n"
+        )
 
     def _probe(self, order: dict[str, Any]) -> None:
         what, args = order["what"], order["args"]
         if what == "net":
-            self.say({"is": "probe", "ask": order["ask"], "what": "net", "more": True}, json.dumps({"ports": [29500, 40000 + self._number]}).encode() + b"\n")
+            self.say(
+                {"is": "probe", "ask": order["ask"], "what": "net", "more": True},
+                json.dumps({"ports": [29500, 40000 + self._number]}).encode() + b"\n",
+            )
         elif what == "route":
             way = {"interface": "eth0", "source": self.host, "mtu": 1500}
-            self._answer(order, {"routes": {to: {**way, "address": to} for to in args["to"]}, "addresses": {"lo": ["127.0.0.1"], "eth0": [self.host]},
-                                 "hostname": self.host, "hostname_resolves_to": [self.host], "reached_at": self.host})  # fmt: skip
+            self._answer(
+                order,
+                {
+                    "routes": {to: {**way, "address": to} for to in args["to"]},
+                    "addresses": {"lo": ["127.0.0.1"], "eth0": [self.host]},
+                    "hostname": self.host,
+                    "hostname_resolves_to": [self.host],
+                    "reached_at": self.host,
+                },
+            )
         elif what == "ready":
             self._answer(order, {"problems": [], "shared": True, "unwritable": ""})
         elif what == "files":
-            self._answer(order, {"script": "ab" * 32, "package": "cd" * 32, "names": {"train.py": "ab" * 32}, "paths": {}})
+            self._answer(
+                order, {"script": "ab" * 32, "package": "cd" * 32, "names": {"train.py": "ab" * 32}, "paths": {}}
+            )
         elif what == "builds":
             torch = {"python": "3.12.3", "version": "2.13.0+cu130", "cuda": "13.0"}
             self._answer(order, {"hostname": self.host, "resolves": {self.host: [self.host]}, "torch": torch})
@@ -182,8 +217,18 @@ class Agent:
         self._player.started(self)
 
     def _memory(self, rank: int, where: str, note: str = "") -> None:
-        self.say({"is": "mem", "rank": rank, "at": where, "note": note, "rss": 3_500_000_000, "host_used": 90_000_000_000, "host_total": 1_080_000_000_000,
-                  "gpu": [40_000_000_000, 85_899_345_920]})  # fmt: skip
+        self.say(
+            {
+                "is": "mem",
+                "rank": rank,
+                "at": where,
+                "note": note,
+                "rss": 3_500_000_000,
+                "host_used": 90_000_000_000,
+                "host_total": 1_080_000_000_000,
+                "gpu": [40_000_000_000, 85_899_345_920],
+            }
+        )
 
     def _begun(self) -> None:
         for rank in self._ranks:
@@ -217,7 +262,10 @@ class Agent:
         if self.closed or rank not in self._ranks:
             return
         loss = 2.0 + 9.0 / (number + 1) + 0.01 * random.random()
-        line = f"step {number} | loss {loss:.4f} | lr 3.00e-04 | grad norm {random.random():.4f} | 12.8k tokens/s | 61.3 GB\n".encode()
+        line = (
+            f"step {number} | loss {loss:.4f} | lr 3.00e-04 | grad norm {random.random():.4f} | 12.8k tokens/s | 61.3"
+            " GB\n".encode()
+        )
         self.say({"is": "out", "rank": rank, "fd": 1 if self._split else 0}, line)
         self._beaten[rank] = number
         self._player.lines += 1
@@ -234,8 +282,15 @@ class Agent:
             self._beats_at = now
             if self._beaten:
                 ns = time.time_ns()
-                self.say({"is": "beats", "ranks": {str(rank): [number, ns, 1, round(STEP_S + random.random() * 0.005, 4), []]
-                                                   for rank, number in self._beaten.items()}})  # fmt: skip
+                self.say(
+                    {
+                        "is": "beats",
+                        "ranks": {
+                            str(rank): [number, ns, 1, round(STEP_S + random.random() * 0.005, 4), []]
+                            for rank, number in self._beaten.items()
+                        },
+                    }
+                )
                 first = [rank for rank in self._beaten if rank not in self._stepped]
                 for rank in first:
                     self.say({"is": "first-step", "rank": rank, "time": ns / 1e9})
@@ -244,7 +299,12 @@ class Agent:
                 self._beaten = {}
             elif not self._step and now - self._vitals_at >= 2.0:
                 self._vitals_at = now
-                self.say({"is": "vitals", "ranks": {str(rank): ["R", round(now % 1000, 2), int(now * 1000)] for rank in self._ranks}})
+                self.say(
+                    {
+                        "is": "vitals",
+                        "ranks": {str(rank): ["R", round(now % 1000, 2), int(now * 1000)] for rank in self._ranks},
+                    }
+                )
         self.flush()
 
     def _inspect(self, order: dict[str, Any]) -> dict[str, Any]:
@@ -256,13 +316,30 @@ class Agent:
         numbers = range(max(1, newest - REMEMBERED), newest)
         pause = int(STEP_S * 1e9 / COLLECTIVES)
         return {
-            str(rank): {"timings": [["0", n, ns - (newest - n) * pause + random.randrange(1_000_000), "nccl"] for n in numbers]} for rank in asked
-        }  # fmt: skip
+            str(rank): {
+                "timings": [["0", n, ns - (newest - n) * pause + random.randrange(1_000_000), "nccl"] for n in numbers]
+            }
+            for rank in asked
+        }
 
     def end_ranks(self, ours: bool = False) -> None:
         for rank in self._ranks:
-            self.say({"is": "exit", "rank": rank, "code": 0, "time": time.time(), "ours": ours, "error": None, "elastic": None, "stack": "",
-                      "steps": self._step, "core": False, "oom_killed": False, "around": {}})  # fmt: skip
+            self.say(
+                {
+                    "is": "exit",
+                    "rank": rank,
+                    "code": 0,
+                    "time": time.time(),
+                    "ours": ours,
+                    "error": None,
+                    "elastic": None,
+                    "stack": "",
+                    "steps": self._step,
+                    "core": False,
+                    "oom_killed": False,
+                    "around": {},
+                }
+            )
         self._ranks = []
         self.flush()
 
@@ -286,7 +363,9 @@ class Player:
         self._ready: set[str] = set()
         self._ending = False
         self.lines = 0
-        self.latest_s = 0.0  # how late a step was told, at worst: a player that can't keep up would flatter the coordinator
+        self.latest_s = (
+            0.0  # how late a step was told, at worst: a player that can't keep up would flatter the coordinator
+        )
 
     def at(self, when: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._due, (when, next(self._count), act))
@@ -332,7 +411,12 @@ class Player:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
                 heapq.heappop(self._due)[2]()
-        print(json.dumps({"lines": self.lines, "latest_s": round(self.latest_s, 3), "cpu_s": round(time.process_time(), 1)}), flush=True)
+        print(
+            json.dumps(
+                {"lines": self.lines, "latest_s": round(self.latest_s, 3), "cpu_s": round(time.process_time(), 1)}
+            ),
+            flush=True,
+        )
 
 
 def main() -> None:

@@ -1,12 +1,14 @@
-"""Preparing data: tokens/s of `stoker prepare` against `datasets.map` with the same tokenizer, on the same cores; and the second call.
+"""Preparing data: tokens/s of `stoker prepare` against `datasets.map` with the same tokenizer, on the same cores; and
+the second call.
 
-    python benchmarks/data.py                     100 MB of made-up text as jsonl, 3 rounds, both ways in turn: about 5 minutes on 2 cores
-    python benchmarks/data.py --megabytes 20      shorter
-    python benchmarks/data.py --text book.txt     your own text, a paragraph per row
+    python benchmarks/data.py                     100 MB of made-up text as jsonl, 3 rounds, both ways in turn: about 5
+    minutes on 2 cores python benchmarks/data.py --megabytes 20      shorter python benchmarks/data.py --text book.txt
+    your own text, a paragraph per row
 
-`datasets` as people use it: load_dataset("json"), then .map(batched=True, num_proc=cores) with a PreTrainedTokenizerFast around the same
-tokenizer.json, the end of text appended. Its time is that of .map alone; ours is the whole command, from the start of Python to shards on disk
-with checksums. The made-up text has a Zipf vocabulary of 100,000 words, so that a cache of words does not flatter anybody, punctuation and numbers.
+`datasets` as people use it: load_dataset("json"), then .map(batched=True, num_proc=cores) with a
+PreTrainedTokenizerFast around the same tokenizer.json, the end of text appended. Its time is that of .map alone; ours
+is the whole command, from the start of Python to shards on disk with checksums. The made-up text has a Zipf vocabulary
+of 100,000 words, so that a cache of words does not flatter anybody, punctuation and numbers.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def made_up(size: int) -> Iterator[str]:
     while made < size:
         row: list[str] = []
         length = int(random.exponential(ROW_BYTES / 6.5)) + 10
-        for place, dice in zip(random.choice(len(known), length, p=weights).tolist(), random.random(length).tolist(), strict=True):
+        for place, dice in zip(
+            random.choice(len(known), length, p=weights).tolist(), random.random(length).tolist(), strict=True
+        ):
             word = known[place]
             if dice < 0.05:
                 word += ","
@@ -70,7 +74,9 @@ def made_up(size: int) -> Iterator[str]:
 
 
 def write_rows(path: Path, size: int, text: str | None) -> tuple[int, int]:
-    rows: Iterator[str] | list[str] = made_up(size) if text is None else [part for part in Path(text).read_text().split("\n\n") if part.strip()]
+    rows: Iterator[str] | list[str] = (
+        made_up(size) if text is None else [part for part in Path(text).read_text().split("\n\n") if part.strip()]
+    )
     count = total = 0
     with path.open("w") as file:
         for row in rows:
@@ -86,14 +92,20 @@ def child(way: str, rows: str, tokenizer: str, cores: int, work: str) -> None:
         from stoker.training.data.prepare import prepare
         from stoker.training.tokenizer.config import TokenizerConfig
 
-        made = prepare(DataConfig(path=(rows,), validation="0", cache=work, num_workers=cores), TokenizerConfig(path=tokenizer), lambda line: None)
+        made = prepare(
+            DataConfig(path=(rows,), validation="0", cache=work, num_workers=cores),
+            TokenizerConfig(path=tokenizer),
+            lambda line: None,
+        )
         print(json.dumps({"tokens": made.train_tokens, "seconds": time.perf_counter() - began}))
         return
     import datasets
     from transformers import PreTrainedTokenizerFast
 
     datasets.disable_progress_bars()
-    encode = PreTrainedTokenizerFast(tokenizer_file=os.path.join(tokenizer, "tokenizer.json"), eos_token="<|endoftext|>")
+    encode = PreTrainedTokenizerFast(
+        tokenizer_file=os.path.join(tokenizer, "tokenizer.json"), eos_token="<|endoftext|>"
+    )
     found = datasets.load_dataset("json", data_files=rows, split="train", cache_dir=work)
     loaded = time.perf_counter()
     end = encode.eos_token_id
@@ -109,7 +121,12 @@ def child(way: str, rows: str, tokenizer: str, cores: int, work: str) -> None:
 
 def trial(way: str, rows: Path, tokenizer: Path, cores: int, work: Path) -> dict[str, Any]:
     command = [sys.executable, __file__, "--child", way, str(rows), str(tokenizer), str(cores), str(work)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     began = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     whole = time.perf_counter() - began
@@ -166,22 +183,45 @@ def measure(place: Path, told: argparse.Namespace) -> None:
         work = place / f"theirs-{number}"
         theirs.append(trial("datasets", rows, tokenizer, told.cores, work))
         shutil.rmtree(work)
-    assert ours[0]["tokens"] == theirs[0]["tokens"], f"not the same tokens: {ours[0]['tokens']} and {theirs[0]['tokens']}"
+    assert ours[0]["tokens"] == theirs[0]["tokens"], (
+        f"not the same tokens: {ours[0]['tokens']} and {theirs[0]['tokens']}"
+    )
     tokens = ours[0]["tokens"]
     fast, slow = [tokens / one["whole"] for one in ours], [tokens / one["seconds"] for one in theirs]
     ratio = statistics.median(fast) / statistics.median(slow)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
     command = " ".join([os.path.relpath(__file__), *sys.argv[1:]])
-    versions = ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "tiktoken", "datasets", "transformers", "pyarrow", "numpy"))
-    print(f"{size / 1e6:.0f} MB of {'made-up ' if told.text is None else ''}text in {count:,} jsonl rows, {tokens:,} tokens both ways, {told.cores} cores.")
+    versions = ", ".join(
+        f"{name} {version(name)}" for name in ("tokenizers", "tiktoken", "datasets", "transformers", "pyarrow", "numpy")
+    )
+    print(
+        f"{size / 1e6:.0f} MB of {'made-up ' if told.text is None else ''}text in {count:,} jsonl rows, {tokens:,}"
+        f" tokens both ways, {told.cores} cores."
+    )
     print(f"Python {sys.version.split()[0]}, {versions}.")
     print(f"\nCommit {commit}, {time.strftime('%Y-%m-%d')}. `python {command}`, medians (min – max) of {told.rounds}\n")
     print("| | tokens/s | bar |\n|---|---|---|")
-    print(row(f"datasets .map, num_proc={told.cores} (its load_dataset not counted: {statistics.median(one['load'] for one in theirs):.1f} s)", slow, "–"))
-    print(row(f"stoker prepare, start of Python to checked shards: {ratio:.1f}×", fast, f"≥ {BAR:g}× {'✓' if ratio >= BAR else '✗'}"))
+    print(
+        row(
+            f"datasets .map, num_proc={told.cores} (its load_dataset not counted:"
+            f" {statistics.median(one['load'] for one in theirs):.1f} s)",
+            slow,
+            "–",
+        )
+    )
+    print(
+        row(
+            f"stoker prepare, start of Python to checked shards: {ratio:.1f}×",
+            fast,
+            f"≥ {BAR:g}× {'✓' if ratio >= BAR else '✗'}",
+        )
+    )
     late = statistics.median(second)
     print(
-        f"| stoker's second call, whole process | {late:.2f} s ({min(second):.2f} – {max(second):.2f}) | ≤ {SECOND_S:g} s {'✓' if late <= SECOND_S else '✗'} |"
+        f"| stoker's second call, whole process | {late:.2f} s ({min(second):.2f} – {max(second):.2f}) | ≤ {SECOND_S:g}"
+        f" s {'✓' if late <= SECOND_S else '✗'} |"
     )
 
 

@@ -3,11 +3,13 @@
     python benchmarks/goodput.py                        about 10 minutes
     python benchmarks/goodput.py --seed 7 --only stoker
 
-Goodput = useful steps × median step time ÷ wall time. Useful steps are those in the state that is left at the end: the last one's number where
-the job ended well, else the newest checkpoint's. Faults come after a random number of steps made, redone ones included (exponential; every
-kind equally often, in random order), so both launchers meet the same faults after the same work, and none while they are down.
+Goodput = useful steps × median step time ÷ wall time. Useful steps are those in the state that is left at the end: the
+last one's number where the job ended well, else the newest checkpoint's. Faults come after a random number of steps
+made, redone ones included (exponential; every kind equally often, in random order), so both launchers meet the same
+faults after the same work, and none while they are down.
 
-The process group's timeout is 60 s, for both: by default gloo's is 30 min, and torchrun would never notice a hang before the cap.
+The process group's timeout is 60 s, for both: by default gloo's is 30 min, and torchrun would never notice a hang
+before the cap.
 """
 
 from __future__ import annotations
@@ -46,7 +48,14 @@ class Trials(Bench):
 
 
 def trials(folder: str, ranks: int) -> Trials:
-    return Trials(Path(folder), [sys.executable, "-m", "stoker"], [sys.executable, "-m", "torch.distributed.run"], ranks, repeats=0, soak=0)
+    return Trials(
+        Path(folder),
+        [sys.executable, "-m", "stoker"],
+        [sys.executable, "-m", "torch.distributed.run"],
+        ranks,
+        repeats=0,
+        soak=0,
+    )
 
 
 @dataclass(frozen=True)
@@ -87,7 +96,9 @@ class Trial(Job):
         return self._steps
 
     def strike(self, rank: int, kind: str) -> bool:
-        """Does it to the rank's process, if that is alive and ours: a signal, or an order it finds before its next step."""
+        """Does it to the rank's process, if that is alive and ours: a signal, or an order it finds before its next
+        step.
+        """
         pid = int((self.dir / f"pid-{rank}").read_text())
         if pid not in self.alive():
             return False
@@ -117,8 +128,23 @@ class Trial(Job):
 
 def train(bench: Trials, way: str, options: list[str], steps: int, every: int, timeout_s: float = 60.0) -> Trial:
     where = ["--checkpoints", str(bench.folder / str(bench.jobs + 1) / "checkpoints")] if way == TORCHRUN else []
-    return Trial(bench, way, "--nproc-per-node", bench.ranks, *options, TRAIN, "--steps", steps, "--every", every, "--step-s", STEP_S,
-                 "--timeout-s", timeout_s, *where)  # fmt: skip
+    return Trial(
+        bench,
+        way,
+        "--nproc-per-node",
+        bench.ranks,
+        *options,
+        TRAIN,
+        "--steps",
+        steps,
+        "--every",
+        every,
+        "--step-s",
+        STEP_S,
+        "--timeout-s",
+        timeout_s,
+        *where,
+    )
 
 
 # ---- faults ----
@@ -177,16 +203,25 @@ def run(bench: Trials, way: str, told: argparse.Namespace) -> Result:
                 time.sleep(fault.within_step * STEP_S)
                 if trial.strike(fault.rank, fault.kind):
                     struck.append((fault, time.time()))
-                    _progress(f"{way}: {fault.kind} on rank {fault.rank} at step {made[-1].number}, {time.monotonic() - trial.began:.0f} s")
+                    _progress(
+                        f"{way}: {fault.kind} on rank {fault.rank} at step {made[-1].number},"
+                        f" {time.monotonic() - trial.began:.0f} s"
+                    )
                     fault, hit = next(faults), made[-1].attempt
             time.sleep(0.02)
         wall, code = time.monotonic() - trial.began, trial.ended()
         made = trial.steps()
         useful = told.steps if code == 0 else trial.saved()
     return Result(
-        way, code, wall, useful, len(made), len({step.attempt for step in made}), _median_step(made),
+        way,
+        code,
+        wall,
+        useful,
+        len(made),
+        len({step.attempt for step in made}),
+        _median_step(made),
         [Struck(fault.kind, fault.rank, fault.after_steps, _back(when, made)) for fault, when in struck],
-    )  # fmt: skip
+    )
 
 
 def _back(when: float, made: list[Step]) -> float | None:
@@ -212,19 +247,38 @@ def goodput(result: Result, step_s: float) -> float:
 
 
 def report(where: Setting, results: list[Result], step_s: float, told: argparse.Namespace) -> str:
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     lines += [f"{note}  " for note in where.notes]
-    lines += ["", "| launcher | goodput | useful steps | steps made | faults | attempts | wall | ended |", "|---|---|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| launcher | goodput | useful steps | steps made | faults | attempts | wall | ended |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for one in results:
-        ended = f"cap of {told.cap:.0f} s" if one.code is None else "completed" if one.code == 0 else f"gave up, exit code {one.code}"
+        ended = (
+            f"cap of {told.cap:.0f} s"
+            if one.code is None
+            else "completed"
+            if one.code == 0
+            else f"gave up, exit code {one.code}"
+        )
         lines.append(
-            f"| {one.way} | {100 * goodput(one, step_s):.1f} % | {one.useful} of {told.steps} | {one.made} | {len(one.faults)} | {one.attempts} "
-            f"| {one.wall_s:.0f} s | {ended} |"
+            f"| {one.way} | {100 * goodput(one, step_s):.1f} % | {one.useful} of {told.steps} | {one.made} |"
+            f" {len(one.faults)} | {one.attempts} | {one.wall_s:.0f} s | {ended} |"
         )
     lines += ["", "Seconds from the fault to the next attempt's first step:", ""]
     lines += [f"| | {' | '.join(told.kinds)} |", "|---" * (1 + len(told.kinds)) + "|"]
     for one in results:
-        cells = [", ".join("never" if hit.back_s is None else f"{hit.back_s:.1f}" for hit in one.faults if hit.kind == kind) or "–" for kind in told.kinds]
+        cells = [
+            ", ".join("never" if hit.back_s is None else f"{hit.back_s:.1f}" for hit in one.faults if hit.kind == kind)
+            or "–"
+            for kind in told.kinds
+        ]
         lines.append(f"| {one.way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -234,13 +288,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of 50 ms: the target (default 1500)")
     parser.add_argument("--every", type=int, default=40, metavar="N", help="steps between checkpoints (default 40)")
     parser.add_argument("--mean-steps", type=float, default=150.0, metavar="N", help="between faults (default 150)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"some of: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"some of: {', '.join(KINDS)}"
+    )
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cap", type=float, default=300.0, metavar="S", help="wall clock of each launcher; what it reached by then is counted (default 300)")
-    parser.add_argument("--max-restarts", type=int, default=30, metavar="N", help="more than there are faults: torchrun burns extra ones (default 30)")
-    parser.add_argument("--group-timeout", type=float, default=60.0, metavar="S", help="of the process group (default 60)")
-    parser.add_argument("--stoker-options", default="--hang-timeout 10s", metavar="OPTIONS", help="default: --hang-timeout 10s")
+    parser.add_argument(
+        "--cap",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="wall clock of each launcher; what it reached by then is counted (default 300)",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=int,
+        default=30,
+        metavar="N",
+        help="more than there are faults: torchrun burns extra ones (default 30)",
+    )
+    parser.add_argument(
+        "--group-timeout", type=float, default=60.0, metavar="S", help="of the process group (default 60)"
+    )
+    parser.add_argument(
+        "--stoker-options", default="--hang-timeout 10s", metavar="OPTIONS", help="default: --hang-timeout 10s"
+    )
     parser.add_argument("--only", choices=(STOKER, TORCHRUN))
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args()
@@ -252,10 +324,16 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         bench = trials(folder, told.ranks)
         notes = (
-            f"{told.ranks} CPU ranks, gloo, a checkpoint every {told.every} steps, a fault every {told.mean_steps:g} steps on average, seed {told.seed}.",
-            f"stoker: --max-restarts {told.max_restarts} {told.stoker_options}. torchrun: --max-restarts {told.max_restarts}; it notices a hang by the "
-            f"process group's timeout alone, {told.group_timeout:g} s here for both (gloo's default is 30 min, NCCL's 10), and keeps its store from attempt "
-            "to attempt, where gloo's ranks find addresses of dead ones: attempts fail or hang while they meet.",
+            (
+                f"{told.ranks} CPU ranks, gloo, a checkpoint every {told.every} steps, a fault every"
+                f" {told.mean_steps:g} steps on average, seed {told.seed}."
+            ),
+            (
+                f"stoker: --max-restarts {told.max_restarts} {told.stoker_options}. torchrun: --max-restarts"
+                f" {told.max_restarts}; it notices a hang by the process group's timeout alone, {told.group_timeout:g}"
+                " s here for both (gloo's default is 30 min, NCCL's 10), and keeps its store from attempt to attempt,"
+                " where gloo's ranks find addresses of dead ones: attempts fail or hang while they meet."
+            ),
         )
         where = replace(setting(bench), notes=notes)
         results = [run(bench, way, told) for way in ((told.only,) if told.only else (STOKER, TORCHRUN))]
@@ -263,7 +341,12 @@ def main() -> int:
     step_s = min(one.step_s for one in results)
     print(report(where, results, step_s, told))
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), "step_s": step_s, "results": [asdict(one) for one in results]}, indent=1) + "\n")
+        told.json.write_text(
+            json.dumps(
+                {"schema": 1, **asdict(where), "step_s": step_s, "results": [asdict(one) for one in results]}, indent=1
+            )
+            + "\n"
+        )
     return 0
 
 

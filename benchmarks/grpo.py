@@ -1,14 +1,18 @@
-"""GRPO on one GPU: tokens/s of generation beside transformers' `generate`, and seconds per step beside TRL's GRPOTrainer.
+"""GRPO on one GPU: tokens/s of generation beside transformers' `generate`, and seconds per step beside TRL's
+GRPOTrainer.
 
     python benchmarks/grpo.py --json cells.jsonl --commit $(git rev-parse --short HEAD)      both parts
     python benchmarks/grpo.py --parts generate --rounds 2
-    python benchmarks/grpo.py --read cells.jsonl                                             the table of cells measured before
-    python benchmarks/grpo.py --size T                                                       no GPU: shows that it works, measures nothing
+    python benchmarks/grpo.py --read cells.jsonl                                             the table of cells measured
+    before python benchmarks/grpo.py --size T                                                       no GPU: shows that
+    it works, measures nothing
 
-generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, sampled at temperature 1 (grpo_generate.py)
-step        the same shape, 8 prompts in groups of 8, against TRL's defaults (grpo_step.py)
+generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, sampled at
+temperature 1 (grpo_generate.py) step        the same shape, 8 prompts in groups of 8, against TRL's defaults
+(grpo_step.py)
 
-Every cell is a process of its own; neighbours in time are different peers, and who goes first changes with the round. Medians of all repeats count.
+Every cell is a process of its own; neighbours in time are different peers, and who goes first changes with the round.
+Medians of all repeats count.
 """
 
 from __future__ import annotations
@@ -34,7 +38,12 @@ TAIL = 15  # lines of a failed cell
 
 def environment() -> dict[str, str]:
     paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
 
 
 def cell(spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
@@ -43,9 +52,16 @@ def cell(spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     result.unlink(missing_ok=True)
     with output.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "grpo_generate.py"), json.dumps({**spec, "weights": str(folder / "weights"), "result": str(result)})],
-            stdout=log, stderr=subprocess.STDOUT, env=environment(), start_new_session=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(HERE / "grpo_generate.py"),
+                json.dumps({**spec, "weights": str(folder / "weights"), "result": str(result)}),
+            ],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,
+        )
         try:
             process.wait()
         finally:
@@ -72,9 +88,22 @@ def generate(told: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, 
 
 
 def step(told: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
-    command = [sys.executable, str(HERE / "grpo_step.py"), "--size", told.size, "--peers", ",".join(told.steppers), "--commit", told.commit]
+    command = [
+        sys.executable,
+        str(HERE / "grpo_step.py"),
+        "--size",
+        told.size,
+        "--peers",
+        ",".join(told.steppers),
+        "--commit",
+        told.commit,
+    ]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(), check=False)
-    cells = [{"schema": SCHEMA, "part": "step", **json.loads(line), **about} for line in done.stdout.splitlines() if line.startswith("{")]
+    cells = [
+        {"schema": SCHEMA, "part": "step", **json.loads(line), **about}
+        for line in done.stdout.splitlines()
+        if line.startswith("{")
+    ]
     for one in cells:
         _keep(one, told.json)
     return cells
@@ -90,19 +119,28 @@ def _keep(one: dict[str, Any], path: str | None) -> None:
 def table(cells: list[dict[str, Any]]) -> str:
     written = {peer: [one for one in cells if one["part"] == "generate" and one["peer"] == peer] for peer in GENERATORS}
     steps = [one for one in cells if one["part"] == "step" and "step_s" in one]
-    return "\n\n".join(part for part in (generated({peer: some for peer, some in written.items() if some}), stepped(steps)) if part)
+    return "\n\n".join(
+        part for part in (generated({peer: some for peer, some in written.items() if some}), stepped(steps)) if part
+    )
 
 
 def generated(written: dict[str, list[dict[str, Any]]]) -> str:
     if not written:
         return ""
-    seconds = {peer: statistics.median(value for one in some for value in one["seconds"]) for peer, some in written.items()}
-    lines = ["| generation | tokens/s | ms a token step | first two calls, s | peak GiB | against transformers |", "|---|---|---|---|---|---|"]
+    seconds = {
+        peer: statistics.median(value for one in some for value in one["seconds"]) for peer, some in written.items()
+    }
+    lines = [
+        "| generation | tokens/s | ms a token step | first two calls, s | peak GiB | against transformers |",
+        "|---|---|---|---|---|---|",
+    ]
     for peer, some in written.items():
         memory = f"{max(one['memory'] for one in some) / 2**30:.1f}" if some[0]["memory"] else "n/a"
         ratio = f"{seconds['transformers'] / seconds[peer]:.1f} ×" if "transformers" in seconds else "n/a"
         first, speed = statistics.median(one["first_s"] for one in some), some[0]["tokens"] / seconds[peer]
-        lines.append(f"| {peer} | {speed:,.0f} | {1e3 * seconds[peer] / some[0]['new']:.2f} | {first:.1f} | {memory} | {ratio} |")
+        lines.append(
+            f"| {peer} | {speed:,.0f} | {1e3 * seconds[peer] / some[0]['new']:.2f} | {first:.1f} | {memory} | {ratio} |"
+        )
     if len(written) == 2:
         ours, theirs = (some[0]["greedy"] for some in written.values())
         same = sum(one == two for one, two in zip(ours, theirs, strict=True))
@@ -113,7 +151,10 @@ def generated(written: dict[str, list[dict[str, Any]]]) -> str:
 def stepped(steps: list[dict[str, Any]]) -> str:
     if not steps:
         return ""
-    rows = [f"| {one['peer']} | {one['step_s']:.2f} | {one['tokens_per_s']:,.0f} | {one['peak_gib'] or 'n/a'} |" for one in steps]
+    rows = [
+        f"| {one['peer']} | {one['step_s']:.2f} | {one['tokens_per_s']:,.0f} | {one['peak_gib'] or 'n/a'} |"
+        for one in steps
+    ]
     return "\n".join(["| GRPO step | seconds | answers' tokens/s | peak GiB |", "|---|---|---|---|", *rows])
 
 
@@ -131,10 +172,15 @@ def main() -> int:
     told = parser.parse_args()  # exit code 1: a cell is missing
     if told.read:
         lines = [line for path in told.read for line in Path(path).read_text().splitlines() if line.startswith("{")]
-        print(table([one for one in map(json.loads, lines) if one.get("schema") == SCHEMA and one.get("part") in PARTS]))
+        print(
+            table([one for one in map(json.loads, lines) if one.get("schema") == SCHEMA and one.get("part") in PARTS])
+        )
         return 0
     parts = chosen(told.parts, PARTS, "--parts")
-    told.generators, told.steppers = chosen(told.generators, GENERATORS, "--generators"), chosen(told.steppers, STEPPERS, "--steppers")
+    told.generators, told.steppers = (
+        chosen(told.generators, GENERATORS, "--generators"),
+        chosen(told.steppers, STEPPERS, "--steppers"),
+    )
     about = {"command": "python " + " ".join(sys.argv), "commit": told.commit, "date": time.strftime("%Y-%m-%d")}
     cells: list[dict[str, Any]] = []
     wanted = 0

@@ -1,7 +1,9 @@
-"""One cell of benchmarks/grpo.py's generation: a process that writes answers with one peer. Started by it, with a JSON argument.
+"""One cell of benchmarks/grpo.py's generation: a process that writes answers with one peer. Started by it, with a JSON
+argument.
 
-Weights and prompts are the same for all; every answer has all its tokens (no stop token for ours, min_new_tokens for transformers). Times are of whole
-calls, prompts' pass included, from a quiet device to a quiet device; the first call, which captures and compiles, is told by itself.
+Weights and prompts are the same for all; every answer has all its tokens (no stop token for ours, min_new_tokens for
+transformers). Times are of whole calls, prompts' pass included, from a quiet device to a quiet device; the first call,
+which captures and compiles, is told by itself.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ Writer = Callable[[int, float], torch.Tensor]  # seed, temperature -> [rows, tok
 
 
 def prompts(size: Size) -> torch.Tensor:
-    return torch.randint(0, size.vocabulary, (size.prompts * size.group, size.prompt), generator=torch.Generator().manual_seed(0))
+    return torch.randint(
+        0, size.vocabulary, (size.prompts * size.group, size.prompt), generator=torch.Generator().manual_seed(0)
+    )
 
 
 def stoker(folder: str, size: Size) -> Writer:
@@ -88,10 +92,16 @@ def measure(told: dict[str, Any]) -> dict[str, Any]:
         if tuple(answers.shape) != (size.prompts * size.group, size.new):
             raise SystemExit(f"answers of {tuple(answers.shape)}")
     return {
-        "peer": told["peer"], "size": told["size"], "seconds": seconds, "first_s": first, "tokens": size.prompts * size.group * size.new, "new": size.new,
-        "greedy": greedy[:, 0].tolist(), "memory": torch.cuda.max_memory_allocated() if CUDA else None,
+        "peer": told["peer"],
+        "size": told["size"],
+        "seconds": seconds,
+        "first_s": first,
+        "tokens": size.prompts * size.group * size.new,
+        "new": size.new,
+        "greedy": greedy[:, 0].tolist(),
+        "memory": torch.cuda.max_memory_allocated() if CUDA else None,
         "device": torch.cuda.get_device_name() if CUDA else f"CPU, {len(os.sched_getaffinity(0))} cores",
-    }  # fmt: skip
+    }
 
 
 def main() -> int:

@@ -1,12 +1,14 @@
-"""Seconds per GRPO step on one GPU: Stoker's parts (stage grpo's engine, loss and update) and TRL's GRPOTrainer with its defaults, one process each.
+"""Seconds per GRPO step on one GPU: Stoker's parts (stage grpo's engine, loss and update) and TRL's GRPOTrainer with
+its defaults, one process each.
 
     python benchmarks/grpo_step.py --peers stoker,trl --json cells.jsonl --commit $(git rev-parse --short HEAD)
     python benchmarks/grpo_step.py --size T --peers stoker,trl           no GPU: shows that it works, measures nothing
 
-Both start from the same random weights of Qwen3-0.6B's shape (one folder, bf16), take 8 prompts of 64 bytes a step, write 8 answers of up to 256
-tokens to each at temperature 1, reward the length of the text modulo 7, and learn with AdamW at 1e-6 in bf16. TRL's default has no reference
-model (beta 0); neither has ours, unless --kl gives it one. A step counts from the end of the one before; the first is reported by itself and the
-median of the others counts. One JSON line per cell.
+Both start from the same random weights of Qwen3-0.6B's shape (one folder, bf16), take 8 prompts of 64 bytes a step,
+write 8 answers of up to 256 tokens to each at temperature 1, reward the length of the text modulo 7, and learn with
+AdamW at 1e-6 in bf16. TRL's default has no reference model (beta 0); neither has ours, unless --kl gives it one. A step
+counts from the end of the one before; the first is reported by itself and the median of the others counts. One JSON
+line per cell.
 """
 
 from __future__ import annotations
@@ -49,8 +51,32 @@ class Size:
 
 
 SIZES = {
-    "M": Size(layers=28, dim=1024, ff=3072, heads=16, kv_heads=8, head_dim=128, vocabulary=151936, prompt=64, new=256, prompts=8, group=8),
-    "T": Size(layers=2, dim=64, ff=128, heads=4, kv_heads=2, head_dim=16, vocabulary=512, prompt=16, new=16, prompts=4, group=4),
+    "M": Size(
+        layers=28,
+        dim=1024,
+        ff=3072,
+        heads=16,
+        kv_heads=8,
+        head_dim=128,
+        vocabulary=151936,
+        prompt=64,
+        new=256,
+        prompts=8,
+        group=8,
+    ),
+    "T": Size(
+        layers=2,
+        dim=64,
+        ff=128,
+        heads=4,
+        kv_heads=2,
+        head_dim=16,
+        vocabulary=512,
+        prompt=16,
+        new=16,
+        prompts=4,
+        group=4,
+    ),
 }
 
 
@@ -71,9 +97,17 @@ def make_weights(folder: Path, size: Size) -> None:
     from stoker.training.model.decoder import Decoder
 
     shape = ModelConfig(
-        layers=size.layers, dim=size.dim, ff=size.ff, heads=size.heads, kv_heads=size.kv_heads, head_dim=size.head_dim, vocab_size=size.vocabulary,
-        rope_theta=1e6, qk_norm=True, tied=True,
-    )  # fmt: skip
+        layers=size.layers,
+        dim=size.dim,
+        ff=size.ff,
+        heads=size.heads,
+        kv_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        vocab_size=size.vocabulary,
+        rope_theta=1e6,
+        qk_norm=True,
+        tied=True,
+    )
     model = Decoder(shape, size.prompt + size.new)  # on the CPU: the cells have the card to themselves
     model.start(0)
     hf.save(model, str(folder), say=lambda line: None, dtype=torch.bfloat16, end_ids=(END,))
@@ -119,11 +153,22 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
     model = opened()
     reference = opened().to(dtype).requires_grad_(False) if told.kl else None
     optimizer = Optimizer(model, replace(OptimConfig(), learning_rate=LEARNING_RATE, weight_decay=0.0))
-    updater = Updater(model, reference, optimizer, group, c, temperature=1.0, micro=told.micro, attention=ready.attention(compute, group.device))
+    updater = Updater(
+        model,
+        reference,
+        optimizer,
+        group,
+        c,
+        temperature=1.0,
+        micro=told.micro,
+        attention=ready.attention(compute, group.device),
+    )
     answers_a_step = size.prompts * size.group
     engine = Engine(model, rows=answers_a_step, length=size.prompt + size.new)
     bare = bytes_tokenizer()
-    rollout = Rollout(engine, Bytes(bare.data, bare.config, bare.where), {END}, GenerateConfig(new_tokens=size.new), size.group, group)
+    rollout = Rollout(
+        engine, Bytes(bare.data, bare.config, bare.where), {END}, GenerateConfig(new_tokens=size.new), size.group, group
+    )
     prompts = [Prompt(number, text, tuple(text.encode()), "") for number, text in enumerate(texts(size))]
 
     def now() -> float:
@@ -142,7 +187,12 @@ def stoker(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[
         engine.refresh()
         assert learned.finite, "a loss that is no number"
         ended = now()
-        yield {"step_s": ended - began, "generate_s": written - began, "learn_s": ended - written, "tokens": float(found.lengths.sum())}
+        yield {
+            "step_s": ended - began,
+            "generate_s": written - began,
+            "learn_s": ended - written,
+            "tokens": float(found.lengths.sum()),
+        }
 
 
 def trl(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[str, float]]:
@@ -153,11 +203,17 @@ def trl(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[str
     from trl import GRPOConfig, GRPOTrainer
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {**{character: number for number, character in enumerate(alphabet)}, "<|eos|>": END, "<|pad|>": END + 1}
+    vocabulary = {
+        **{character: number for number, character in enumerate(alphabet)},
+        "<|eos|>": END,
+        "<|pad|>": END + 1,
+    }
     plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<|eos|>", pad_token="<|pad|>", padding_side="left")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<|eos|>", pad_token="<|pad|>", padding_side="left"
+    )
     gpu = torch.cuda.is_available()
     model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16 if gpu else torch.float32)
     model.config.pad_token_id = END + 1
@@ -176,12 +232,30 @@ def trl(folder: Path, size: Size, told: argparse.Namespace) -> Iterator[dict[str
 
     with tempfile.TemporaryDirectory() as work:
         config = GRPOConfig(
-            output_dir=work, per_device_train_batch_size=size.prompts * size.group, num_generations=size.group, max_completion_length=size.new, bf16=gpu,
-            max_steps=told.steps, report_to=[], save_strategy="no", logging_steps=100, disable_tqdm=True, gradient_checkpointing=False,
-            learning_rate=LEARNING_RATE, beta=told.kl, use_cpu=not gpu,
-        )  # fmt: skip
+            output_dir=work,
+            per_device_train_batch_size=size.prompts * size.group,
+            num_generations=size.group,
+            max_completion_length=size.new,
+            bf16=gpu,
+            max_steps=told.steps,
+            report_to=[],
+            save_strategy="no",
+            logging_steps=100,
+            disable_tqdm=True,
+            gradient_checkpointing=False,
+            learning_rate=LEARNING_RATE,
+            beta=told.kl,
+            use_cpu=not gpu,
+        )
         data = Dataset.from_list([{"prompt": text} for text in texts(size)])
-        trainer = GRPOTrainer(model=model, processing_class=tokenizer, reward_funcs=rewards, args=config, train_dataset=data, callbacks=[Clock()])
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=rewards,
+            args=config,
+            train_dataset=data,
+            callbacks=[Clock()],
+        )
         began = time.perf_counter()
         trainer.train()
     for ended, tokens in ends:
@@ -198,12 +272,24 @@ def cell(told: argparse.Namespace) -> dict[str, Any]:
     medians = {key: round(statistics.median(step[key] for step in later), 4) for key in steps[0]}
     gpu = torch.cuda.is_available()
     return {
-        "peer": told.cell, "size": told.size, "device": torch.cuda.get_device_name() if gpu else f"CPU, {len(os.sched_getaffinity(0))} cores", **medians,
-        "tokens_per_s": round(medians["tokens"] / medians["step_s"], 1), "steps_s": [round(step["step_s"], 4) for step in steps],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if gpu else None, "kl": told.kl, "micro": told.micro if told.cell == "stoker" else None,
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl") if importlib.util.find_spec(name)},
-        "commit": told.commit, "date": time.strftime("%Y-%m-%d"), "command": told.command,
-    }  # fmt: skip
+        "peer": told.cell,
+        "size": told.size,
+        "device": torch.cuda.get_device_name() if gpu else f"CPU, {len(os.sched_getaffinity(0))} cores",
+        **medians,
+        "tokens_per_s": round(medians["tokens"] / medians["step_s"], 1),
+        "steps_s": [round(step["step_s"], 4) for step in steps],
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if gpu else None,
+        "kl": told.kl,
+        "micro": told.micro if told.cell == "stoker" else None,
+        "versions": {
+            name: importlib.metadata.version(name)
+            for name in ("torch", "transformers", "trl")
+            if importlib.util.find_spec(name)
+        },
+        "commit": told.commit,
+        "date": time.strftime("%Y-%m-%d"),
+        "command": told.command,
+    }
 
 
 def main() -> int:
@@ -211,8 +297,12 @@ def main() -> int:
     parser.add_argument("--size", choices=list(SIZES), default="M")
     parser.add_argument("--peers", default="stoker,trl")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--micro", type=int, default=32, help="answers Stoker learns from at once; TRL's default takes all 64")
-    parser.add_argument("--kl", type=float, default=0.0, help="with a reference model on both sides where it is above 0")
+    parser.add_argument(
+        "--micro", type=int, default=32, help="answers Stoker learns from at once; TRL's default takes all 64"
+    )
+    parser.add_argument(
+        "--kl", type=float, default=0.0, help="with a reference model on both sides where it is above 0"
+    )
     parser.add_argument("--json", help="append the lines to this file, too")
     parser.add_argument("--commit", default="")
     parser.add_argument("--cell", choices=PEERS, help=argparse.SUPPRESS)
@@ -234,11 +324,23 @@ def main() -> int:
             if peer == "trl" and importlib.util.find_spec("trl") is None:
                 print(json.dumps({"peer": peer, "size": told.size, "skipped": "trl is not installed here"}), flush=True)
                 continue
-            more = ["--cell", peer, "--folder", str(weights), "--command", told.command, *(word for word in sys.argv[1:] if word)]
+            more = [
+                "--cell",
+                peer,
+                "--folder",
+                str(weights),
+                "--command",
+                told.command,
+                *(word for word in sys.argv[1:] if word),
+            ]
             done = subprocess.run([sys.executable, __file__, *more], capture_output=True, text=True, check=False)
             if done.returncode:
                 failed += 1
-                print(f"{peer} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-TAIL:]), file=sys.stderr, flush=True)
+                print(
+                    f"{peer} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-TAIL:]),
+                    file=sys.stderr,
+                    flush=True,
+                )
                 continue
             line = done.stdout.strip().splitlines()[-1]
             print(line, flush=True)

@@ -1,11 +1,13 @@
-"""False alarms: 50 healthy runs of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and nothing blamed in the end.
+"""False alarms: 50 healthy runs of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and
+nothing blamed in the end.
 
     python benchmarks/healthy.py                            50 runs, two at a time: about half an hour
     python benchmarks/healthy.py --quick                    pauses a tenth as long, --hang-timeout 20s: about 6 minutes
     python benchmarks/healthy.py --only subgroups pipeline  the shapes whose names contain one of these words
 
-The shapes are in tests/healthy/shapes.py. Each runs once with stoker's default options (--hang-timeout 5m); those whose longest silence is
-well below 30 s run again, with another seed, with --hang-timeout 30s. Prints Markdown for docs/benchmarks.md; exit code 1 on a false alarm.
+The shapes are in tests/healthy/shapes.py. Each runs once with stoker's default options (--hang-timeout 5m); those whose
+longest silence is well below 30 s run again, with another seed, with --hang-timeout 30s. Prints Markdown for
+docs/benchmarks.md; exit code 1 on a false alarm.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))  # before this folder, where `healthy` is this file
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[1] / "tests")
+)  # before this folder, where `healthy` is this file
 from goodput import Trial, Trials, trials
 from launch import STOKER, GlooAborted, Setting, setting
 
@@ -57,7 +61,9 @@ def plan(shapes: tuple[Shape, ...], total: int) -> list[Run]:
     found = [Run(shape, seed, None, 1.0) for seed, shape in enumerate(shapes)]
     short = [shape for shape in shapes if shape.silence_s <= WELL_BELOW_S]
     more = max(0, total - len(found)) if short else 0
-    return found + [Run(short[number * len(short) // more], len(shapes) + number, SHORT_S, 1.0) for number in range(more)]
+    return found + [
+        Run(short[number * len(short) // more], len(shapes) + number, SHORT_S, 1.0) for number in range(more)
+    ]
 
 
 def quick_plan(shapes: tuple[Shape, ...]) -> list[Run]:
@@ -107,9 +113,16 @@ class Going:
 
 
 def start(bench: Trials, run: Run, again: bool) -> Going:
-    neighbours = [subprocess.Popen([sys.executable, "-c", SPIN.format(parent=os.getpid())]) for _ in range(run.shape.neighbours)]
+    neighbours = [
+        subprocess.Popen([sys.executable, "-c", SPIN.format(parent=os.getpid())]) for _ in range(run.shape.neighbours)
+    ]
     timeout = [] if run.hang_timeout_s is None else ["--hang-timeout", f"{run.hang_timeout_s:g}s"]
-    return Going(run, Trial(bench, STOKER, "--nproc-per-node", run.shape.ranks, *timeout, *run.shape.command(run.seed, run.scale)), again, neighbours)
+    return Going(
+        run,
+        Trial(bench, STOKER, "--nproc-per-node", run.shape.ranks, *timeout, *run.shape.command(run.seed, run.scale)),
+        again,
+        neighbours,
+    )
 
 
 def results(bench: Trials, runs: list[Run], at_once: int) -> Iterator[Result]:
@@ -140,17 +153,34 @@ def report(where: Setting, found: list[Result]) -> str:
     named = [one for one in found if one.outcome.stragglers]
     falsely = [one for one in named if not one.run.shape.straggler]
     voiced = sum(len(one.outcome.suspicions) for one in suspected)
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     lines += [f"{note}  " for note in where.notes]
     lines += [
         "",
-        "| runs | stopped | blamed in the end | stragglers named where there is none | where there is one | suspicions voiced |",
+        (
+            "| runs | stopped | blamed in the end | stragglers named where there is none | where there is one |"
+            " suspicions voiced |"
+        ),
         "|---|---|---|---|---|---|",
-        f"| {len(found)} | {len(stopped)} | {len(blamed)} | {len(falsely)} | {len(named) - len(falsely)} of {sum(one.run.shape.straggler for one in found)} "
-        f"| {voiced} in {len(suspected)} runs |",
+        (
+            f"| {len(found)} | {len(stopped)} | {len(blamed)} | {len(falsely)} | {len(named) - len(falsely)} of"
+            f" {sum(one.run.shape.straggler for one in found)} | {voiced} in {len(suspected)} runs |"
+        ),
     ]
-    for title, which in (("False alarms", [one for one in found if one.wrong]), ("Suspicions and stragglers", suspected + falsely + named)):
-        texts = {f"- {one.run.name}: {text}": None for one in which for text in (one.wrong if title == "False alarms" else _voiced(one))}
+    for title, which in (
+        ("False alarms", [one for one in found if one.wrong]),
+        ("Suspicions and stragglers", suspected + falsely + named),
+    ):
+        texts = {
+            f"- {one.run.name}: {text}": None
+            for one in which
+            for text in (one.wrong if title == "False alarms" else _voiced(one))
+        }
         lines += ["", f"{title}:", *texts] if texts else []
     return "\n".join(lines)
 
@@ -161,8 +191,16 @@ def _voiced(one: Result) -> tuple[str, ...]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=RUNS, metavar="N", help=f"how many; every shape once at least (default {RUNS})")
-    parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="N", help=f"runs side by side; two to four ranks each (default {AT_ONCE})")
+    parser.add_argument(
+        "--runs", type=int, default=RUNS, metavar="N", help=f"how many; every shape once at least (default {RUNS})"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=AT_ONCE,
+        metavar="N",
+        help=f"runs side by side; two to four ranks each (default {AT_ONCE})",
+    )
     parser.add_argument("--quick", action="store_true", help="every shape once, with short pauses")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only shapes whose names contain one of these")
     parser.add_argument("--default-options", action="store_true", help="never give --hang-timeout")
@@ -184,15 +222,33 @@ def main() -> int:
         try:
             for one in results(bench, runs, told.at_once):
                 found.append(one)
-                verdict = "; ".join(one.wrong) or "left alone" + (f", {len(_voiced(one))} remark(s)" if _voiced(one) else "")
-                print(f"{len(found)}/{len(runs)} {one.run.name}: {verdict}, {one.seconds:.0f} s", file=sys.stderr, flush=True)
+                verdict = "; ".join(one.wrong) or "left alone" + (
+                    f", {len(_voiced(one))} remark(s)" if _voiced(one) else ""
+                )
+                print(
+                    f"{len(found)}/{len(runs)} {one.run.name}: {verdict}, {one.seconds:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
         except KeyboardInterrupt:
             print("healthy.py: interrupted: what is done so far follows", file=sys.stderr)
     if again := sum(one.again for one in found):
-        where = replace(where, notes=(*where.notes, f"{again} run(s) made twice: gloo aborted at their end, as it does now and then with no launcher too."))
+        where = replace(
+            where,
+            notes=(
+                *where.notes,
+                f"{again} run(s) made twice: gloo aborted at their end, as it does now and then with no launcher too.",
+            ),
+        )
     print(report(where, found))
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), "results": [asdict(one) | {"wrong": one.wrong} for one in found]}, indent=1) + "\n")
+        told.json.write_text(
+            json.dumps(
+                {"schema": 1, **asdict(where), "results": [asdict(one) | {"wrong": one.wrong} for one in found]},
+                indent=1,
+            )
+            + "\n"
+        )
     return 1 if any(one.wrong for one in found) or len(found) < len(runs) else 0
 
 

@@ -1,14 +1,17 @@
-"""Hosts that fail at random moments of a run with three of them: does it always end finished, or with a true verdict, and leave nothing behind?
+"""Hosts that fail at random moments of a run with three of them: does it always end finished, or with a true verdict,
+and leave nothing behind?
 
     python benchmarks/host_failures.py                   200 failures: about two hours on 2 cores
     python benchmarks/host_failures.py --failures 10     a try
 
-Three hosts (network namespaces with their own sshd, tests/netcluster.py; root only), `stoker run --hosts ... --min-hosts 2`. A failure is one of: the
-cable is cut; the agent, its guardian, a rank, or everything on the host is killed with SIGKILL; the agent is stopped. It is mended a while later. Most
-come while all hosts train, some at any time: at the start, while the run goes on without a host, while that one joins again. A few hit two hosts.
+Three hosts (network namespaces with their own sshd, tests/netcluster.py; root only), `stoker run --hosts ...
+--min-hosts 2`. A failure is one of: the cable is cut; the agent, its guardian, a rank, or everything on the host is
+killed with SIGKILL; the agent is stopped. It is mended a while later. Most come while all hosts train, some at any
+time: at the start, while the run goes on without a host, while that one joins again. A few hit two hosts.
 
-What must be true at each end: every step was made in order, with its own samples and the loss of a lone process; no two attempts trained at
-the same time; a run that did not finish had fewer than two hosts left, and its verdict names one that was hurt; no process is left on any host.
+What must be true at each end: every step was made in order, with its own samples and the loss of a lone process; no two
+attempts trained at the same time; a run that did not finish had fewer than two hosts left, and its verdict names one
+that was hurt; no process is left on any host.
 """
 
 from __future__ import annotations
@@ -42,13 +45,15 @@ from conftest import Stoker, machine_json  # noqa: E402  before netcluster, whic
 from netcluster import NetCluster, why_not  # noqa: E402
 
 STEADY = 0.65  # this share of the failures waits until all hosts train
-TWO = 0.08  # this often a second host is hit at the same moment: fewer than --min-hosts may be left, and that must be the verdict
+# this often a second host is hit at the same moment: fewer than --min-hosts may be left, and that must be the verdict
+TWO = 0.08
 STUCK_S = 120.0  # for what takes seconds: a host lost often is asked again after a minute at the latest
 CLEAN_S = 15.0
 SAMPLES = 12
 RATE = 0.05
 
-# The same curve with any number of ranks: 12 samples a step, shared out. A checkpoint every 5 steps; every step is also written down as it is made.
+# The same curve with any number of ranks: 12 samples a step, shared out. A checkpoint every 5 steps; every step is also
+# written down as it is made.
 JOB = """
 import json, os, time
 import torch, torch.distributed as dist
@@ -194,11 +199,23 @@ class Run:
         folder.mkdir()
         (folder / "job.py").write_text(JOB)
         (folder / "machine.json").write_text(json.dumps(machine_json(0)))
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PET_", "CUDA_", "RANK", "WORLD_SIZE", "MASTER_"))}
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("STOKER_", "PET_", "CUDA_", "RANK", "WORLD_SIZE", "MASTER_"))
+        }
         self._stoker = Stoker(folder, {**env, "STOKER_MACHINE": str(folder / "machine.json"), "OMP_NUM_THREADS": "1"})
         self._read: dict[str, tuple[list[dict[str, Any]], int]] = {}
         self.began = time.monotonic()
-        words = ("--hosts", str(cluster.file((1, 1, 1), workdir=str(folder))), "--min-hosts", "2", "--max-restarts", "1000", "--quiet")
+        words = (
+            "--hosts",
+            str(cluster.file((1, 1, 1), workdir=str(folder))),
+            "--min-hosts",
+            "2",
+            "--max-restarts",
+            "1000",
+            "--quiet",
+        )
         with open(folder / "console", "wb") as console:
             self._process = self._stoker.start("run", *words, "job.py", stdout=console)
 
@@ -309,7 +326,10 @@ def strike(cluster: NetCluster, run: Run, number: int, draw: Draw, steady: bool,
     again: float | None = None
     if steady:
         if not wait_until(lambda: went_on() or unharmed(), STUCK_S):
-            raise WentWrong(f"nothing came of it within {STUCK_S:.0f} s: {', '.join(f'{kind}, host {host + 1}' for kind, host in hit)}")
+            raise WentWrong(
+                f"nothing came of it within {STUCK_S:.0f} s:"
+                f" {', '.join(f'{kind}, host {host + 1}' for kind, host in hit)}"
+            )
         first = next((one["time"] for one in run.lines("made.jsonl") if one["attempt"] == len(attempts)), None)
         again = round(first - at, 1) if first is not None else None
     before = len(attempts[-1]["hosts"]) if attempts else 0
@@ -334,14 +354,22 @@ def faults_in(run: Run, hurt: set[str]) -> Iterator[str]:
     for one in made:
         ids, loss = curve[one["step"]]
         if one["ids"] != ids or not math.isclose(one["loss"], loss, rel_tol=1e-6):
-            yield f"attempt {one['attempt']}, step {one['step']}: loss {one['loss']} and samples {one['ids']}, a lone process has {loss} and {ids}"
+            yield (
+                f"attempt {one['attempt']}, step {one['step']}: loss {one['loss']} and samples {one['ids']}, a lone"
+                f" process has {loss} and {ids}"
+            )
     for before, after in itertools.pairwise(made):
         if after["attempt"] < before["attempt"]:
-            yield f"attempt {after['attempt']} made step {after['step']} after attempt {before['attempt']} had begun: two halves trained"
+            yield (
+                f"attempt {after['attempt']} made step {after['step']} after attempt {before['attempt']} had begun: two"
+                " halves trained"
+            )
         elif after["attempt"] == before["attempt"] and after["step"] != before["step"] + 1:
             yield f"attempt {after['attempt']}: step {after['step']} after step {before['step']}"
         elif after["attempt"] != before["attempt"] and (after["step"] > before["step"] + 1 or after["step"] % 5):
-            yield f"attempt {after['attempt']} began at step {after['step']}, the one before had come to {before['step']}"
+            yield (
+                f"attempt {after['attempt']} began at step {after['step']}, the one before had come to {before['step']}"
+            )
     verdict = run.verdict()
     if run.code == 0:
         if verdict.get("status") != "completed":
@@ -352,28 +380,53 @@ def faults_in(run: Run, hurt: set[str]) -> Iterator[str]:
         if not any(name in run.console() for name in hurt):
             yield f"refused, and no hurt host is named: {run.console()[-300:]}"
     elif not _is_true(verdict, hurt):
-        yield f"the verdict is {verdict['cause']} of host {verdict.get('host')}, hurt were {sorted(hurt)}: {verdict['summary']}"
+        yield (
+            f"the verdict is {verdict['cause']} of host {verdict.get('host')}, hurt were {sorted(hurt)}:"
+            f" {verdict['summary']}"
+        )
 
 
 def _is_true(verdict: dict[str, Any], hurt: set[str]) -> bool:
-    """A hurt host was lost (None: all at once), or a rank was killed there and then too few hosts were left to start again."""
+    """A hurt host was lost (None: all at once), or a rank was killed there and then too few hosts were left to start
+    again.
+    """
     if verdict["host"] is not None and verdict["host"] not in hurt:
         return False
-    return verdict["cause"] == "host.lost" or (verdict["cause"] == "rank.killed" and "hosts left, and --min-hosts is" in verdict["summary"])
+    return verdict["cause"] == "host.lost" or (
+        verdict["cause"] == "rank.killed" and "hosts left, and --min-hosts is" in verdict["summary"]
+    )
 
 
-def one_run(cluster: NetCluster, folder: Path, number: int, most: int, draw: Draw, say: Callable[[str], None]) -> tuple[list[Failure], Ending]:
+def one_run(
+    cluster: NetCluster, folder: Path, number: int, most: int, draw: Draw, say: Callable[[str], None]
+) -> tuple[list[Failure], Ending]:
     run = Run(cluster, folder)
     found: list[Failure] = []
     wrong: list[str] = []
     try:
         try:
             while len(found) < most and not run.ended:
-                more = strike(cluster, run, number, draw, steady=draw.random() < STEADY, two=draw.random() < TWO and most - len(found) > 1)
+                more = strike(
+                    cluster,
+                    run,
+                    number,
+                    draw,
+                    steady=draw.random() < STEADY,
+                    two=draw.random() < TWO and most - len(found) > 1,
+                )
                 for one in more:
                     found.append(one)
-                    after = f"goes on {one.again_s} s later" if one.again_s is not None else "the run has ended" if run.ended else "mended"
-                    say(f"run {number}, failure {len(found)}: {one.kind}, host {one.host[-1]}{'' if one.steady else ', at any time'}: {after}")
+                    after = (
+                        f"goes on {one.again_s} s later"
+                        if one.again_s is not None
+                        else "the run has ended"
+                        if run.ended
+                        else "mended"
+                    )
+                    say(
+                        f"run {number}, failure {len(found)}: {one.kind}, host"
+                        f" {one.host[-1]}{'' if one.steady else ', at any time'}: {after}"
+                    )
             if not run.ended and not wait_until(lambda: run.ended or bool(run.lines("made.jsonl")), STUCK_S):
                 raise WentWrong(f"no step within {STUCK_S:.0f} s")
             run.finish()
@@ -397,15 +450,26 @@ def one_run(cluster: NetCluster, folder: Path, number: int, most: int, draw: Dra
     made = run.lines("made.jsonl")
     status = "completed" if run.code == 0 else verdict.get("cause", "refused")
     ending = Ending(
-        number, status, run.code, max((one["step"] + 1 for one in made), default=0), len(run.events("attempt")), round(time.monotonic() - run.began, 1),
-        verdict.get("summary") or (run.console().splitlines() or [""])[-1], wrong,
-    )  # fmt: skip
-    say(f"run {number}: {status} after {ending.steps} steps, {ending.attempts} attempts, {ending.seconds:.0f} s" + "".join(f"\n  ✗ {line}" for line in wrong))
+        number,
+        status,
+        run.code,
+        max((one["step"] + 1 for one in made), default=0),
+        len(run.events("attempt")),
+        round(time.monotonic() - run.began, 1),
+        verdict.get("summary") or (run.console().splitlines() or [""])[-1],
+        wrong,
+    )
+    say(
+        f"run {number}: {status} after {ending.steps} steps, {ending.attempts} attempts, {ending.seconds:.0f} s"
+        + "".join(f"\n  ✗ {line}" for line in wrong)
+    )
     return found, ending
 
 
 def _too_few(run: Run, found: list[Failure]) -> bool:
-    """Were two hosts out at the same time? As the record tells it: lost and not yet joined again, or hurt and not noticed."""
+    """Were two hosts out at the same time? As the record tells it: lost and not yet joined again, or hurt and not
+    noticed.
+    """
     lost: set[str] = set()
     for event in run.lines("events.jsonl"):
         if event["event"] == "host-lost":
@@ -436,7 +500,9 @@ def fail_hosts(
     with cluster_in(folder / "net") as cluster:
         while len(found) < failures and time.monotonic() < until:
             number = len(endings)
-            more, ending = one_run(cluster, folder / f"run-{number}", number, min(per_run, failures - len(found)), draw, say)
+            more, ending = one_run(
+                cluster, folder / f"run-{number}", number, min(per_run, failures - len(found)), draw, say
+            )
             found += more
             endings.append(ending)
     return found, endings
@@ -457,16 +523,25 @@ def report(found: list[Failure], endings: list[Ending]) -> str:
     for kind in KINDS:
         mine = [one for one in found if one.kind == kind]
         again = [one.again_s for one in mine if one.again_s is not None]
-        lines.append(f"| {kind} | {len(mine)} | {f'{statistics.median(again):.1f} s ({max(again):.1f} s)' if again else '–'} |")
+        lines.append(
+            f"| {kind} | {len(mine)} | {f'{statistics.median(again):.1f} s ({max(again):.1f} s)' if again else '–'} |"
+        )
     finished = [one for one in endings if one.status == "completed"]
     other = [one for one in endings if one.status != "completed"]
     wrong = [one for one in endings if one.wrong]
-    lines += ["", "| | |", "|---|---|",
-              f"| failures | {len(found)}: {sum(one.steady for one in found)} while all hosts trained, {sum(not one.steady for one in found)} at any time |",
-              f"| runs | {len(endings)}: {len(finished)} finished, {len(other)} ended with a verdict, two hosts being out |",
-              f"| steps | {sum(one.steps for one in endings)}, each with the samples and the loss of a lone process |",
-              f"| attempts | {sum(one.attempts for one in endings)} |",
-              f"| runs in which something was wrong | {len(wrong)} |"]  # fmt: skip
+    lines += [
+        "",
+        "| | |",
+        "|---|---|",
+        (
+            f"| failures | {len(found)}: {sum(one.steady for one in found)} while all hosts trained,"
+            f" {sum(not one.steady for one in found)} at any time |"
+        ),
+        f"| runs | {len(endings)}: {len(finished)} finished, {len(other)} ended with a verdict, two hosts being out |",
+        f"| steps | {sum(one.steps for one in endings)}, each with the samples and the loss of a lone process |",
+        f"| attempts | {sum(one.attempts for one in endings)} |",
+        f"| runs in which something was wrong | {len(wrong)} |",
+    ]
     return "\n".join(lines)
 
 
@@ -487,17 +562,40 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="host-failures-") as name:
         folder = told.keep or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
-        notes = (f"3 hosts (network namespaces) with a CPU rank each, gloo, --min-hosts 2, seed {told.seed}; load before the start {os.getloadavg()[0]:.2f}.",)
+        notes = (
+            (
+                f"3 hosts (network namespaces) with a CPU rank each, gloo, --min-hosts 2, seed {told.seed}; load before"
+                f" the start {os.getloadavg()[0]:.2f}."
+            ),
+        )
         where = replace(setting(trials(name, 3)), notes=notes)
         found, endings = fail_hosts(
-            folder, failures=told.failures, per_run=told.per_run, seed=told.seed, until=time.monotonic() + told.minutes * 60,
+            folder,
+            failures=told.failures,
+            per_run=told.per_run,
+            seed=told.seed,
+            until=time.monotonic() + told.minutes * 60,
             say=lambda line: print(line, file=sys.stderr, flush=True),
-        )  # fmt: skip
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+        )
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     print("\n".join([*lines, *where.notes, "", report(found, endings)]))
     if told.json:
         told.json.write_text(
-            json.dumps({"schema": 1, **asdict(where), "failures": [asdict(one) for one in found], "runs": [asdict(one) for one in endings]}, indent=1) + "\n"
+            json.dumps(
+                {
+                    "schema": 1,
+                    **asdict(where),
+                    "failures": [asdict(one) for one in found],
+                    "runs": [asdict(one) for one in endings],
+                },
+                indent=1,
+            )
+            + "\n"
         )
     return 1 if any(one.wrong for one in endings) else 0
 

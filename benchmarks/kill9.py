@@ -1,9 +1,10 @@
-"""`kill -9` of the launcher, again and again: how many processes of the run are left one second later, and when the last one was gone.
+"""`kill -9` of the launcher, again and again: how many processes of the run are left one second later, and when the
+last one was gone.
 
     python benchmarks/kill9.py [--times 20] [--ranks 2]
 
-Each rank has two forked and two spawned data-loader workers that ignore SIGTERM, a `setsid` helper and a daemon that forked twice.
-torchrun beside it: what it leaves is counted too, and then ended by pid and start time.
+Each rank has two forked and two spawned data-loader workers that ignore SIGTERM, a `setsid` helper and a daemon that
+forked twice. torchrun beside it: what it leaves is counted too, and then ended by pid and start time.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def once(command: list[str], ranks: int) -> tuple[int, float, int]:
         script = Path(folder, "family.py")
         script.write_text(FAMILY)
         env = {**os.environ, TAG: tag, "CUDA_VISIBLE_DEVICES": ""}
-        launcher = subprocess.Popen([*command, str(script), folder], cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        launcher = subprocess.Popen(
+            [*command, str(script), folder], cwd=folder, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         deadline = time.monotonic() + 60
         while not all(Path(folder, f"ready-{rank}").exists() for rank in range(ranks)):
             if time.monotonic() > deadline:
@@ -87,9 +90,19 @@ def main() -> None:
     told = parser.parse_args()
     ways = {
         "stoker": [sys.executable, "-m", "stoker", "run", "--nproc-per-node", str(told.ranks)],
-        "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(told.ranks)],
+        "torchrun": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(told.ranks),
+        ],
     }
-    print("| launcher | kills | processes before | left after 1 s (sum) | all gone after, median (max) |\n|---|---|---|---|---|")
+    print(
+        "| launcher | kills | processes before | left after 1 s (sum) | all gone after, median (max)"
+        " |\n|---|---|---|---|---|"
+    )
     for name, command in ways.items():
         times = told.times if name == "stoker" else min(told.times, 3)
         results = [once(command, told.ranks) for _ in range(times)]

@@ -1,11 +1,13 @@
-"""SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and never from a damaged file?
+"""SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and
+never from a damaged file?
 
     python benchmarks/kills.py                  200 kills: 20 to 25 minutes on 2 cores
     python benchmarks/kills.py --kills 10       a try
 
-A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again. Most kills come while a
-checkpoint is being written, once there is a new one; some come at any time, the start included. A run of --steps steps that has ended is
-compared with one that nobody killed, loss by loss and bit by bit, and the next one begins, until all kills are done.
+A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again.
+Most kills come while a checkpoint is being written, once there is a new one; some come at any time, the start included.
+A run of --steps steps that has ended is compared with one that nobody killed, loss by loss and bit by bit, and the next
+one begins, until all kills are done.
 """
 
 from __future__ import annotations
@@ -65,9 +67,23 @@ class Job:
         folder.mkdir()
         self.folder, self._ranks = folder, ranks
         self._command = [
-            sys.executable, "-m", "stoker", "train", "pretrain", "--data", str(data), "--cache", str(data.parent / "cache"), *WORDS,
-            "--nproc-per-node", str(ranks), "--max-steps", str(steps), "--runs-dir", str(folder / "runs"),
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "stoker",
+            "train",
+            "pretrain",
+            "--data",
+            str(data),
+            "--cache",
+            str(data.parent / "cache"),
+            *WORDS,
+            "--nproc-per-node",
+            str(ranks),
+            "--max-steps",
+            str(steps),
+            "--runs-dir",
+            str(folder / "runs"),
+        ]
         self._launcher: subprocess.Popen[bytes] | None = None
 
     @property
@@ -78,7 +94,14 @@ class Job:
         with open(self.folder / "output.txt", "ab") as output:
             # One thread a rank: two that share a core with others wait for each other most of the time.
             env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-            self._launcher = subprocess.Popen(self._command, cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            self._launcher = subprocess.Popen(
+                self._command,
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def ended(self) -> int | None:
         assert self._launcher is not None
@@ -107,7 +130,14 @@ class Job:
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     def newest(self) -> int:
-        return max((int(path.name.removeprefix("step-")) for path in (self.run / "checkpoints").glob("step-*") if path.name[5:].isdigit()), default=0)
+        return max(
+            (
+                int(path.name.removeprefix("step-"))
+                for path in (self.run / "checkpoints").glob("step-*")
+                if path.name[5:].isdigit()
+            ),
+            default=0,
+        )
 
     def saving(self) -> bool:
         return any((self.run / "checkpoints").glob("*.tmp"))
@@ -116,7 +146,9 @@ class Job:
         return _kill(self.attempts()[attempt][rank])
 
     def kill_job(self) -> None:
-        """Launcher, agent, guardian and ranks at once, as if the machine had lost them; nothing is left when this returns."""
+        """Launcher, agent, guardian and ranks at once, as if the machine had lost them; nothing is left when this
+        returns.
+        """
         assert self._launcher is not None
         self._launcher.kill()
         for pid in self.processes():
@@ -167,7 +199,10 @@ def began(job: Job, attempt: int) -> bool:
 
 def until_due(job: Job, attempt: int, ranks: int, draw: random.Random) -> bool:
     """Waits for the moment of the next kill; False where the run has ended before it."""
-    wait(lambda: job.ended() is not None or (len(job.attempts()) > attempt and len(job.attempts()[attempt]) == ranks), "the ranks of an attempt")
+    wait(
+        lambda: job.ended() is not None or (len(job.attempts()) > attempt and len(job.attempts()[attempt]) == ranks),
+        "the ranks of an attempt",
+    )
     if draw.random() < AT_ANY_TIME:
         moment = time.monotonic() + draw.uniform(0.0, 4.0)
         wait(lambda: job.ended() is not None or time.monotonic() >= moment, "a moment")
@@ -196,13 +231,23 @@ def one_kill(job: Job, attempt: int, ranks: int, draw: random.Random) -> Kill | 
     if whole:
         check_all(job)
         job.start()
-    wait(lambda: job.ended() is not None or (len(job.attempts()) > attempt + 1 and began(job, attempt + 1)), "the run to go on")
+    wait(
+        lambda: job.ended() is not None or (len(job.attempts()) > attempt + 1 and began(job, attempt + 1)),
+        "the run to go on",
+    )
     again = time.monotonic() - killed
     said = job.said(attempt + 1)
     if not said:
         return None  # it was at its very end: the other ranks had finished, and so has the run
     resumed = re.search(r"resumes at step (\d+) from", said)
-    return Kill("job" if whole else f"rank {rank}", saving, steps, int(resumed[1]) if resumed else 0, said.count("; looking at the one before"), again)
+    return Kill(
+        "job" if whole else f"rank {rank}",
+        saving,
+        steps,
+        int(resumed[1]) if resumed else 0,
+        said.count("; looking at the one before"),
+        again,
+    )
 
 
 def check_all(job: Job) -> None:
@@ -223,11 +268,16 @@ def end(job: Job, expected: dict[int, float] | None) -> dict[int, float]:
         raise WentWrong(f"exit code {job.ended()}: {(job.folder / 'output.txt').read_text('utf-8', 'replace')[-2000:]}")
     if expected is not None and found != expected:
         differs = [step for step in sorted(expected.keys() | found.keys()) if expected.get(step) != found.get(step)]
-        raise WentWrong(f"{job.folder}: step {differs[0]} (and {len(differs) - 1} more): {found.get(differs[0])}, uninterrupted {expected.get(differs[0])}")
+        raise WentWrong(
+            f"{job.folder}: step {differs[0]} (and {len(differs) - 1} more): {found.get(differs[0])}, uninterrupted"
+            f" {expected.get(differs[0])}"
+        )
     return found
 
 
-def kill_and_resume(folder: Path, data: Path, *, kills: int, ranks: int, steps: int, seed: int, say: Callable[[str], None]) -> tuple[list[Kill], int]:
+def kill_and_resume(
+    folder: Path, data: Path, *, kills: int, ranks: int, steps: int, seed: int, say: Callable[[str], None]
+) -> tuple[list[Kill], int]:
     """(the kills, how many runs ended with the losses of the one that nobody killed)."""
     draw = random.Random(seed)
     found: list[Kill] = []
@@ -275,8 +325,14 @@ def report(found: list[Kill], runs: int, steps: int) -> str:
         (
             "| | |",
             "|---|---|",
-            f"| kills | {len(found)}: {len(ranks)} of a rank, {len(found) - len(ranks)} of the whole job; {sum(one.saving for one in found)} during a save |",
-            f"| went on | {len(found)}: {resumed} from a checkpoint, {len(found) - resumed} from the beginning, there being none yet |",
+            (
+                f"| kills | {len(found)}: {len(ranks)} of a rank, {len(found) - len(ranks)} of the whole job;"
+                f" {sum(one.saving for one in found)} during a save |"
+            ),
+            (
+                f"| went on | {len(found)}: {resumed} from a checkpoint, {len(found) - resumed} from the beginning,"
+                " there being none yet |"
+            ),
             f"| checkpoints refused as damaged | {sum(one.refused for one in found)} |",
             f"| steps lost | {statistics.mean(lost):.1f} on average, at most {max(lost)} |",
             f"| from the kill to going on | {statistics.median(again):.1f} s, at most {max(again):.1f} s |",
@@ -296,20 +352,38 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job is cleaned up then too
     with tempfile.TemporaryDirectory(prefix="kills-") as name:
         folder = Path(name)
-        notes = (f"{told.ranks} CPU ranks, gloo DDP, a checkpoint at every step, --max-restarts, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",)
+        notes = (
+            (
+                f"{told.ranks} CPU ranks, gloo DDP, a checkpoint at every step, --max-restarts, seed {told.seed}; load"
+                f" {os.getloadavg()[0]:.2f}."
+            ),
+        )
         where = replace(setting(trials(name, told.ranks)), notes=notes)
         try:
             found, runs = kill_and_resume(
-                folder, make_text(folder / "text.txt"), kills=told.kills, ranks=told.ranks, steps=told.steps, seed=told.seed,
+                folder,
+                make_text(folder / "text.txt"),
+                kills=told.kills,
+                ranks=told.ranks,
+                steps=told.steps,
+                seed=told.seed,
                 say=lambda line: print(line, file=sys.stderr, flush=True),
-            )  # fmt: skip
+            )
         except WentWrong as problem:
             print(f"✗ {problem}")
             return 1
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     print("\n".join([*lines, *where.notes, "", report(found, runs, told.steps)]))
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), "runs": runs, "kills": [asdict(one) for one in found]}, indent=1) + "\n")
+        told.json.write_text(
+            json.dumps({"schema": 1, **asdict(where), "runs": runs, "kills": [asdict(one) for one in found]}, indent=1)
+            + "\n"
+        )
     return 0
 
 

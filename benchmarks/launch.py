@@ -39,7 +39,17 @@ TORCHRUN, HAND, STOKER = "torchrun", "by hand", "stoker"
 PATIENCE_S = 180.0  # for one job that has nothing to wait for; torchrun needs 32 s where a rank ignores SIGTERM
 CPU_S = 20.0
 CODE_REPEATS = 3  # a code is not a timing: it is the same every time, or that is the finding
-ANSWERS_TO_TORCH = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "NPROC_PER_NODE", "NUM_GPUS")
+ANSWERS_TO_TORCH = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "OMP_NUM_THREADS",
+    "NPROC_PER_NODE",
+    "NUM_GPUS",
+)
 
 
 class BenchmarkError(Exception):
@@ -47,7 +57,8 @@ class BenchmarkError(Exception):
 
 
 class GlooAborted(BenchmarkError):
-    """About 1 in 50 gloo jobs of torch 2.13 on 2 cores, under a launcher or not: a worker thread wants the GIL of an interpreter
+    """About 1 in 50 gloo jobs of torch 2.13 on 2 cores, under a launcher or not: a worker thread wants the GIL of an
+    interpreter
     that is ending (github.com/pytorch/pytorch/pull/179291). Says nothing about who started it."""
 
     TEXT = b"terminate called without an active exception"
@@ -108,7 +119,14 @@ class Bench:
 
     def command(self, way: str, script: str, args: tuple[object, ...]) -> list[str]:
         launcher = [*self.stoker, "run"] if way == STOKER else self.torchrun
-        return [*launcher, "--standalone", "--nproc-per-node", str(self.ranks), str(HERE / "scripts" / script), *map(str, args)]
+        return [
+            *launcher,
+            "--standalone",
+            "--nproc-per-node",
+            str(self.ranks),
+            str(HERE / "scripts" / script),
+            *map(str, args),
+        ]
 
     def rounds(self, name: str, ways: tuple[str, ...], count: int | None = None) -> Iterator[str]:
         """A B A B ..., with progress for whoever watches."""
@@ -117,16 +135,25 @@ class Bench:
         for done in range(total):
             if sys.stderr.isatty():
                 left = f", {(time.monotonic() - begun) / done * (total - done):.0f} s left" if done else ""
-                print(f"\r\033[K{name}: {done + 1} of {total}, {ways[done % len(ways)]}{left}", end="", file=sys.stderr, flush=True)
+                print(
+                    f"\r\033[K{name}: {done + 1} of {total}, {ways[done % len(ways)]}{left}",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
             yield ways[done % len(ways)]
         if sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 class Job:
-    """One launch. Every process of it has a tag in its environment: by that it is found, counted and, at the latest on exit, killed."""
+    """One launch. Every process of it has a tag in its environment: by that it is found, counted and, at the latest on
+    exit, killed.
+    """
 
-    def __init__(self, bench: Bench, way: str, script: str, *args: object, piped: bool = False, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, bench: Bench, way: str, script: str, *args: object, piped: bool = False, env: dict[str, str] | None = None
+    ) -> None:
         self.way = way
         bench.jobs += 1
         self.dir = bench.folder / str(bench.jobs)
@@ -151,7 +178,14 @@ class Job:
 
     def _start(self, argv: list[str], more: dict[str, str]) -> None:
         self._processes.append(
-            subprocess.Popen(argv, env=self._env | more, stdin=subprocess.DEVNULL, stdout=self._sink, stderr=self._output, start_new_session=True)
+            subprocess.Popen(
+                argv,
+                env=self._env | more,
+                stdin=subprocess.DEVNULL,
+                stdout=self._sink,
+                stderr=self._output,
+                start_new_session=True,
+            )
         )
 
     def _start_by_hand(self, bench: Bench, argv: list[str]) -> None:
@@ -200,7 +234,11 @@ class Job:
 
     def own(self) -> list[int]:
         """The launcher's own processes: all of the job but its ranks."""
-        return [pid for pid in _pids() if self._tag in (words := _environment(pid)) and not any(word.startswith(b"RANK=") for word in words)]
+        return [
+            pid
+            for pid in _pids()
+            if self._tag in (words := _environment(pid)) and not any(word.startswith(b"RANK=") for word in words)
+        ]
 
     def wait(self, seconds: float = PATIENCE_S) -> int:
         """Until all that was started directly has ended. The first exit code that isn't 0, as a shell would give it."""
@@ -267,9 +305,10 @@ class Job:
 def _clean_environment() -> dict[str, str]:
     """CPU ranks, and nothing that tells torch or stoker how to start: not even where this runs under one of them."""
     kept = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if name not in ANSWERS_TO_TORCH and not name.startswith(("STOKER_", "PET_", "TORCHELASTIC_", "ROLE_", "GROUP_"))
-    }  # fmt: skip
+    }
     return kept | {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -332,7 +371,10 @@ def memory(bench: Bench) -> list[Row]:
         big, fair = _paced(bench, way, 1.0, "talk")[0][-1]
         rss[way].append(big)
         pss[way].append(fair)
-    return [Row("launcher RSS, all its processes, after 1 s", "MB", rss), Row("launcher PSS, all its processes, after 1 s", "MB", pss)]
+    return [
+        Row("launcher RSS, all its processes, after 1 s", "MB", rss),
+        Row("launcher PSS, all its processes, after 1 s", "MB", pss),
+    ]
 
 
 def soak(bench: Bench) -> list[Row]:
@@ -348,8 +390,17 @@ def soak(bench: Bench) -> list[Row]:
     enough = bench.soak >= 600 or pss[STOKER][-1] > 45
     return [
         Row(f"launcher RSS {when}", "MB", rss, take_last=True),
-        Row(f"launcher PSS {when}", "MB", pss, "≤ 45 MB after 600 s", pss[STOKER][-1] <= 45 if enough else None, take_last=True),
-        Row(f"launcher CPU meanwhile, per rank, 20 ms steps and 50 lines/s over {bench.soak:.0f} s", "% of a core", cpu),
+        Row(
+            f"launcher PSS {when}",
+            "MB",
+            pss,
+            "≤ 45 MB after 600 s",
+            pss[STOKER][-1] <= 45 if enough else None,
+            take_last=True,
+        ),
+        Row(
+            f"launcher CPU meanwhile, per rank, 20 ms steps and 50 lines/s over {bench.soak:.0f} s", "% of a core", cpu
+        ),
     ]
 
 
@@ -363,13 +414,21 @@ def death(bench: Bench) -> list[Row]:
                 code, gone = job.wait(), job.gone()
                 codes[way].append(code)
                 taken[way].append(gone - float((job.dir / "died").read_text()))
-        rows += [Row(f"SIGKILL of rank 1 to everything gone, {what}", "s", taken), _code(f"exit code then, {what}", codes, 137)]
+        rows += [
+            Row(f"SIGKILL of rank 1 to everything gone, {what}", "s", taken),
+            _code(f"exit code then, {what}", codes, 137),
+        ]
     return rows
 
 
 def exit_codes(bench: Bench) -> list[Row]:
     rows = []
-    for how, what, wanted in (("exit3", "sys.exit(3)", 3), ("sigkill", "SIGKILL", 137), ("sigsegv", "SIGSEGV", 139), ("exit0", "os._exit(0)", 70)):
+    for how, what, wanted in (
+        ("exit3", "sys.exit(3)", 3),
+        ("sigkill", "SIGKILL", 137),
+        ("sigsegv", "SIGSEGV", 139),
+        ("exit0", "os._exit(0)", 70),
+    ):
         codes: dict[str, list[float]] = {TORCHRUN: [], STOKER: []}
         for way in bench.rounds(f"exit-codes, {what}", (TORCHRUN, STOKER), min(CODE_REPEATS, bench.repeats)):
             with Job(bench, way, "ddp.py", 20, how) as job:
@@ -405,13 +464,20 @@ def cpu(bench: Bench) -> list[Row]:
     used: dict[str, list[float]] = {TORCHRUN: [], STOKER: []}
     for way in bench.rounds("cpu", (TORCHRUN, STOKER)):
         used[way].append(_paced(bench, way, CPU_S, "quiet")[1])
-    return [_at_most(Row(f"launcher CPU, all its processes, per rank, 20 ms steps over {CPU_S:.0f} s", "% of a core", used), 0.5, "≤ 0.5 %")]
+    return [
+        _at_most(
+            Row(f"launcher CPU, all its processes, per rank, 20 ms steps over {CPU_S:.0f} s", "% of a core", used),
+            0.5,
+            "≤ 0.5 %",
+        )
+    ]
 
 
 def steps(bench: Bench) -> list[Row]:
     rates: dict[str, list[float]] = {TORCHRUN: [], HAND: [], STOKER: []}
     for way in bench.rounds("steps", (TORCHRUN, HAND, STOKER)):
-        # One thread each for all three: torchrun and stoker choose differently, and that is not the cost of supervision.
+        # One thread each for all three: torchrun and stoker choose differently, and that is not the cost of
+        # supervision.
         rates[way].append(_ddp(bench, way, 1020, {"OMP_NUM_THREADS": "1"})[1].result("rate.json"))
     told = "; ".join(f"{_interval(rates[STOKER], rates[other])} × {other}" for other in (TORCHRUN, HAND))
     return [Row("steps/s of a small DDP job, 1,000 steps, OMP_NUM_THREADS=1", "/s", rates, ratio=told)]
@@ -429,7 +495,9 @@ def _ddp(bench: Bench, way: str, steps: int, env: dict[str, str] | None = None) 
 
 
 def _paced(bench: Bench, way: str, seconds: float, voice: str) -> tuple[list[tuple[float, float]], float]:
-    """Ranks at 20 ms a step for `seconds`: the launcher's (RSS, PSS) sampled along the way, and its CPU in % of a core per rank."""
+    """Ranks at 20 ms a step for `seconds`: the launcher's (RSS, PSS) sampled along the way, and its CPU in % of a core
+    per rank.
+    """
     with Job(bench, way, "pace.py", seconds + 60, voice) as job:
         job.until([f"up-{rank}" for rank in range(bench.ranks)])
         own = job.own()
@@ -463,7 +531,9 @@ def _code(name: str, codes: dict[str, list[float]], wanted: int) -> Row:
 
 
 def _interval(ours: list[float], theirs: list[float]) -> str:
-    """Geometric mean of the rounds' ratios, and its 95 % bootstrap interval: a round's runs are neighbours in time, so they are paired."""
+    """Geometric mean of the rounds' ratios, and its 95 % bootstrap interval: a round's runs are neighbours in time, so
+    they are paired.
+    """
     logs = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     draw = random.Random(0)
     means = sorted(statistics.fmean(draw.choices(logs, k=len(logs))) for _ in range(10_000))
@@ -490,18 +560,26 @@ class Setting:
 
 
 def setting(bench: Bench) -> Setting:
-    model = next((line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.machine(),
+    )
     cores = len(os.sched_getaffinity(0))
     ram = next(int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")) * 1024 / 1e9
     gpus = _said("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader")
     graphics = "; ".join(gpus.splitlines()) if gpus else "none"
     commit = _said("git", "-C", str(HERE), "rev-parse", "--short", "HEAD") or "unknown"
     dirty = _said("git", "-C", str(HERE), "status", "--porcelain")
-    notes = [f"{bench.ranks} CPU ranks; medians of {bench.repeats} (min – max), ways to launch in turn; load before the start {os.getloadavg()[0]:.2f}."]
+    notes = [
+        f"{bench.ranks} CPU ranks; medians of {bench.repeats} (min – max), ways to launch in turn; load before the"
+        f" start {os.getloadavg()[0]:.2f}."
+    ]
     if bench.repeats < 7:
         notes.append("Fewer than 7 repeats: a try, not a result.")
     if cores < bench.ranks + 2:
-        notes.append(f"{cores} cores for {bench.ranks} ranks: the launcher and the ranks take turns, and steps/s shows it.")
+        notes.append(
+            f"{cores} cores for {bench.ranks} ranks: the launcher and the ranks take turns, and steps/s shows it."
+        )
     return Setting(
         f"{model}, {cores} cores, {ram:.0f} GB RAM, GPU: {graphics}",
         f"Linux {platform.release()}, Python {platform.python_version()}, torch {_version('torch')}",
@@ -532,12 +610,20 @@ def _version(package: str) -> str:
 
 
 def report(where: Setting, rows: list[Row]) -> str:
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     lines += [f"{note}  " for note in where.notes]
     lines += ["", "| | torchrun | by hand | stoker | stoker / torchrun | bar | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         met = {True: "✓", False: "✗ missed", None: ""}[row.met]
-        lines.append(f"| {row.name} | {row.cell(TORCHRUN)} | {row.cell(HAND)} | {row.cell(STOKER)} | {row.shown_ratio()} | {row.bar or '–'} | {met} |")
+        lines.append(
+            f"| {row.name} | {row.cell(TORCHRUN)} | {row.cell(HAND)} | {row.cell(STOKER)} | {row.shown_ratio()} |"
+            f" {row.bar or '–'} | {met} |"
+        )
     return "\n".join(lines)
 
 
@@ -553,13 +639,28 @@ def _beside_python(name: str, module: str) -> list[str]:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7, metavar="N", help="launches of each kind; 7 or more for a result (default 7)")
+    parser.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="launches of each kind; 7 or more for a result (default 7)"
+    )
     parser.add_argument("--only", nargs="+", choices=MEASURES, metavar="NAME", help=f"some of: {', '.join(MEASURES)}")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="2 or more: rank 1 has to die (default 2)")
-    parser.add_argument("--soak", type=float, default=20.0, metavar="SECONDS", help="how long the ranks log in `soak`; the bar's is 600 (default 20)")
+    parser.add_argument(
+        "--soak",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="how long the ranks log in `soak`; the bar's is 600 (default 20)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="every sample")
-    parser.add_argument("--stoker", type=shlex.split, metavar="CMD", help="default: next to this Python, else python -m stoker")
-    parser.add_argument("--torchrun", type=shlex.split, metavar="CMD", help="default: next to this Python, else python -m torch.distributed.run")
+    parser.add_argument(
+        "--stoker", type=shlex.split, metavar="CMD", help="default: next to this Python, else python -m stoker"
+    )
+    parser.add_argument(
+        "--torchrun",
+        type=shlex.split,
+        metavar="CMD",
+        help="default: next to this Python, else python -m torch.distributed.run",
+    )
     asked = parser.parse_args()
     if asked.ranks < 2 or asked.repeats < 1 or asked.soak < 1:
         parser.error("--ranks from 2 up, --repeats and --soak from 1 up")
@@ -592,7 +693,10 @@ def main() -> int:
             return 130
         finally:
             if bench.aborted:
-                note = f"{bench.aborted} DDP job(s) run again: gloo aborted at the end, as it does now and then with no launcher too."
+                note = (
+                    f"{bench.aborted} DDP job(s) run again: gloo aborted at the end, as it does now and then with no"
+                    " launcher too."
+                )
                 where = replace(where, notes=(*where.notes, note))
             if rows:
                 print(report(where, rows))

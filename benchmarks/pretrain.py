@@ -1,9 +1,11 @@
-"""Pretraining on one GPU: tokens/s, memory and seconds to the first step of Stoker and of what one would pick instead, with a loss-parity gate.
+"""Pretraining on one GPU: tokens/s, memory and seconds to the first step of Stoker and of what one would pick instead,
+with a loss-parity gate.
 
-    python benchmarks/pretrain.py --sizes S,M,L --peers stoker,hf-tuned --json cells.jsonl --commit $(git rev-parse --short HEAD)
-    python benchmarks/pretrain.py --sizes S --peers stoker,hf-tuned,hf,lightning,loop --parity --rounds 3
-    python benchmarks/pretrain.py --read cells.jsonl more.jsonl          the table of cells measured before
-    python benchmarks/pretrain.py --sizes T --peers stoker,hf,hf-tuned,lightning,loop --parity     no GPU: shows that it works, measures nothing
+    python benchmarks/pretrain.py --sizes S,M,L --peers stoker,hf-tuned --json cells.jsonl --commit $(git rev-parse
+    --short HEAD) python benchmarks/pretrain.py --sizes S --peers stoker,hf-tuned,hf,lightning,loop --parity --rounds 3
+    python benchmarks/pretrain.py --read cells.jsonl more.jsonl          the table of cells measured before python
+    benchmarks/pretrain.py --sizes T --peers stoker,hf,hf-tuned,lightning,loop --parity     no GPU: shows that it works,
+    measures nothing
 
 stoker      `stoker train pretrain`'s recipe as it is, bf16; stoker-fp8 the same with compute.fp8 tensorwise
 hf          transformers' Trainer, bf16=True, its other defaults
@@ -11,11 +13,13 @@ hf-tuned    the same with torch_compile, 4 workers, pinned memory, rare logging,
 lightning   bf16-mixed, compiled, fused AdamW
 loop        a hand-written loop on the transformers module, compiled, autocast: the floor of what such loops reach
 
-Every cell is a process of its own with an empty compile cache. All of them start from the same weights (made once, loaded from safetensors), see the
-same tokens in the same order, 262,144 a step, the same micro-batch, AdamW at 3e-4 constant (0.9, 0.95, 1e-8, decay 0.1 of matrices), clipped at 1.0.
-A row has T inputs and T targets for everybody (transformers takes them as `shift_labels`). The tokens are Zipf's, half of them told by the one
-before, so that the loss falls and a wrong gradient shows. A step's end is a CUDA event, read when all is done; the median of the steps after
-the warm-up counts. The first step is waited for, counted from the start of the process. Losses are kept on the device: nobody syncs for them.
+Every cell is a process of its own with an empty compile cache. All of them start from the same weights (made once,
+loaded from safetensors), see the same tokens in the same order, 262,144 a step, the same micro-batch, AdamW at 3e-4
+constant (0.9, 0.95, 1e-8, decay 0.1 of matrices), clipped at 1.0. A row has T inputs and T targets for everybody
+(transformers takes them as `shift_labels`). The tokens are Zipf's, half of them told by the one before, so that the
+loss falls and a wrong gradient shows. A step's end is a CUDA event, read when all is done; the median of the steps
+after the warm-up counts. The first step is waited for, counted from the start of the process. Losses are kept on the
+device: nobody syncs for them.
 """
 
 from __future__ import annotations
@@ -61,13 +65,30 @@ def child(program: str, spec: dict[str, Any], folder: Path, limit: float | None)
     work = Path(tempfile.mkdtemp(prefix="cell-", dir=folder))
     paths = [str(HERE.parent / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton"),
-        "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "STOKER_RUN_DIR": str(work / "run"),
-    }  # fmt: skip
-    told = {**spec, "folder": str(folder), "work": str(work), "result": str(work / "result.json"), "started": time.time()}
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"),
+        "TRITON_CACHE_DIR": str(work / "triton"),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        "STOKER_RUN_DIR": str(work / "run"),
+    }
+    told = {
+        **spec,
+        "folder": str(folder),
+        "work": str(work),
+        "result": str(work / "result.json"),
+        "started": time.time(),
+    }
     with (work / "output").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / program), json.dumps(told)], stdout=output, stderr=subprocess.STDOUT, env=env, cwd=work, start_new_session=True
+            [sys.executable, str(HERE / program), json.dumps(told)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=env,
+            cwd=work,
+            start_new_session=True,
         )
         try:
             process.wait(limit)
@@ -96,13 +117,23 @@ def measure(told: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
     cells: list[dict[str, Any]] = []
     try:
         room = left()
-        machine, text = child("pretrain_prepare.py", {"sizes": sizes, "steps": told.steps}, folder, min(PREPARING_S, room) if room else PREPARING_S)
+        machine, text = child(
+            "pretrain_prepare.py",
+            {"sizes": sizes, "steps": told.steps},
+            folder,
+            min(PREPARING_S, room) if room else PREPARING_S,
+        )
         if machine is None:
             raise SystemExit("preparing failed:\n" + "\n".join(text.splitlines()[-TAIL:]))
         print(f"prepared in {time.monotonic() - began:.0f} s on {machine['device']}", file=sys.stderr, flush=True)
         about = {**machine, "command": command, "commit": told.commit, "date": time.strftime("%Y-%m-%d")}
         # Neighbours in time are different peers, and who goes first changes with the round.
-        plan = [(turn, name, peer) for turn in range(told.rounds) for name in sizes for peer in (peers if turn % 2 == 0 else peers[::-1])]
+        plan = [
+            (turn, name, peer)
+            for turn in range(told.rounds)
+            for name in sizes
+            for peer in (peers if turn % 2 == 0 else peers[::-1])
+        ]
         for place, (turn, name, peer) in enumerate(plan):
             room = left()
             if room is not None and room < told.least:
@@ -110,7 +141,12 @@ def measure(told: argparse.Namespace, command: str) -> tuple[list[dict[str, Any]
                 print(f"the budget of {told.budget:.0f} s is over ({room:.0f} s left): skipped {skipped}", flush=True)
                 break
             start = time.monotonic()
-            found, text = child("pretrain_cells.py", {"peer": peer, "size": name, "steps": steps[name], "compile": told.compile}, folder, room)
+            found, text = child(
+                "pretrain_cells.py",
+                {"peer": peer, "size": name, "steps": steps[name], "compile": told.compile},
+                folder,
+                room,
+            )
             if found is None:
                 print(f"{name}/{peer} failed:\n" + "\n".join(text.splitlines()[-TAIL:]), flush=True)
                 continue
@@ -136,11 +172,19 @@ def main() -> int:
     parser.add_argument("--peers", default="stoker,hf-tuned", help=f"of {', '.join(PEERS)}")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--parity", action="store_true", help="enough steps for the gate (50 on S, 10 on M and L)")
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="at least so many: how far losses part later on")
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="at least so many: how far losses part later on"
+    )
     parser.add_argument("--json", metavar="OUT", help="each finished cell is appended to it at once")
-    parser.add_argument("--budget", type=float, default=0.0, metavar="SECONDS", help="no cell goes on after this (0: no limit)")
-    parser.add_argument("--least", type=float, default=25.0, metavar="SECONDS", help="with less of the budget left no cell is begun")
-    parser.add_argument("--compile", default="auto", choices=("auto", "on", "off"), help="of the peers that compile: auto, on GPUs only")
+    parser.add_argument(
+        "--budget", type=float, default=0.0, metavar="SECONDS", help="no cell goes on after this (0: no limit)"
+    )
+    parser.add_argument(
+        "--least", type=float, default=25.0, metavar="SECONDS", help="with less of the budget left no cell is begun"
+    )
+    parser.add_argument(
+        "--compile", default="auto", choices=("auto", "on", "off"), help="of the peers that compile: auto, on GPUs only"
+    )
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--scratch", metavar="DIR", help="where weights and compile caches go (L takes 3 GB)")
     parser.add_argument("--read", nargs="+", metavar="FILE", help="no measuring: the table of these files")

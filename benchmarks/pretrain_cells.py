@@ -17,7 +17,12 @@ from pretrain_prepare import CUDA, SEED, hand_over
 from pretrain_score import SIZES, Size
 from torch import Tensor
 
-LEARNING_RATE, BETAS, DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # at 3e-4 without warm-up S spikes at step 18, and any two runs part there
+LEARNING_RATE, BETAS, DECAY, CLIP = (
+    1e-4,
+    (0.9, 0.95),
+    0.1,
+    1.0,
+)  # at 3e-4 without warm-up S spikes at step 18, and any two runs part there
 WORKERS = 4
 
 
@@ -79,7 +84,8 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, place: int) -> dict[str, Tensor]:
         batch = self._samples.batch(self._ids[place : place + 1])
         targets = torch.from_numpy(batch.targets[0])
-        # `shift_labels` are the targets as they are: transformers would shift `labels` itself and leave the last position without one.
+        # `shift_labels` are the targets as they are: transformers would shift `labels` itself and leave the last
+        # position without one.
         return {"input_ids": torch.from_numpy(batch.inputs[0]), "labels": targets, "shift_labels": targets}
 
 
@@ -120,14 +126,35 @@ def stoker(cell: Cell, fp8: bool = False) -> None:
 
     size = cell.size
     keys = {
-        "model.load": cell.weights, "tokenizer.path": "bytes", "data.path": cell.data, "data.cache": str(cell.work / "cache"), "data.validation": "0",
-        "data.context_length": size.context, "data.seed": SEED, "batch.tokens": size.step_tokens, "batch.micro": size.micro,
-        "optim.learning_rate": LEARNING_RATE, "optim.schedule": "constant", "optim.warmup_steps": 0, "optim.warmup_ratio": 0, "optim.beta1": BETAS[0],
-        "optim.beta2": BETAS[1], "optim.eps": 1e-8, "optim.weight_decay": DECAY, "optim.max_grad_norm": CLIP, "compute.dtype": "bf16",
-        "compute.fp8": "tensorwise" if fp8 else "off", "compute.compile": "auto" if cell.compile else "off", "train.max_steps": cell.steps,
-        "train.log_every": 1, "train.eval_every": 0, "checkpoint.every": 0, "checkpoint.at_end": "false", "checkpoint.export": "false",
+        "model.load": cell.weights,
+        "tokenizer.path": "bytes",
+        "data.path": cell.data,
+        "data.cache": str(cell.work / "cache"),
+        "data.validation": "0",
+        "data.context_length": size.context,
+        "data.seed": SEED,
+        "batch.tokens": size.step_tokens,
+        "batch.micro": size.micro,
+        "optim.learning_rate": LEARNING_RATE,
+        "optim.schedule": "constant",
+        "optim.warmup_steps": 0,
+        "optim.warmup_ratio": 0,
+        "optim.beta1": BETAS[0],
+        "optim.beta2": BETAS[1],
+        "optim.eps": 1e-8,
+        "optim.weight_decay": DECAY,
+        "optim.max_grad_norm": CLIP,
+        "compute.dtype": "bf16",
+        "compute.fp8": "tensorwise" if fp8 else "off",
+        "compute.compile": "auto" if cell.compile else "off",
+        "train.max_steps": cell.steps,
+        "train.log_every": 1,
+        "train.eval_every": 0,
+        "checkpoint.every": 0,
+        "checkpoint.at_end": "false",
+        "checkpoint.export": "false",
         "checkpoint.resume": "never",
-    }  # fmt: skip
+    }
     words = ["--preset", "production", *(f"--{name}={value}" for name, value in keys.items())]
     with patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)), patch.object(job, "Stepper", Marked):
         code = recipe.main(words)
@@ -161,14 +188,33 @@ def hf(cell: Cell, tuned: bool = False) -> None:
     more: dict[str, Any] = {}
     if tuned:
         more = {
-            "torch_compile": cell.compile, "dataloader_num_workers": WORKERS, "dataloader_pin_memory": True, "logging_steps": 1000,
+            "torch_compile": cell.compile,
+            "dataloader_num_workers": WORKERS,
+            "dataloader_pin_memory": True,
+            "logging_steps": 1000,
             "logging_nan_inf_filter": False,
-        }  # fmt: skip
+        }
     arguments = TrainingArguments(
-        output_dir=str(cell.work / "hf"), per_device_train_batch_size=size.micro, gradient_accumulation_steps=size.accumulation, max_steps=cell.steps,
-        bf16=True, learning_rate=LEARNING_RATE, lr_scheduler_type="constant", weight_decay=DECAY, adam_beta1=BETAS[0], adam_beta2=BETAS[1], adam_epsilon=1e-8,
-        max_grad_norm=CLIP, seed=SEED, remove_unused_columns=False, report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=not CUDA, **more,
-    )  # fmt: skip
+        output_dir=str(cell.work / "hf"),
+        per_device_train_batch_size=size.micro,
+        gradient_accumulation_steps=size.accumulation,
+        max_steps=cell.steps,
+        bf16=True,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        weight_decay=DECAY,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=1e-8,
+        max_grad_norm=CLIP,
+        seed=SEED,
+        remove_unused_columns=False,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=not CUDA,
+        **more,
+    )
     InOrder(model=transformers_model(cell), args=arguments, train_dataset=Rows(cell), callbacks=[Mark()]).train()
 
 
@@ -192,16 +238,24 @@ def lightning(cell: Cell) -> None:
             return adamw(model)
 
         def configure_gradient_clipping(self, *args: Any, **more: Any) -> None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)  # Lightning's own refuses fused optimizers under mixed precision
+            torch.nn.utils.clip_grad_norm_(
+                model.parameters(), CLIP
+            )  # Lightning's own refuses fused optimizers under mixed precision
 
         def on_train_batch_end(self, outputs: Any, batch: Any, place: int) -> None:
             if (place + 1) % accumulation == 0:
                 cell.marks.step_ends()
 
     trainer = lightning.Trainer(
-        max_steps=cell.steps, accumulate_grad_batches=accumulation, precision="bf16-mixed", logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(cell.work),
-    )  # fmt: skip
+        max_steps=cell.steps,
+        accumulate_grad_batches=accumulation,
+        precision="bf16-mixed",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=str(cell.work),
+    )
     trainer.fit(Module(), loader(cell))
 
 
@@ -235,14 +289,25 @@ def train(told: dict[str, Any]) -> dict[str, Any]:
     torch.set_float32_matmul_precision("high")
     shared = Path(told["folder"]) / told["size"]
     compiled = CUDA if told["compile"] == "auto" else told["compile"] == "on"
-    cell = Cell(SIZES[told["size"]], told["steps"], compiled, str(shared / "weights"), str(shared / "data"), Path(told["work"]), Marks(told["started"]), [])
+    cell = Cell(
+        SIZES[told["size"]],
+        told["steps"],
+        compiled,
+        str(shared / "weights"),
+        str(shared / "data"),
+        Path(told["work"]),
+        Marks(told["started"]),
+        [],
+    )
     TRAIN[told["peer"]](cell)
     seconds = cell.marks.seconds()
     losses = torch.stack([one.double().cpu() for one in cell.losses]).view(cell.steps, -1).sum(1).tolist()
     return {
-        "first_s": round(cell.marks.first_s, 2), "step_s": [round(one, 5) for one in seconds], "losses": [round(one, 5) for one in losses],
+        "first_s": round(cell.marks.first_s, 2),
+        "step_s": [round(one, 5) for one in seconds],
+        "losses": [round(one, 5) for one in losses],
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if CUDA else None,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

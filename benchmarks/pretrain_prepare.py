@@ -1,4 +1,6 @@
-"""What all cells of benchmarks/pretrain.py get: tokens, weights, and the card's own product to be measured by. Started by it, with a JSON argument."""
+"""What all cells of benchmarks/pretrain.py get: tokens, weights, and the card's own product to be measured by. Started
+by it, with a JSON argument.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def prepare(folder: Path, sizes: list[str], steps: int) -> dict[str, Any]:
         make_weights(folder / name / "weights", SIZES[name])
     found = {name: version(name) for name in VERSIONS}
     device = torch.cuda.get_device_name() if CUDA else f"CPU, {len(os.sched_getaffinity(0))} cores"
-    return {"device": device, "product_tflops": product() if CUDA else None, "versions": {"python": sys.version.split()[0], **found}}
+    return {
+        "device": device,
+        "product_tflops": product() if CUDA else None,
+        "versions": {"python": sys.version.split()[0], **found},
+    }
 
 
 def version(name: str) -> str:
@@ -41,7 +47,9 @@ def make_tokens(folder: Path, size: Size, steps: int) -> None:
     from stoker.contract.wholefile import write_json
     from stoker.training.data import shards
 
-    count = max(steps, size.steps, size.parity) * size.rows * size.context + 1  # the same for short runs as for long ones: so their losses compare
+    count = (
+        max(steps, size.steps, size.parity) * size.rows * size.context + 1
+    )  # the same for short runs as for long ones: so their losses compare
     random = np.random.default_rng(SEED)
     weights = 1 / np.arange(3, size.vocabulary + 3) ** 1.05
     drawn = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(count))
@@ -55,9 +63,17 @@ def make_tokens(folder: Path, size: Size, steps: int) -> None:
     nothing = {"tokens": 0, "bytes": 0, "documents": 0, "inked": False, "shards": []}
     train = {"tokens": count, "bytes": count, "documents": 1, "inked": True, "shards": writer.close()}
     manifest = {
-        "schema": shards.SCHEMA, "key": "made-up", "kind": "stream", "context": None, "tokenizer_digest": "", "vocab_size": size.vocabulary, "end_id": 0,
-        "dtype": dtype, "seconds": 0.0, "splits": {"train": train, "validation": nothing},
-    }  # fmt: skip
+        "schema": shards.SCHEMA,
+        "key": "made-up",
+        "kind": "stream",
+        "context": None,
+        "tokenizer_digest": "",
+        "vocab_size": size.vocabulary,
+        "end_id": 0,
+        "dtype": dtype,
+        "seconds": 0.0,
+        "splits": {"train": train, "validation": nothing},
+    }
     write_json(str(folder / shards.MANIFEST), manifest)
 
 
@@ -68,9 +84,16 @@ def make_weights(folder: Path, size: Size) -> None:
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     config_kind, model_kind = kinds[size.family]
     config = config_kind(
-        vocab_size=size.vocabulary, hidden_size=size.dim, intermediate_size=size.ff, num_hidden_layers=size.layers, num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads, head_dim=size.head_dim, max_position_embeddings=size.context, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=size.vocabulary,
+        hidden_size=size.dim,
+        intermediate_size=size.ff,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=size.context,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(SEED)
     with torch.device("cuda" if CUDA else "cpu"):
         model = model_kind(config)

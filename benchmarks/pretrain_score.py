@@ -51,7 +51,9 @@ SIZES = {
     "S": Size("llama", 12, 768, 2048, 12, 12, 64, 50304, micro=32, steps=24, warm=6, parity=50),
     "M": Size("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, micro=8, steps=8, warm=3, parity=10),
     "L": Size("llama", 16, 2048, 8192, 32, 8, 64, 128256, micro=8, steps=7, warm=3, parity=10),
-    "T": Size("qwen3", 2, 64, 128, 4, 2, 16, 512, micro=4, steps=8, warm=3, parity=20, context=64, step_tokens=1024),  # for a machine without GPU
+    "T": Size(
+        "qwen3", 2, 64, 128, 4, 2, 16, 512, micro=4, steps=8, warm=3, parity=20, context=64, step_tokens=1024
+    ),  # for a machine without GPU
 }
 
 
@@ -62,11 +64,22 @@ def finished(found: dict[str, Any], name: str, peer: str, turn: int, about: dict
     rate = size.step_tokens / statistics.median(timed)
     tflops = rate * size.flops_per_token / 1e12
     return {
-        "schema": SCHEMA, "size": name, "peer": peer, "round": turn, "micro": size.micro, "tok_s": round(rate, 1),
-        "tok_s_mean": round(size.step_tokens / statistics.mean(timed), 1), "timed_steps": len(timed), "tflops": round(tflops, 3),
-        "share": round(tflops / about["product_tflops"], 4) if about["product_tflops"] else None, "peak_gib": found["peak_gib"],
-        "first_s": found["first_s"], "step_s": found["step_s"], "losses": found["losses"], "about": about,
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "size": name,
+        "peer": peer,
+        "round": turn,
+        "micro": size.micro,
+        "tok_s": round(rate, 1),
+        "tok_s_mean": round(size.step_tokens / statistics.mean(timed), 1),
+        "timed_steps": len(timed),
+        "tflops": round(tflops, 3),
+        "share": round(tflops / about["product_tflops"], 4) if about["product_tflops"] else None,
+        "peak_gib": found["peak_gib"],
+        "first_s": found["first_s"],
+        "step_s": found["step_s"],
+        "losses": found["losses"],
+        "about": about,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +96,9 @@ class Parity:
     def __str__(self) -> str:
         if self.steps < self.wanted and self.largest <= self.gate:
             return f"Δ {self.largest:.4f} in {self.steps} steps"
-        return f"{'pass' if self.passed else '**fail**'}: Δ {self.largest:.4f} in {self.steps} steps (gate {self.gate:g})"
+        return (
+            f"{'pass' if self.passed else '**fail**'}: Δ {self.largest:.4f} in {self.steps} steps (gate {self.gate:g})"
+        )
 
 
 def compare(peer: str, losses: list[float], reference: list[float], wanted: int) -> Parity:
@@ -113,11 +128,16 @@ def later(cells: list[dict[str, Any]]) -> list[str]:
     """fp8 beside bf16 where both went further than the gate looks: the mean difference of ten steps at a time."""
     lines = []
     for size in dict.fromkeys(cell["size"] for cell in cells):
-        plain, eight = ([cell["losses"] for cell in cells if cell["size"] == size and cell["peer"] == peer] for peer in ("stoker", "stoker-fp8"))
+        plain, eight = (
+            [cell["losses"] for cell in cells if cell["size"] == size and cell["peer"] == peer]
+            for peer in ("stoker", "stoker-fp8")
+        )
         count = min((len(max(some, key=len)) for some in (plain, eight) if some), default=0) if plain and eight else 0
         if count < 20:
             continue
-        apart = [one - other for one, other in zip(max(eight, key=len)[:count], max(plain, key=len)[:count], strict=True)]
+        apart = [
+            one - other for one, other in zip(max(eight, key=len)[:count], max(plain, key=len)[:count], strict=True)
+        ]
         tens = [f"{at + 1}–{at + 10}: {statistics.mean(apart[at : at + 10]):+.4f}" for at in range(0, count - 9, 10)]
         lines.append(f"{size}: loss of fp8 less that of bf16, mean of steps {', '.join(tens)}")
     return lines
@@ -128,8 +148,13 @@ def table(cells: list[dict[str, Any]]) -> str:
     lines = []
     for text in dict.fromkeys(described(cell["about"]) for cell in cells):
         lines += [text, ""]
-    lines += ["| size | peer | tok/s | × HF tuned | TFLOP/s | share of the product | peak GiB | × HF tuned | first step s | × HF tuned | loss parity |",
-              "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        (
+            "| size | peer | tok/s | × HF tuned | TFLOP/s | share of the product | peak GiB | × HF tuned | first step s"
+            " | × HF tuned | loss parity |"
+        ),
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     gates = parities(cells)
     for size in dict.fromkeys(cell["size"] for cell in cells):
         for peer in PEERS:
@@ -137,11 +162,14 @@ def table(cells: list[dict[str, Any]]) -> str:
             if rate is None:
                 continue
             share, tflops = middle(cells, size, peer, "share"), middle(cells, size, peer, "tflops")
-            ratios = [ratio(value, middle(cells, size, REFERENCE, key)) for value, key in ((rate, "tok_s"), (memory, "peak_gib"), (first, "first_s"))]
+            ratios = [
+                ratio(value, middle(cells, size, REFERENCE, key))
+                for value, key in ((rate, "tok_s"), (memory, "peak_gib"), (first, "first_s"))
+            ]
             parity = "the reference" if peer == REFERENCE else str(gates.get((size, peer), "–"))
             lines.append(
-                f"| {size} | {peer} | {rate:,.0f} | {ratios[0]} | {number(tflops, 1)} | {number(share, 3)} | {number(memory, 1)} | {ratios[1]} "
-                f"| {number(first, 1)} | {ratios[2]} | {parity} |"
+                f"| {size} | {peer} | {rate:,.0f} | {ratios[0]} | {number(tflops, 1)} | {number(share, 3)} |"
+                f" {number(memory, 1)} | {ratios[1]} | {number(first, 1)} | {ratios[2]} | {parity} |"
             )
     return "\n".join(lines)
 

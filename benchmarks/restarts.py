@@ -1,10 +1,12 @@
-"""Restart after SIGKILL of a random rank at a random step: how often it is clean, and how soon the next attempt makes its first step.
+"""Restart after SIGKILL of a random rank at a random step: how often it is clean, and how soon the next attempt makes
+its first step.
 
     python benchmarks/restarts.py                  20 runs under stoker: about 6 minutes
     python benchmarks/restarts.py --torchrun 12    and 12 under torchrun: up to 20 minutes more
 
-Clean is: completed, with exactly one restart. The bar: from the kill to the first step again at most one rank start + 0.5 s, a rank start
-being what the same run needed from the beginning of its first attempt to the first step. Both are counted until every rank has stepped.
+Clean is: completed, with exactly one restart. The bar: from the kill to the first step again at most one rank start +
+0.5 s, a rank start being what the same run needed from the beginning of its first attempt to the first step. Both are
+counted until every rank has stepped.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ def once(bench: Trials, way: str, draw: random.Random) -> Restart:
         time.sleep(within * 0.05)
         killed = time.time()
         if not trial.strike(rank, "SIGKILL"):
-            raise SystemExit(f"{way}: rank {rank} was gone before it could be killed; its output is lost with {trial.dir}")
+            raise SystemExit(
+                f"{way}: rank {rank} was gone before it could be killed; its output is lost with {trial.dir}"
+            )
         _until(trial, lambda: False)
         code = trial.ended()
         seen = _by_events(trial, killed) if way == STOKER else _by_steps(trial, killed)
@@ -75,7 +79,9 @@ def _until(trial: Trial, there: Callable[[], bool]) -> None:
 
 
 def _by_events(trial: Trial, killed: float) -> tuple[int, float | None, float | None, float | None, str]:
-    """(restarts, from the kill to the next attempt, one rank start, from the kill to the first step again, the verdict) as stoker recorded them."""
+    """(restarts, from the kill to the next attempt, one rank start, from the kill to the first step again, the verdict)
+    as stoker recorded them.
+    """
     run_dir = trial.dir / "runs" / "latest"
     attempts: list[dict[str, Any]] = []
     restarts = 0
@@ -97,26 +103,51 @@ def _by_events(trial: Trial, killed: float) -> tuple[int, float | None, float | 
 
 
 def _by_steps(trial: Trial, killed: float) -> tuple[int, float | None, float | None, float | None, str]:
-    """The same from rank 0's own log: torchrun keeps none. Its start counts from the launch, so it holds torchrun's own."""
+    """The same from rank 0's own log: torchrun keeps none. Its start counts from the launch, so it holds torchrun's
+    own.
+    """
     steps = trial.steps()
     launched = time.time() - (time.monotonic() - trial.began)
     again = next((step.time for step in steps if step.attempt > 0), None)
-    return max(step.attempt for step in steps), None, steps[0].time - launched, None if again is None else again - killed, ""
+    return (
+        max(step.attempt for step in steps),
+        None,
+        steps[0].time - launched,
+        None if again is None else again - killed,
+        "",
+    )
 
 
 def report(where: Setting, found: list[Restart]) -> str:
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     lines += [f"{note}  " for note in where.notes]
-    lines += ["Medians (max).", "", "| launcher | clean | kill to the next attempt | one start | kill to the first step again | that less one start | bar | |"]
+    lines += [
+        "Medians (max).",
+        "",
+        (
+            "| launcher | clean | kill to the next attempt | one start | kill to the first step again | that less one"
+            " start | bar | |"
+        ),
+    ]
     lines += ["|---|---|---|---|---|---|---|---|"]
     for way in (STOKER, TORCHRUN):
         mine = [one for one in found if one.way == way]
         if mine:
-            cells = [_middle([getattr(one, name) for one in mine]) for name in ("begun_s", "start_s", "again_s", "over_s")]
+            cells = [
+                _middle([getattr(one, name) for one in mine]) for name in ("begun_s", "start_s", "again_s", "over_s")
+            ]
             bar, met = (f"all clean, ≤ {BAR_S:+} s", "✓" if good(mine) else "✗ missed") if way == STOKER else ("–", "")
-            lines.append(f"| {way} | {sum(one.clean for one in mine)} of {len(mine)} | {' | '.join(cells)} | {bar} | {met} |")
+            lines.append(
+                f"| {way} | {sum(one.clean for one in mine)} of {len(mine)} | {' | '.join(cells)} | {bar} | {met} |"
+            )
     lines += [
-        f"- {one.way}, rank {one.rank} killed after step {one.step}: {_ended(one)}, {one.restarts} restart(s){'; ' + one.said if one.said else ''}"
+        f"- {one.way}, rank {one.rank} killed after step {one.step}: {_ended(one)}, {one.restarts}"
+        f" restart(s){'; ' + one.said if one.said else ''}"
         for one in found
         if not one.clean
     ]
@@ -139,7 +170,9 @@ def _middle(values: list[float | None]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20, metavar="N", help="under stoker (default 20)")
-    parser.add_argument("--torchrun", type=int, default=0, metavar="N", help="under torchrun, for comparison (default 0)")
+    parser.add_argument(
+        "--torchrun", type=int, default=0, metavar="N", help="under torchrun, for comparison (default 0)"
+    )
     parser.add_argument("--ranks", type=int, default=2, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -148,7 +181,12 @@ def main() -> int:
     found: list[Restart] = []
     with tempfile.TemporaryDirectory(prefix="restarts-") as folder:
         bench = trials(folder, told.ranks)
-        notes = (f"{told.ranks} CPU ranks, gloo DDP, {STEPS} steps of 50 ms, --max-restarts {MAX_RESTARTS}, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",)
+        notes = (
+            (
+                f"{told.ranks} CPU ranks, gloo DDP, {STEPS} steps of 50 ms, --max-restarts {MAX_RESTARTS}, seed"
+                f" {told.seed}; load {os.getloadavg()[0]:.2f}."
+            ),
+        )
         where = replace(setting(bench), notes=notes)
         for way, times in ((STOKER, told.times), (TORCHRUN, told.torchrun)):
             draw = random.Random(told.seed)
@@ -156,10 +194,16 @@ def main() -> int:
                 one = once(bench, way, draw)
                 found.append(one)
                 over = "–" if one.over_s is None else f"{one.over_s:+.2f} s"
-                print(f"{way} {number + 1}/{times}: {_ended(one)}, {one.restarts} restart(s), {over}", file=sys.stderr, flush=True)
+                print(
+                    f"{way} {number + 1}/{times}: {_ended(one)}, {one.restarts} restart(s), {over}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print(report(where, found))
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), "restarts": [asdict(one) for one in found]}, indent=1) + "\n")
+        told.json.write_text(
+            json.dumps({"schema": 1, **asdict(where), "restarts": [asdict(one) for one in found]}, indent=1) + "\n"
+        )
     return 0 if good([one for one in found if one.way == STOKER]) else 1
 
 

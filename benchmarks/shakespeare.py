@@ -1,9 +1,11 @@
-"""Learning is right, not only fast: nanoGPT's Shakespeare sizes on the same bytes, 90/10, and the seconds to its published loss.
+"""Learning is right, not only fast: nanoGPT's Shakespeare sizes on the same bytes, 90/10, and the seconds to its
+published loss.
 
     python benchmarks/shakespeare.py shakespeare.txt            # the GPU's size where there is one, else the CPU's
     python benchmarks/shakespeare.py shakespeare.txt --size cpu
 
-Counts from the command, imports and data included, to the first validation at or below the bound. Other keys go through to the recipe.
+Counts from the command, imports and data included, to the first validation at or below the bound. Other keys go through
+to the recipe.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 BOUNDS = {"gpu": 1.47, "cpu": 1.88}  # nats per byte: nanoGPT publishes 1.4697 and 1.88
-PEER_S = {"gpu": 59.2}  # nanoGPT's own script to its best, step 1,750: that share of the 169 s of its 5,000 steps (H200); not timed by itself
+PEER_S = {
+    "gpu": 59.2
+}  # nanoGPT's own script to its best, step 1,750: that share of the 169 s of its 5,000 steps (H200); not timed by itself
 
 
 def main() -> int:
@@ -32,14 +36,29 @@ def main() -> int:
     for _ in range(told.rounds):
         with tempfile.TemporaryDirectory() as work:  # a cold cache of data each time
             began = time.time()
-            command = [sys.executable, "-m", "stoker", "train", "pretrain", "--config", str(HERE / "configs" / f"shakespeare-{told.size}.yaml"),
-                       "--data", str(told.text.resolve()), "--quiet", "--show", "none", *more]  # fmt: skip
+            command = [
+                sys.executable,
+                "-m",
+                "stoker",
+                "train",
+                "pretrain",
+                "--config",
+                str(HERE / "configs" / f"shakespeare-{told.size}.yaml"),
+                "--data",
+                str(told.text.resolve()),
+                "--quiet",
+                "--show",
+                "none",
+                *more,
+            ]
             env = {**os.environ, "PYTHONPATH": f"{HERE.parent / 'src'}:{os.environ.get('PYTHONPATH', '')}"}
             done = subprocess.run(command, cwd=work, env=env, check=False)
             if done.returncode:
                 return done.returncode
             whole = time.time() - began
-            lines = [json.loads(line) for line in (Path(work) / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()]
+            lines = [
+                json.loads(line) for line in (Path(work) / "runs" / "latest" / "metrics.jsonl").read_text().splitlines()
+            ]
         seen = [(line["step"] + 1, line["val_loss"], line["time"] - began) for line in lines if "val_loss" in line]
         bound = BOUNDS[told.size]
         reached = next((one for one in seen if one[1] <= bound), None)

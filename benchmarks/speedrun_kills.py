@@ -1,12 +1,14 @@
-"""SIGKILL of a speedrun at random moments, of the command, of a stage's launcher or of a rank: does the same command always finish, with the same results?
+"""SIGKILL of a speedrun at random moments, of the command, of a stage's launcher or of a rank: does the same command
+always finish, with the same results?
 
     python benchmarks/speedrun_kills.py                     10 kills: 25 to 30 minutes on 2 cores
     python benchmarks/speedrun_kills.py --kills 2           a try
     python benchmarks/speedrun_kills.py --jobs 6            on a machine with 12 cores
 
-A short chain (all 16 stages, few steps, deterministic) runs once with nobody touching it. Then each trial starts the same chain in a folder of its own,
-kills at a random moment (a stage by its share of that time, then a share of the stage), and gives the same command until it ends with 0. Each result.json
-must be the uninterrupted chain's, times apart, and so must the report's tables.
+A short chain (all 16 stages, few steps, deterministic) runs once with nobody touching it. Then each trial starts the
+same chain in a folder of its own, kills at a random moment (a stage by its share of that time, then a share of the
+stage), and gives the same command until it ends with 0. Each result.json must be the uninterrupted chain's, times
+apart, and so must the report's tables.
 """
 
 from __future__ import annotations
@@ -65,7 +67,14 @@ class Chain:
         # One thread a rank: sums in another order would be other bits.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         with open(self.folder / "output.txt", "ab") as output:
-            self.process = subprocess.Popen(command(self._ranks), cwd=self.folder, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
+            self.process = subprocess.Popen(
+                command(self._ranks),
+                cwd=self.folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
 
     def wait(self, seconds: float) -> int | None:
         assert self.process is not None
@@ -154,11 +163,15 @@ def whole(chain: Chain) -> float:
     chain.start()
     code = chain.wait(CAP_S)
     if code != 0:
-        raise WentWrong(f"the uninterrupted chain ended with {code}: {(chain.folder / 'output.txt').read_text()[-1500:]}")
+        raise WentWrong(
+            f"the uninterrupted chain ended with {code}: {(chain.folder / 'output.txt').read_text()[-1500:]}"
+        )
     return time.monotonic() - began
 
 
-def trial(folder: Path, ranks: int, who: str, moment: tuple[str, float], expected: dict[str, Any], lines: list[str]) -> Kill:
+def trial(
+    folder: Path, ranks: int, who: str, moment: tuple[str, float], expected: dict[str, Any], lines: list[str]
+) -> Kill:
     chain = Chain(folder, ranks)
     try:
         began = time.monotonic()
@@ -186,7 +199,10 @@ def trial(folder: Path, ranks: int, who: str, moment: tuple[str, float], expecte
             starts += 1
             code = chain.wait(CAP_S)
         if code != 0:
-            raise WentWrong(f"{folder.name}: {who} killed in {stage}: the same command ends with {code}: {(folder / 'output.txt').read_text()[-1500:]}")
+            raise WentWrong(
+                f"{folder.name}: {who} killed in {stage}: the same command ends with {code}:"
+                f" {(folder / 'output.txt').read_text()[-1500:]}"
+            )
         found = chain.results()
         differing = [name for name in expected if found.get(name) != expected[name]]
         if differing:
@@ -213,7 +229,9 @@ def main() -> int:
     draw = random.Random(told.seed)
     with tempfile.TemporaryDirectory(prefix="speedrun-kills-") as name:
         folder = Path(name)
-        notes = (f"{told.ranks} CPU ranks, {told.jobs} trial(s) at a time, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",)
+        notes = (
+            f"{told.ranks} CPU ranks, {told.jobs} trial(s) at a time, seed {told.seed}; load {os.getloadavg()[0]:.2f}.",
+        )
         where = replace(setting(trials(name, told.ranks)), notes=notes)
         chain = Chain(folder / "uninterrupted", told.ranks)
         kills: list[Kill] = []
@@ -222,14 +240,26 @@ def main() -> int:
             took = whole(chain)
             expected, lines, seconds = chain.results(), chain.report(), chain.seconds()
             if len(lines) < 5 or len(expected) < 14:
-                raise WentWrong(f"the uninterrupted chain has {len(expected)} results and a report's table of {len(lines)} lines")
+                raise WentWrong(
+                    f"the uninterrupted chain has {len(expected)} results and a report's table of {len(lines)} lines"
+                )
             print(f"uninterrupted: {took:.0f} s, {len(expected)} stages", file=sys.stderr, flush=True)
             with concurrent.futures.ThreadPoolExecutor(told.jobs) as pool:
                 waiting = []
                 for number in range(told.kills):
                     stage = draw.choices(list(seconds), list(seconds.values()))[0]
                     moment = stage, draw.random() * seconds[stage]
-                    waiting.append(pool.submit(trial, folder / f"trial-{number}", told.ranks, TARGETS[number % len(TARGETS)], moment, expected, lines))
+                    waiting.append(
+                        pool.submit(
+                            trial,
+                            folder / f"trial-{number}",
+                            told.ranks,
+                            TARGETS[number % len(TARGETS)],
+                            moment,
+                            expected,
+                            lines,
+                        )
+                    )
                 for one in concurrent.futures.as_completed(waiting):
                     try:
                         kills.append(one.result())
@@ -241,15 +271,36 @@ def main() -> int:
             wrong.append(str(problem))
         finally:
             chain.close()
-    lines = [f"Hardware: {where.hardware}  ", f"Software: {where.software}  ", f"Commit: {where.commit}, {where.date}  ", f"Command: `{where.command}`  "]
+    lines = [
+        f"Hardware: {where.hardware}  ",
+        f"Software: {where.software}  ",
+        f"Commit: {where.commit}, {where.date}  ",
+        f"Command: `{where.command}`  ",
+    ]
     killed = [one for one in kills if one.who in TARGETS]
     rows = [f"| {one.who} | {one.stage or 'between two'} | {one.after_s:.0f} s | {one.starts} |" for one in killed]
-    print("\n".join([*lines, *where.notes, "", "| killed | in stage | after | starts of the command |", "|---|---|---|---|", *rows]))
+    print(
+        "\n".join(
+            [
+                *lines,
+                *where.notes,
+                "",
+                "| killed | in stage | after | starts of the command |",
+                "|---|---|---|---|",
+                *rows,
+            ]
+        )
+    )
     print(f"\n{len(killed)} killed, {len(kills) - len(killed)} met nobody to kill, {len(wrong)} went wrong")
     for problem in wrong:
         print(f"✗ {problem}")
     if told.json:
-        told.json.write_text(json.dumps({"schema": 1, **asdict(where), "kills": [asdict(one) for one in kills], "wrong": wrong}, indent=1) + "\n")
+        told.json.write_text(
+            json.dumps(
+                {"schema": 1, **asdict(where), "kills": [asdict(one) for one in kills], "wrong": wrong}, indent=1
+            )
+            + "\n"
+        )
     return 1 if wrong or len(killed) < told.kills else 0
 
 

@@ -68,11 +68,24 @@ class Stoker:
         (self.cwd / name).write_text(text)
         return name
 
-    def __call__(self, *args: str, env: dict[str, str] | None = None, timeout: float = 120, stdin: Any = subprocess.DEVNULL, **more: Any) -> Done:
+    def __call__(
+        self,
+        *args: str,
+        env: dict[str, str] | None = None,
+        timeout: float = 120,
+        stdin: Any = subprocess.DEVNULL,
+        **more: Any,
+    ) -> Done:
         done = subprocess.run(
-            [sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, capture_output=True, timeout=timeout,
-            stdin=stdin, check=False, **more,
-        )  # fmt: skip
+            [sys.executable, "-m", "stoker", *args],
+            cwd=self.cwd,
+            env={**self.env, **(env or {})},
+            capture_output=True,
+            timeout=timeout,
+            stdin=stdin,
+            check=False,
+            **more,
+        )
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
@@ -92,7 +105,9 @@ class Stoker:
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **more}
-        return subprocess.Popen([sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, **given)
+        return subprocess.Popen(
+            [sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, **given
+        )
 
     @property
     def latest(self) -> Path:
@@ -105,11 +120,24 @@ class Stoker:
 def forget_verdict(run_dir: Path) -> Path:
     """As if the launcher had died before it: no verdict event, and verdict.json under the name that is returned."""
     events = run_dir / "events.jsonl"
-    events.write_text("".join(line for line in events.read_text().splitlines(keepends=True) if '"event": "verdict"' not in line))
+    events.write_text(
+        "".join(line for line in events.read_text().splitlines(keepends=True) if '"event": "verdict"' not in line)
+    )
     return (run_dir / "verdict.json").rename(run_dir / "verdict-kept.json")
 
 
-_CLEAR = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "NUM_GPUS", "CUDA_VISIBLE_DEVICES", "STOKER_", "PET_")
+_CLEAR = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NPROC_PER_NODE",
+    "NUM_GPUS",
+    "CUDA_VISIBLE_DEVICES",
+    "STOKER_",
+    "PET_",
+)
 
 
 @pytest.fixture
@@ -148,17 +176,33 @@ def wait_for(look: Callable[[], Any], seconds: float) -> Any:
 
 def gpu_json(index: int, **more: Any) -> dict[str, Any]:
     return {
-        "index": index, "uuid": f"GPU-{index}{index}{index}{index}0000-aaaa-bbbb-cccc-00000000000{index}", "name": "NVIDIA A40",
-        "memory_total": 48 * 10**9, "memory_used": 10**8, "utilization": 0, "compute_mode": "default", "pci": f"00000000:0{index}:00.0", "holders": [], **more,
-    }  # fmt: skip
+        "index": index,
+        "uuid": f"GPU-{index}{index}{index}{index}0000-aaaa-bbbb-cccc-00000000000{index}",
+        "name": "NVIDIA A40",
+        "memory_total": 48 * 10**9,
+        "memory_used": 10**8,
+        "utilization": 0,
+        "compute_mode": "default",
+        "pci": f"00000000:0{index}:00.0",
+        "holders": [],
+        **more,
+    }
 
 
 def machine_json(gpus: int | list[dict[str, Any]], **more: Any) -> dict[str, Any]:
     cards = [gpu_json(n) for n in range(gpus)] if isinstance(gpus, int) else gpus
     return {
-        "schema": 1, "hostname": "box", "cores": 8, "memory_total": 512 * 10**9, "memory_available": 500 * 10**9, "gpus": cards,
-        "driver": "580.65" if cards else None, "max_processes": 30000, "max_files": 1_000_000, **more,
-    }  # fmt: skip
+        "schema": 1,
+        "hostname": "box",
+        "cores": 8,
+        "memory_total": 512 * 10**9,
+        "memory_available": 500 * 10**9,
+        "gpus": cards,
+        "driver": "580.65" if cards else None,
+        "max_processes": 30000,
+        "max_files": 1_000_000,
+        **more,
+    }
 
 
 @pytest.fixture

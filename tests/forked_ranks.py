@@ -59,7 +59,9 @@ class Server:
         """The ranks' pids."""
         assert self._process.stdin is not None
         folder.mkdir(parents=True, exist_ok=True)
-        self._process.stdin.write(json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"ranks": ranks, "folder": str(folder), "port": free_port(), **job}) + "\n"
+        )
         self._process.stdin.flush()
         self._pids: list[int] = self._read()
         return self._pids
@@ -87,9 +89,15 @@ class Server:
 @contextmanager
 def server(text: str) -> Iterator[Server]:
     """`text`: a `program`."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith(("STOKER_", "RANK", "WORLD_SIZE", "MASTER_", "CUDA_"))
+    }
     env |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        [sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+    )
     yield Server(process)
     assert process.stdin is not None
     process.stdin.close()

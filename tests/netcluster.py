@@ -1,8 +1,8 @@
 """A cluster on one Linux machine: each host is a network namespace with its own address, sshd, home, working directory and hostname.
 
-    test ── bridge ─┬─ 10.x.y.1      The test is on the bridge too (10.x.y.254) and reaches every host by ssh.
-                    ├─ 10.x.y.2      All hosts share one hostname that resolves nowhere, as cloned images do.
-                    └─ 10.x.y.3      Faults are real ones: links go down, packets vanish, servers stop.
+test ── bridge ─┬─ 10.x.y.1      The test is on the bridge too (10.x.y.254) and reaches every host by ssh.
+                ├─ 10.x.y.2      All hosts share one hostname that resolves nowhere, as cloned images do.
+                └─ 10.x.y.3      Faults are real ones: links go down, packets vanish, servers stop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,12 @@ def why_not() -> str:
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if tried.returncode:
         return f"no network namespace may be made: {tried.stderr.strip()}"
-    veth = subprocess.run(["ip", "-n", name, "link", "add", "stk0", "type", "veth", "peer", "name", "stk1"], capture_output=True, text=True, check=False)
+    veth = subprocess.run(
+        ["ip", "-n", name, "link", "add", "stk0", "type", "veth", "peer", "name", "stk1"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     _run("ip", "netns", "del", name)
     return f"no veth pair may be made: {veth.stderr.strip()}" if veth.returncode else ""
 
@@ -83,8 +88,9 @@ class NetCluster:
         self._started: list[subprocess.Popen[bytes]] = []
         self._chains: set[tuple[str, str]] = set()  # nft's: (namespace, chain)
         self.hosts = [
-            NetHost(f"{self.net}.{n + 1}", f"{self.tag}n{n}", f"{self.tag}v{n}", folder / f"host{n}") for n in range(count)
-        ]  # fmt: skip
+            NetHost(f"{self.net}.{n + 1}", f"{self.tag}n{n}", f"{self.tag}v{n}", folder / f"host{n}")
+            for n in range(count)
+        ]
         self._key("id")
         self.identity = folder / "id"
 
@@ -111,7 +117,7 @@ class NetCluster:
         lines = (f"{host.address} {(host.folder / 'host_key.pub').read_text()}" for host in self.hosts)
         (self.folder / "known_hosts").write_text("".join(lines))
         (self.folder / "ssh_config").write_text(
-            f"Host *\n  UserKnownHostsFile \"{self.folder}/known_hosts\"\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  User root\n"
+            f'Host *\n  UserKnownHostsFile "{self.folder}/known_hosts"\n  GlobalKnownHostsFile /dev/null\n  IdentitiesOnly yes\n  User root\n'
         )
         for n in range(len(self.hosts)):
             self.start_sshd(n)
@@ -137,7 +143,9 @@ class NetCluster:
                 child.kill()
                 child.wait()
         for host in self.hosts:
-            wait_for(lambda host=host: True if not self._kill_all(host) else None, 5)  # again: one may have forked meanwhile
+            wait_for(
+                lambda host=host: True if not self._kill_all(host) else None, 5
+            )  # again: one may have forked meanwhile
             if host.server is not None:
                 host.server.wait()
             # Forgiving: a cluster that could not be built, or is closed already, is removed as far as it stands.
@@ -158,7 +166,14 @@ class NetCluster:
 
     # ---- using it ----
 
-    def file(self, slots: Sequence[int | None] = (2, 1, 1), *, name: str = "cluster.yaml", per_host: Sequence[dict[str, Any]] = (), **extra: Any) -> Path:
+    def file(
+        self,
+        slots: Sequence[int | None] = (2, 1, 1),
+        *,
+        name: str = "cluster.yaml",
+        per_host: Sequence[dict[str, Any]] = (),
+        **extra: Any,
+    ) -> Path:
         """A hosts file that reaches the first len(slots) hosts. `extra` goes to the defaults (workdir too), `per_host` to each host's own entry."""
         entries = []
         for n, (host, count) in enumerate(zip(self.hosts, slots, strict=False)):
@@ -170,7 +185,11 @@ class NetCluster:
             entries.append({**entry, **(per_host[n] if n < len(per_host) else {})})
         defaults = {"port": SSH_PORT, "identity": str(self.identity), "python": sys.executable, **extra}
         path = self.folder / name
-        path.write_text(json.dumps({"ssh_config": str(self.folder / "ssh_config"), "defaults": defaults, "hosts": entries}, indent=1))
+        path.write_text(
+            json.dumps(
+                {"ssh_config": str(self.folder / "ssh_config"), "defaults": defaults, "hosts": entries}, indent=1
+            )
+        )
         return path
 
     def run_in(self, i: int, argv: Sequence[str], **kw: Any) -> subprocess.CompletedProcess[str]:
@@ -195,7 +214,10 @@ class NetCluster:
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 try:
-                    if os.stat(f"/proc/{entry}/ns/net").st_ino == mine and Path(f"/proc/{entry}/comm").read_text().startswith("sshd") == sshd:
+                    if (
+                        os.stat(f"/proc/{entry}/ns/net").st_ino == mine
+                        and Path(f"/proc/{entry}/comm").read_text().startswith("sshd") == sshd
+                    ):
                         found.append(int(entry))
                 except OSError:  # it ended meanwhile, or is not ours to look at and so not ours at all
                     continue
@@ -207,13 +229,18 @@ class NetCluster:
         host = self.hosts[i]
         given = " ".join(f'"{name}={value}"' for name, value in host.env.items())
         (host.folder / "sshd_config").write_text(
-            f"Port {SSH_PORT}\nListenAddress {host.address}\nHostKey \"{host.folder}/host_key\"\nAuthorizedKeysFile \"{self.identity}.pub\"\nPidFile none\n"
+            f'Port {SSH_PORT}\nListenAddress {host.address}\nHostKey "{host.folder}/host_key"\nAuthorizedKeysFile "{self.identity}.pub"\nPidFile none\n'
             f"StrictModes no\nUsePAM no\nPermitRootLogin yes\nPasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\nSetEnv {given}\n"
             + "".join(f"{line}\n" for line in host.sshd_lines)
         )
         assert SSHD is not None
         with open(host.folder / "sshd.log", "ab") as log:
-            host.server = subprocess.Popen(host.enter([SSHD, "-D", "-e", "-f", str(host.folder / "sshd_config")]), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            host.server = subprocess.Popen(
+                host.enter([SSHD, "-D", "-e", "-f", str(host.folder / "sshd_config")]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         listens = wait_for(lambda: True if self._sshd_listens(host) else None, 10)
         assert listens, (host.folder / "sshd.log").read_text()
 
@@ -268,7 +295,19 @@ class NetCluster:
 
     def delay(self, i: int, ms: float) -> None:
         """What host i sends is late."""
-        argv = ["tc", "-n", self.hosts[i].namespace, "qdisc", "replace", "dev", "eth0", "root", "netem", "delay", f"{ms}ms"]
+        argv = [
+            "tc",
+            "-n",
+            self.hosts[i].namespace,
+            "qdisc",
+            "replace",
+            "dev",
+            "eth0",
+            "root",
+            "netem",
+            "delay",
+            f"{ms}ms",
+        ]
         tried = subprocess.run(argv, capture_output=True, text=True, check=False)
         if tried.returncode:
             pytest.skip(f"this kernel can't delay packets (netem): {tried.stderr.strip()}")
@@ -285,7 +324,20 @@ class NetCluster:
             return
         # Without nft the answers vanish instead: target's own connections from these local ports fail, too. `ip rule` takes no range up to 65535.
         reach = ports.replace("-65535", "-65534")
-        _run("ip", "-n", self.hosts[target].namespace, "rule", "add", "to", address, "ipproto", "tcp", "sport", reach, "blackhole")
+        _run(
+            "ip",
+            "-n",
+            self.hosts[target].namespace,
+            "rule",
+            "add",
+            "to",
+            address,
+            "ipproto",
+            "tcp",
+            "sport",
+            reach,
+            "blackhole",
+        )
 
     def mtu_hole(self, i: int, mtu: int = 1400) -> None:
         """Packets longer than this vanish on host i's cable without ICMP, both directions; its interface still says 1500."""
@@ -306,7 +358,11 @@ class NetCluster:
         made = ("" if bridge_end else host.namespace, chain)
         if made not in self._chains:
             self._chains.add(made)
-            _run(*inside, "nft", f"add table netdev {self.tag}; add chain netdev {self.tag} {chain} {{ type filter hook ingress device {device} priority 0; }}")
+            _run(
+                *inside,
+                "nft",
+                f"add table netdev {self.tag}; add chain netdev {self.tag} {chain} {{ type filter hook ingress device {device} priority 0; }}",
+            )
         _run(*inside, "nft", f"add rule netdev {self.tag} {chain} {rule}")
 
     def heal(self, i: int) -> None:
@@ -318,14 +374,18 @@ class NetCluster:
             _run("nft", f"flush chain netdev {self.tag} {host.link}")
         # Deleting fails where there is none of ours: that is what is wanted.
         subprocess.run(["tc", "qdisc", "del", "dev", host.link, "root"], capture_output=True, check=False)
-        subprocess.run(["tc", "-n", host.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True, check=False)
+        subprocess.run(
+            ["tc", "-n", host.namespace, "qdisc", "del", "dev", "eth0", "root"], capture_output=True, check=False
+        )
         self.mend(i)
 
 
 def connects(cluster: NetCluster, source: int, target: int, port: int, seconds: float = 2.0) -> str:
     """ "yes", or the error of a TCP connection from one host to another."""
     script = "import socket, sys\ntry: socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])); print('yes')\nexcept OSError as e: print(e)\n"
-    return cluster.run_in(source, [sys.executable, "-S", "-c", script, cluster.hosts[target].address, str(port), str(seconds)]).stdout.strip()
+    return cluster.run_in(
+        source, [sys.executable, "-S", "-c", script, cluster.hosts[target].address, str(port), str(seconds)]
+    ).stdout.strip()
 
 
 @pytest.fixture

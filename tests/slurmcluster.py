@@ -19,7 +19,10 @@ import pytest
 from conftest import wait_for
 
 _PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-PROGRAMS = {name: shutil.which(name, path=_PATH) for name in ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "scancel")}
+PROGRAMS = {
+    name: shutil.which(name, path=_PATH)
+    for name in ("munged", "slurmctld", "slurmd", "slurmstepd", "sbatch", "srun", "scontrol", "scancel")
+}
 GPUS = 2  # on each node, as far as Slurm knows: character devices stand in for cards
 
 
@@ -43,13 +46,25 @@ class SlurmCluster:
         (home / "munge.key").write_bytes(os.urandom(128))
         (home / "munge.key").chmod(0o400)
         self._configure(_free_ports(3))
-        self._spawn("munged", "--foreground", "--force", f"--key-file={home}/munge.key", f"--socket={home}/munge.sock", f"--pid-file={home}/munged.pid",
-                    f"--log-file={home}/munged.log", f"--seed-file={home}/munged.seed", "--num-threads=2")  # fmt: skip
+        self._spawn(
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={home}/munge.key",
+            f"--socket={home}/munge.sock",
+            f"--pid-file={home}/munged.pid",
+            f"--log-file={home}/munged.log",
+            f"--seed-file={home}/munged.seed",
+            "--num-threads=2",
+        )
         self._until((home / "munge.sock").exists, "munged")
         self._spawn("slurmctld", "-D", "-i", "-f", self.env["SLURM_CONF"])
         for node in self.nodes:
             self._spawn("slurmd", "-D", "-N", node, "-f", self.env["SLURM_CONF"], log=node)
-        self._until(lambda: self.ask("sinfo", "--noheader", "-o", "%T %D").split() == ["idle", str(len(self.nodes))], "the nodes")
+        self._until(
+            lambda: self.ask("sinfo", "--noheader", "-o", "%T %D").split() == ["idle", str(len(self.nodes))],
+            "the nodes",
+        )
 
     def _configure(self, ports: list[int]) -> None:
         home = self.home
@@ -94,7 +109,11 @@ PartitionName=main Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE Sta
         with open(self.home / f"{log or program}.out", "wb") as out:
             self._processes.append(
                 subprocess.Popen(
-                    [str(PROGRAMS[program]), *args], env={**os.environ, **self.env, "PATH": _PATH}, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                    [str(PROGRAMS[program]), *args],
+                    env={**os.environ, **self.env, "PATH": _PATH},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
                 )
             )
 
@@ -104,18 +123,30 @@ PartitionName=main Nodes={",".join(self.nodes)} Default=YES MaxTime=INFINITE Sta
 
     def ask(self, *argv: str) -> str:
         """What one of Slurm's programs prints; empty where it fails."""
-        done = subprocess.run(argv, env={**os.environ, **self.env}, capture_output=True, text=True, check=False, timeout=30)
+        done = subprocess.run(
+            argv, env={**os.environ, **self.env}, capture_output=True, text=True, check=False, timeout=30
+        )
         return done.stdout if done.returncode == 0 else ""
 
     def state(self, job: str) -> str:
-        return next((word[9:] for word in self.ask("scontrol", "--oneliner", "show", "job", job).split() if word.startswith("JobState=")), "")
+        return next(
+            (
+                word[9:]
+                for word in self.ask("scontrol", "--oneliner", "show", "job", job).split()
+                if word.startswith("JobState=")
+            ),
+            "",
+        )
 
     def cancel_all(self) -> None:
         """Between two tests: nothing of the one before is left in the queue or on a node."""
         jobs = self.ask("squeue", "--noheader", "--format=%A").split()
         if jobs:
             self.ask("scancel", *jobs)
-        assert wait_for(lambda: True if not self.ask("squeue", "--noheader", "--states=all", "--format=%T").count("ING") else None, 30), "a job does not end"
+        assert wait_for(
+            lambda: True if not self.ask("squeue", "--noheader", "--states=all", "--format=%T").count("ING") else None,
+            30,
+        ), "a job does not end"
 
     def stop(self) -> None:
         """slurmstepd processes are slurmd's own and outlive it: with no job left there are none."""

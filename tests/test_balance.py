@@ -38,7 +38,12 @@ from stoker.training.parallel.split import cut, even_micro  # noqa: E402
         (64, (12, 8, 8), None, (28, 18, 18)),
         (12, (3, 1), (7, 12), (7, 5)),  # a fast card with little memory
         (4, (100, 1, 1), None, (2, 1, 1)),  # nobody is left without
-        (2, (1, 5, 1), None, (0, 2, 0)),  # an epoch's last step, smaller than the ranks: what is there goes to who is done first
+        (
+            2,
+            (1, 5, 1),
+            None,
+            (0, 2, 0),
+        ),  # an epoch's last step, smaller than the ranks: what is there goes to who is done first
         (0, (2, 1), None, (0, 0)),
     ],
 )
@@ -59,16 +64,26 @@ def test_no_other_split_would_be_done_sooner() -> None:
         samples, speeds = draw.randint(3, 14), [draw.uniform(0.2, 4.0) for _ in range(3)]
         found = max(share / speed for share, speed in zip(apportion(samples, speeds), speeds, strict=True))
         others = ((a, b, samples - a - b) for a in range(1, samples - 1) for b in range(1, samples - a))
-        assert found == pytest.approx(min(max(n / speed for n, speed in zip(one, speeds, strict=True)) for one in others))
+        assert found == pytest.approx(
+            min(max(n / speed for n, speed in zip(one, speeds, strict=True)) for one in others)
+        )
 
 
 def test_every_sample_of_a_step_is_cut_to_one_rank_whatever_the_plan() -> None:
-    for samples, shares, micro in ((12, (9, 3), 4), (11, (9, 3), 4), (1, (9, 3), 8), (7, (5, 1, 6), 1), (12, (5, 1, 6), 8)):
+    for samples, shares, micro in (
+        (12, (9, 3), 4),
+        (11, (9, 3), 4),
+        (1, (9, 3), 8),
+        (7, (5, 1, 6), 1),
+        (12, (5, 1, 6), 8),
+    ):
         found = Plan(0, shares).of(samples)
         rows = []
         for rank in range(len(shares)):
             share = cut(found, rank, even_micro(shares[rank], micro))
-            assert share.micro <= micro and share.micro_steps >= 1, "what fits in memory, and the exchange needs all ranks"
+            assert share.micro <= micro and share.micro_steps >= 1, (
+                "what fits in memory, and the exchange needs all ranks"
+            )
             rows += [one for number in range(share.micro_steps) for one in range(*share.rows(number))]
         assert rows == list(range(samples))
 
@@ -78,7 +93,11 @@ RULE = [
     ("4 % is let be", [(1.0, 1.08)] * 100, []),
     ("2:1 after 20 steps, and once", [(1.0, 2.0)] * 20 + [(1.0, 2.0)] * 10, [(19, (8, 4))]),
     ("19 steps are not 20", [(1.0, 2.0)] * 19, []),
-    ("four steps that say the opposite hide nothing", [(1.0, 2.0)] * 10 + [(2.0, 1.0), (1.0, 1.0)] * 2 + [(1.0, 2.0)] * 6, [(19, (8, 4))]),
+    (
+        "four steps that say the opposite hide nothing",
+        [(1.0, 2.0)] * 10 + [(2.0, 1.0), (1.0, 1.0)] * 2 + [(1.0, 2.0)] * 6,
+        [(19, (8, 4))],
+    ),
     ("every fourth step is too many", ([(1.0, 1.0)] + [(1.0, 2.0)] * 3) * 20, []),
     ("a rank that throttles later", [(1.0, 1.0)] * 50 + [(1.0, 3.0)] * 20, [(65, (9, 3))]),
     ("noise that changes sides gains nothing", [(1.0, 1.3), (1.3, 1.0)] * 50, []),
@@ -88,7 +107,9 @@ RULE = [
 
 
 @pytest.mark.parametrize(("steps", "expected"), [case[1:] for case in RULE], ids=[case[0] for case in RULE])
-def test_shares_are_planned_anew_only_when_imbalance_stays(steps: list[tuple[float, float]], expected: list[tuple[int, tuple[int, int]]]) -> None:
+def test_shares_are_planned_anew_only_when_imbalance_stays(
+    steps: list[tuple[float, float]], expected: list[tuple[int, tuple[int, int]]]
+) -> None:
     rule = Rule(12)
     found = [(number, one) for number, seconds in enumerate(steps) if (one := rule.hear((6, 6), seconds)) is not None]
     assert [(number, one.shares) for number, one in found] == expected
@@ -97,7 +118,9 @@ def test_shares_are_planned_anew_only_when_imbalance_stays(steps: list[tuple[flo
 def test_a_plan_that_works_is_not_planned_again_and_one_that_no_longer_does_is() -> None:
     rule = Rule(12)
     assert all(rule.hear((8, 4), (1.0, 1.0)) is None for _ in range(100))
-    found = next(one for _ in range(STEPS) if (one := rule.hear((8, 4), (2.0, 1.0))) is not None)  # the fast one has become as slow as the other
+    found = next(
+        one for _ in range(STEPS) if (one := rule.hear((8, 4), (2.0, 1.0))) is not None
+    )  # the fast one has become as slow as the other
     assert found.shares == (6, 6) and found.gain == pytest.approx(1 / 3)
 
 
@@ -123,10 +146,19 @@ def test_plans_come_into_force_at_their_step_are_kept_and_hold_only_for_the_same
         plans.add(Plan(30, (8, 4)))
     plans.add(Plan(31, (8, 4)))
     plans.add(Plan(60, (7, 5)))
-    assert [plans.at(step).shares for step in (0, 30, 31, 59, 60, 1000)] == [(6, 6), (6, 6), (8, 4), (8, 4), (7, 5), (7, 5)]
+    assert [plans.at(step).shares for step in (0, 30, 31, 59, 60, 1000)] == [
+        (6, 6),
+        (6, 6),
+        (8, 4),
+        (8, 4),
+        (7, 5),
+        (7, 5),
+    ]
     told = json.loads(json.dumps(plans.told(40)))
     again = Plans(12, 2)
-    assert again.go_on(told) and [again.at(step).shares for step in (40, 59, 60)] == [(8, 4), (8, 4), (7, 5)], "the one to come is kept too"
+    assert again.go_on(told) and [again.at(step).shares for step in (40, 59, 60)] == [(8, 4), (8, 4), (7, 5)], (
+        "the one to come is kept too"
+    )
     for other in (Plans(12, 3), Plans(16, 2)):
         assert not other.go_on(told) and other.at(40).shares == equal(other.batch, other.ranks)
     assert not Plans(12, 2).go_on(None), "a checkpoint of a run without plans"
@@ -211,7 +243,10 @@ class Trained:
         return (self.folder / f"rank-{rank}.log").read_text()
 
     def ids(self, rank: int) -> dict[int, list[int]]:
-        return {line["step"]: line["ids"] for line in map(json.loads, (self.run / f"samples-rank-{rank}.jsonl").read_text().splitlines())}
+        return {
+            line["step"]: line["ids"]
+            for line in map(json.loads, (self.run / f"samples-rank-{rank}.jsonl").read_text().splitlines())
+        }
 
     def sizes(self, ranks: int) -> dict[int, list[int]]:
         """Step -> how many samples each rank learned."""
@@ -223,7 +258,14 @@ class Forks:
     def __init__(self, ranks: Server, data: Path) -> None:
         self._ranks, self._data = ranks, data
 
-    def __call__(self, ranks: int, folder: Path, *words: str, slow: dict[int, int] | None = None, halved: dict[int, int] | None = None) -> Trained:
+    def __call__(
+        self,
+        ranks: int,
+        folder: Path,
+        *words: str,
+        slow: dict[int, int] | None = None,
+        halved: dict[int, int] | None = None,
+    ) -> Trained:
         """A pretraining. `slow`: ranks that do their work so many times; `halved`: ranks with memory for a micro-batch halved so often."""
         given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *WORDS, *words]
         self._run(ranks, folder, words=given, slow=slow or {}, halved=halved or {})
@@ -261,14 +303,29 @@ def close(one: dict[int, float], other: dict[int, float], rel: float) -> None:
     assert one[worst] == pytest.approx(other[worst], rel=rel), f"step {worst}"
 
 
-def test_a_slow_rank_gets_fewer_samples_and_the_run_learns_the_same_and_goes_on_with_the_plan_bit_for_bit(forks: Forks, whole: Trained, tmp_path: Path) -> None:
-    words = ("--max-steps", "48", "--balance", "auto", "--checkpoint.folder", str(tmp_path / "kept"), "--every_steps", "4", "--keep", "99")
+def test_a_slow_rank_gets_fewer_samples_and_the_run_learns_the_same_and_goes_on_with_the_plan_bit_for_bit(
+    forks: Forks, whole: Trained, tmp_path: Path
+) -> None:
+    words = (
+        "--max-steps",
+        "48",
+        "--balance",
+        "auto",
+        "--checkpoint.folder",
+        str(tmp_path / "kept"),
+        "--every_steps",
+        "4",
+        "--keep",
+        "99",
+    )
     alone = forks(2, tmp_path / "alone", *words, slow={1: 3})
     sizes = alone.sizes(2)
     assert sizes[0] == [12, 12] and all(sum(one) == BATCH for one in sizes.values())
     assert alone.plans and "balance: from step" in alone.said()
     first = min(alone.plans)
-    assert first >= STEPS and sizes[first] == alone.plans[first] and sizes[first - 1] == [12, 12], "a plan is in force from its step on"
+    assert first >= STEPS and sizes[first] == alone.plans[first] and sizes[first - 1] == [12, 12], (
+        "a plan is in force from its step on"
+    )
     assert sizes[first][0] > sizes[first][1], "the slow one has fewer"
     # Which samples a step has does not depend on who computes them, and neither does the loss.
     assert all(alone.ids(0)[step] + alone.ids(1)[step] == whole.ids(0)[step] for step in sizes)
@@ -278,18 +335,38 @@ def test_a_slow_rank_gets_fewer_samples_and_the_run_learns_the_same_and_goes_on_
     # Another run goes on with a checkpoint made while the plan was in force: no rank is slow there, and it has the plan at once.
     step = next(step for step in range(4, 48, 4) if step >= first)
     end = min([one for one in alone.plans if one > step] + [step + STEPS, 48])
-    again = forks(2, tmp_path / "again", "--max-steps", "48", "--balance", "auto", "--resume", str(tmp_path / "kept" / f"step-{step:08d}"))
+    again = forks(
+        2,
+        tmp_path / "again",
+        "--max-steps",
+        "48",
+        "--balance",
+        "auto",
+        "--resume",
+        str(tmp_path / "kept" / f"step-{step:08d}"),
+    )
     assert "balance: goes on with" in again.said() and min(again.losses) == step
     same = [one for one in range(step, end) if again.sizes(2)[one] == sizes[one]]
     assert same == list(range(step, end)), "the same shares"
     assert all(again.losses[one] == alone.losses[one] for one in same), "to the last bit"
 
     # One rank, or another batch, knows nothing of it.
-    other = forks(3, tmp_path / "other", "--max-steps", str(step + 2), "--balance", "auto", "--resume", str(tmp_path / "kept" / f"step-{step:08d}"))
+    other = forks(
+        3,
+        tmp_path / "other",
+        "--max-steps",
+        str(step + 2),
+        "--balance",
+        "auto",
+        "--resume",
+        str(tmp_path / "kept" / f"step-{step:08d}"),
+    )
     assert other.sizes(3)[step] == [8, 8, 8] and "goes on with" not in other.said()
 
 
-def test_unlike_micro_batches_and_a_smaller_last_step_learn_what_one_process_learns(forks: Forks, tmp_path: Path) -> None:
+def test_unlike_micro_batches_and_a_smaller_last_step_learn_what_one_process_learns(
+    forks: Forks, tmp_path: Path
+) -> None:
     """An epoch of 100 samples, 24 a step: the fifth has 4; micro-batches of 5 at most."""
     words = ("--epochs", "2", "--max_samples", "100", "--batch.micro", "5", "--balance", "auto")
     one, three = (forks(ranks, tmp_path / str(ranks), *words) for ranks in (1, 3))
@@ -297,7 +374,9 @@ def test_unlike_micro_batches_and_a_smaller_last_step_learn_what_one_process_lea
     close(three.losses, one.losses, 1e-5)
 
 
-def test_a_rank_with_less_memory_computes_smaller_micro_batches_and_the_others_do_not(forks: Forks, tmp_path: Path) -> None:
+def test_a_rank_with_less_memory_computes_smaller_micro_batches_and_the_others_do_not(
+    forks: Forks, tmp_path: Path
+) -> None:
     job = forks(2, tmp_path / "job", "--max-steps", "5", "--balance", "auto", halved={1: 2})
     assert "micro-batches of 8, 2 samples at most fit the ranks" in job.said()
     other = forks(1, tmp_path / "other", "--max-steps", "5")
@@ -314,7 +393,9 @@ def test_equal_shares_say_what_balance_would_gain(forks: Forks, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("told", "rel"), [("bf16", 2e-3), ("powersgd", 2e-2), ("local:4", 2e-2)])
-def test_each_way_to_exchange_gradients_learns(forks: Forks, whole: Trained, tmp_path: Path, told: str, rel: float) -> None:
+def test_each_way_to_exchange_gradients_learns(
+    forks: Forks, whole: Trained, tmp_path: Path, told: str, rel: float
+) -> None:
     job = forks(2, tmp_path / "job", "--max-steps", "48", "--comm", told, "--balance", "auto")
     assert job.losses.keys() == whole.losses.keys() and job.losses[47] < job.losses[0] - 0.5
     close(job.losses, whole.losses, rel)
@@ -375,7 +456,9 @@ if world > 1:
 
 def test_the_drop_in_needs_torch_and_nothing_of_the_settings_or_the_launcher() -> None:
     look = "import sys; from stoker import balance; print([one for one in sys.modules if one.startswith(('stoker.training.config', 'stoker.control.launch', 'yaml'))])"
-    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 def test_the_drop_in_refuses_what_it_can_not_balance_in_words() -> None:
@@ -387,7 +470,9 @@ def test_the_drop_in_refuses_what_it_can_not_balance_in_words() -> None:
     with pytest.raises(RuntimeError, match="a backward without a batch"):
         sampler.take()
     model = torch.nn.Linear(2, 2)
-    assert balance.attach(model, sampler) is model and [len(one) for one in sampler] == [4, 4, 2] == [len(one) for one in sampler], "one rank: nothing to do"
+    assert balance.attach(model, sampler) is model and [len(one) for one in sampler] == [4, 4, 2] == [
+        len(one) for one in sampler
+    ], "one rank: nothing to do"
 
 
 def test_the_drop_ins_epochs_go_on_as_loops_are_written() -> None:
@@ -417,12 +502,20 @@ def test_the_drop_ins_epochs_go_on_as_loops_are_written() -> None:
 
 
 @pytest.mark.parametrize(("workers", "mean"), [("0", "samples"), ("2", "labels")])
-def test_in_anybodys_loop_unlike_shares_give_the_gradients_of_one_process(forks: Forks, tmp_path: Path, workers: str, mean: str) -> None:
+def test_in_anybodys_loop_unlike_shares_give_the_gradients_of_one_process(
+    forks: Forks, tmp_path: Path, workers: str, mean: str
+) -> None:
     """51 samples, 12 a step: every fifth step has 3. Rank 1 can take 2 at most."""
-    (alone,), ranks = forks.script(EXACT, 1, tmp_path / "one", "0", mean), forks.script(EXACT, 3, tmp_path / "three", workers, mean)
+    (alone,), ranks = (
+        forks.script(EXACT, 1, tmp_path / "one", "0", mean),
+        forks.script(EXACT, 3, tmp_path / "three", workers, mean),
+    )
     whole, parts = json.loads(alone), [json.loads(one) for one in ranks]
     sizes = [[one[step][0] for one in parts] for step in range(10)]
-    assert sizes == [[5, 2, 5]] * 4 + [[1, 1, 1]] + [[7, 2, 3]] * 3 + [[1, 2, 9]] + [[1, 1, 1]] and [one[0] for one in whole] == ([12] * 4 + [3]) * 2
+    assert (
+        sizes == [[5, 2, 5]] * 4 + [[1, 1, 1]] + [[7, 2, 3]] * 3 + [[1, 2, 9]] + [[1, 1, 1]]
+        and [one[0] for one in whole] == ([12] * 4 + [3]) * 2
+    )
     for rank in range(3):
         for step in range(10):
             for mine, one in zip(parts[rank][step][1], whole[step][1], strict=True):
@@ -459,24 +552,32 @@ dist.destroy_process_group()
 )
 
 
-def test_in_anybodys_loop_a_slow_rank_gets_fewer_samples_and_a_saved_state_goes_on_with_them(forks: Forks, tmp_path: Path) -> None:
+def test_in_anybodys_loop_a_slow_rank_gets_fewer_samples_and_a_saved_state_goes_on_with_them(
+    forks: Forks, tmp_path: Path
+) -> None:
     first, second = forks.script(SLOW, 2, tmp_path / "first")
     (mine, state), (theirs, other) = (json.loads(one.splitlines()[-1]) for one in (first, second))
     assert state == other and [one[0] for one in mine] == list(range(70)) and mine[0][1] == theirs[0][1] == 24
     assert all(a[1] + b[1] == 48 for a, b in zip(mine, theirs, strict=True)) and mine[-1][1] < 20 < theirs[-1][1]
     assert "stoker balance: from step" in first and "stoker balance" not in second, "rank 0 says it"
-    again = forks.script(SLOW.replace("< 70", "< 75").replace("== 70", "== 75"), 2, tmp_path / "again", json.dumps(state))
+    again = forks.script(
+        SLOW.replace("< 70", "< 75").replace("== 70", "== 75"), 2, tmp_path / "again", json.dumps(state)
+    )
     sizes = json.loads(again[0].splitlines()[-1])[0]
     plans = Plans(48, 2)
     assert plans.go_on(state["balance"]), "the plan in force, and one that was decided in the last steps"
-    assert [one[0] for one in sizes] == list(range(70, 75)) and all(share == plans.at(step).shares[0] for step, share in sizes)
+    assert [one[0] for one in sizes] == list(range(70, 75)) and all(
+        share == plans.at(step).shares[0] for step, share in sizes
+    )
 
 
 def test_ranks_that_meet_after_a_bad_step_stay_as_they_are() -> None:
     """For its replay: else the weights that made the NaN are gone."""
     from stoker.training.balance.comm import Meeting
 
-    group: Any = types.SimpleNamespace(device=torch.device("cpu"), sum=lambda one: one.mul_(2))  # a second rank just like this one, but its share
+    group: Any = types.SimpleNamespace(
+        device=torch.device("cpu"), sum=lambda one: one.mul_(2)
+    )  # a second rank just like this one, but its share
     for bad, want in ((0.0, 2.0), (1.0, 1.0)):
         meeting, weights = Meeting(group, 1), torch.ones(3)
         meeting.learned(5)
@@ -524,16 +625,44 @@ def test_ranks_that_learn_alone_meet_where_the_tokens_say_and_are_equal_there(fo
     assert first[5][:2] == [6.25, 8.5] and first[6] == second[6] == first[7] == second[7] == [6.25, 8.5, 1.25]
 
 
-def test_ranks_that_learn_alone_go_on_from_a_checkpoint_as_if_they_had_not_stopped(forks: Forks, tmp_path: Path) -> None:
+def test_ranks_that_learn_alone_go_on_from_a_checkpoint_as_if_they_had_not_stopped(
+    forks: Forks, tmp_path: Path
+) -> None:
     """Saved between two meetings, at step 10: parameters and moments are averaged there, in the run that goes on, too."""
-    words = ("--comm", "local:4", "--optimizer", "muon", "--checkpoint.folder", str(tmp_path / "kept"), "--every_steps", "10", "--keep", "9")
+    words = (
+        "--comm",
+        "local:4",
+        "--optimizer",
+        "muon",
+        "--checkpoint.folder",
+        str(tmp_path / "kept"),
+        "--every_steps",
+        "10",
+        "--keep",
+        "9",
+    )
     alone = forks(2, tmp_path / "alone", "--max-steps", "18", *words)
-    again = forks(2, tmp_path / "again", "--max-steps", "18", *words[:4], "--resume", str(tmp_path / "kept" / "step-00000010"))
+    again = forks(
+        2, tmp_path / "again", "--max-steps", "18", *words[:4], "--resume", str(tmp_path / "kept" / "step-00000010")
+    )
     assert min(again.losses) == 10 and all(again.losses[step] == alone.losses[step] for step in range(10, 18))
 
 
 def test_a_network_that_takes_longer_than_the_ranks_is_named_with_what_helps(forks: Forks, tmp_path: Path) -> None:
     """One sample a rank and a wide model: next to nothing to compute, and all of its gradients to exchange."""
-    job = forks(2, tmp_path / "job", "--max-steps", "30", "--context_length", "2", "--batch.tokens", "4", "--model.dim", "512", "--model.heads", "4")
+    job = forks(
+        2,
+        tmp_path / "job",
+        "--max-steps",
+        "30",
+        "--context_length",
+        "2",
+        "--batch.tokens",
+        "4",
+        "--model.dim",
+        "512",
+        "--model.heads",
+        "4",
+    )
     lines = [line for line in job.said().splitlines() if "the network is the limit" in line]
     assert len(lines) == 1 and "comm: bf16 halves it" in lines[0] and "network" not in job.said(1)

@@ -17,8 +17,24 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def test_the_pretraining_benchmark_measures_stokers_cell(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "pretrain.py"), "--sizes", "T", "--peers", "stoker", "--rounds", "1", "--compile", "off",
-               "--json", str(tmp_path / "cells.jsonl"), "--commit", "test", "--scratch", str(tmp_path)]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "pretrain.py"),
+        "--sizes",
+        "T",
+        "--peers",
+        "stoker",
+        "--rounds",
+        "1",
+        "--compile",
+        "off",
+        "--json",
+        str(tmp_path / "cells.jsonl"),
+        "--commit",
+        "test",
+        "--scratch",
+        str(tmp_path),
+    ]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=tmp_path, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

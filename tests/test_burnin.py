@@ -17,7 +17,14 @@ ROUND = 4
 
 def replica(rank: int, bits: str, **more: Any) -> Replica:
     """`bits`: one letter a step. By default an H200, healthy and as fast as its twins."""
-    given = {"card": "NVIDIA H200", "device": f"GPU-{rank}", "twin": "H200", "start": Speed(780, 4100), "end": Speed(770, 4100), **more}
+    given = {
+        "card": "NVIDIA H200",
+        "device": f"GPU-{rank}",
+        "twin": "H200",
+        "start": Speed(780, 4100),
+        "end": Speed(770, 4100),
+        **more,
+    }
     steps = tuple((step, letter, letter) for step, letter in enumerate(bits))
     return Replica(rank=rank, label=f"GPU{rank}", round=ROUND, steps=steps, **given)
 
@@ -43,7 +50,9 @@ GOOD = "abcdabcdabcd"
         pytest.param([GOOD, GOOD, "abcdaxyzabcd", GOOD, "abcdabcdabcx"], [True, True, False, True, False], [None, None, 5, None, 11], ["rank 2 ", "rank 4 "], id="two bad ones of five"),
     ],
 )  # fmt: skip
-def test_who_computes_something_else(replicas: list[str], agrees: list[bool | None], first: list[int | None], says: list[str]) -> None:
+def test_who_computes_something_else(
+    replicas: list[str], agrees: list[bool | None], first: list[int | None], says: list[str]
+) -> None:
     found = judge([replica(rank, bits) for rank, bits in enumerate(replicas)], [])
     assert [opinion.agrees for opinion in found.opinions] == agrees
     assert [opinion.first for opinion in found.opinions] == first
@@ -69,7 +78,9 @@ def test_unlike_cards_may_round_differently() -> None:
     ],
 )  # fmt: skip
 def test_who_is_slow(speeds: list[tuple[float, float]], more: dict[str, Any], says: list[str]) -> None:
-    found = judge([replica(rank, GOOD, **{"start": None, **more, "end": Speed(*speed)}) for rank, speed in enumerate(speeds)], [])
+    found = judge(
+        [replica(rank, GOOD, **{"start": None, **more, "end": Speed(*speed)}) for rank, speed in enumerate(speeds)], []
+    )
     assert [(finding.id, finding.level) for finding in found.findings] == [("burnin.slow", "warn")] * len(says)
     assert all(part in finding.text for part, finding in zip(says, found.findings, strict=True)), found.findings
 
@@ -107,8 +118,21 @@ def test_data_sheets(card: str | None, figures: tuple[float, float] | None) -> N
 def test_records_become_replicas_and_links() -> None:
     head = {"is": "replica", "rank": 1, "card": None, "uuid": None, "units": 1, "torch": "2.13", "round": 40}
     assert replica_from([], "CPU1") is None
-    found = replica_from([head, {"is": "speed", "when": "start", "tflops": 0.1, "gbs": 9}, {"is": "step", "step": 0, "loss": "3f", "sum": "aa", "seconds": 0.5}], "CPU1")
-    assert found and found.steps == ((0, "3f", "aa"),) and found.start == Speed(0.1, 9) and found.end is None and found.step_s == 0.5
+    found = replica_from(
+        [
+            head,
+            {"is": "speed", "when": "start", "tflops": 0.1, "gbs": 9},
+            {"is": "step", "step": 0, "loss": "3f", "sum": "aa", "seconds": 0.5},
+        ],
+        "CPU1",
+    )
+    assert (
+        found
+        and found.steps == ((0, "3f", "aa"),)
+        and found.start == Speed(0.1, 9)
+        and found.end is None
+        and found.step_s == 0.5
+    )
     begun = {"is": "begun", "ranks": [0, 1], "backend": "nccl"}
     assert links_from([begun]) == [Link((0, 1), "nccl")]
     assert links_from([begun, {**begun, "is": "link", "bus_gbs": 5.0, "wrong": {}}]) == [Link((0, 1), "nccl", 5.0)]
@@ -122,10 +146,23 @@ def test_a_flipped_bit_names_its_replica_and_step(stoker: Stoker) -> None:
     done = stoker.torch("burnin", "--nproc-per-node", "3", "--steps", "80", "--flip", "1:50")
     assert done.code == 2, done.err
     table = [line.split() for line in done.out.splitlines()[1:4]]
-    assert [(row[1], row[3], " ".join(row[6:])) for row in table] == [("CPU0", "80", "yes"), ("CPU1", "80", "NO, step 50"), ("CPU2", "80", "yes")]
-    assert done.out.count("FAIL") == 1 and "FAIL burnin.mismatch: rank 1 (CPU1) computes something else: from step 50" in done.out
-    steps = {rank: [json.loads(line) for line in (done.run_dir / f"burnin/rank-{rank}.jsonl").read_text().splitlines()] for rank in range(3)}
-    bits = {rank: [(one["step"], one["loss"], one["sum"]) for one in records if one["is"] == "step"] for rank, records in steps.items()}
+    assert [(row[1], row[3], " ".join(row[6:])) for row in table] == [
+        ("CPU0", "80", "yes"),
+        ("CPU1", "80", "NO, step 50"),
+        ("CPU2", "80", "yes"),
+    ]
+    assert (
+        done.out.count("FAIL") == 1
+        and "FAIL burnin.mismatch: rank 1 (CPU1) computes something else: from step 50" in done.out
+    )
+    steps = {
+        rank: [json.loads(line) for line in (done.run_dir / f"burnin/rank-{rank}.jsonl").read_text().splitlines()]
+        for rank in range(3)
+    }
+    bits = {
+        rank: [(one["step"], one["loss"], one["sum"]) for one in records if one["is"] == "step"]
+        for rank, records in steps.items()
+    }
     assert bits[0] == bits[2] and bits[0][:50] == bits[1][:50] and bits[0][50:] != bits[1][50:]
 
 
@@ -135,7 +172,10 @@ def test_healthy_replicas_raise_nothing_and_their_links_are_proven(stoker: Stoke
     assert done.code == 0, done.err
     told = json.loads(done.out)
     assert told["schema"] == 1 and told["findings"] == [] and told["run"] == done.run_dir.name
-    assert [(one["label"], one["agrees"], one["twins"]) for one in told["replicas"]] == [("CPU0", True, 1), ("CPU1", True, 1)]
+    assert [(one["label"], one["agrees"], one["twins"]) for one in told["replicas"]] == [
+        ("CPU0", True, 1),
+        ("CPU1", True, 1),
+    ]
     assert all(one["steps"] > 5 and one["end"]["tflops"] > 0 and one["end"]["gbs"] > 0 for one in told["replicas"])
     [link] = told["links"]
     assert (link["ranks"], link["backend"], link["wrong"]) == ([0, 1], "gloo", {}) and link["bus_gbs"] > 0
@@ -148,14 +188,29 @@ def test_a_run_that_fails_is_not_a_verdict_on_the_machine(stoker: Stoker, tmp_pa
     done = stoker("burnin", "--steps", "5", "--nproc-per-node", "2", env={"PYTHONPATH": path})
     assert done.code == 3 and "could not be checked: " in done.out and "libcudart.so is missing" in done.out
     assert json.loads(stoker("burnin", "--gpus", "3", "--json").out) == {
-        "schema": 1, "run": None, "status": "refused", "summary": None, "exit_code": 3, "replicas": [], "left_out": [], "links": [], "findings": [],
-    }  # fmt: skip
+        "schema": 1,
+        "run": None,
+        "status": "refused",
+        "summary": None,
+        "exit_code": 3,
+        "replicas": [],
+        "left_out": [],
+        "links": [],
+        "findings": [],
+    }
 
 
 def test_stopped_by_the_user(stoker: Stoker) -> None:
     pytest.importorskip("torch")
     run = stoker.start("burnin", "--nproc-per-node", "1", "--minutes", "5")
-    assert wait_for(lambda: True if b'"step"' in b"".join(path.read_bytes() for path in stoker.cwd.glob("runs/*/burnin/rank-0.jsonl")) else None, 60)
+    assert wait_for(
+        lambda: (
+            True
+            if b'"step"' in b"".join(path.read_bytes() for path in stoker.cwd.glob("runs/*/burnin/rank-0.jsonl"))
+            else None
+        ),
+        60,
+    )
     run.send_signal(signal.SIGINT)
     out, _ = run.communicate(timeout=20)
     assert run.returncode == 130 and b"FAIL" not in out and b"could not be checked" in out

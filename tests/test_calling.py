@@ -39,60 +39,120 @@ if __name__ == "__main__":
 def calls(stoker: Stoker, text: str, **more: Any) -> tuple[list[Any], str]:
     """What a script with these calls tells, line by line, and its stderr."""
     path = stoker.cwd / stoker.script("caller.py", SCRIPT)
-    done = subprocess.run([sys.executable, str(path), "own argument"], input=text, cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False, **more)
+    done = subprocess.run(
+        [sys.executable, str(path), "own argument"],
+        input=text,
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        **more,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")], done.stderr
 
 
 def test_results_by_rank(stoker: Stoker) -> None:
-    (plain, partial, none, restarted), _ = calls(stoker, (
-        "tell(got=stoker.launch(scaled, 10, nproc=2, env={'SENTINEL': 'x'}))\n"
-        "tell(got=stoker.launch(functools.partial(scaled, add=5), 1, nproc=1))\n"
-        "tell(got=stoker.launch(leaves, nproc=2))\n"
-        "tell(got=stoker.launch(again, nproc=2, max_restarts=1))\n"
-    ))  # fmt: skip
+    (plain, partial, none, restarted), _ = calls(
+        stoker,
+        (
+            "tell(got=stoker.launch(scaled, 10, nproc=2, env={'SENTINEL': 'x'}))\n"
+            "tell(got=stoker.launch(functools.partial(scaled, add=5), 1, nproc=1))\n"
+            "tell(got=stoker.launch(leaves, nproc=2))\n"
+            "tell(got=stoker.launch(again, nproc=2, max_restarts=1))\n"
+        ),
+    )
     for rank in (0, 1):
         seen = plain["got"][str(rank)]
-        assert (seen["value"], seen["sentinel"], seen["argv"], seen["world"]) == (rank * 10, "x", ["own argument"], "2") and seen["file"].endswith("caller.py")
-    assert partial["got"]["0"]["value"] == 5 and none["got"] == {"0": None, "1": None} and restarted["got"] == {"0": "1", "1": "1"}
+        assert (seen["value"], seen["sentinel"], seen["argv"], seen["world"]) == (
+            rank * 10,
+            "x",
+            ["own argument"],
+            "2",
+        ) and seen["file"].endswith("caller.py")
+    assert (
+        partial["got"]["0"]["value"] == 5
+        and none["got"] == {"0": None, "1": None}
+        and restarted["got"] == {"0": "1", "1": "1"}
+    )
     names = sorted(path.name.partition("-")[2][7:] for path in (stoker.cwd / "runs").iterdir() if not path.is_symlink())
     assert names == ["again", "call", "leaves", "scaled"]
     assert not list(Path(os.environ.get("TMPDIR", "/tmp")).glob("stoker-launch-*/leaves.py"))
 
 
 def test_failures_carry_the_verdict(stoker: Stoker) -> None:
-    (told,), err = calls(stoker, (
-        "tell(exception=failure(fails, nproc=2), refused=failure(scaled, 1, nproc=0), back=failure(unsendable, nproc=1, show='none'), "
-        "taken=failure(scaled, 1, nproc=1, gpus='7'))\n"
-    ))  # fmt: skip
+    (told,), err = calls(
+        stoker,
+        (
+            "tell(exception=failure(fails, nproc=2), refused=failure(scaled, 1, nproc=0), back=failure(unsendable, nproc=1, show='none'), "
+            "taken=failure(scaled, 1, nproc=1, gpus='7'))\n"
+        ),
+    )
     cause, rank, code, name, last, text = told["exception"]
-    assert (cause, rank, code, name, last) == ("rank.exception", 1, 1, "fails", ["ValueError: boom"]) and "caller.py" in text
+    assert (cause, rank, code, name, last) == (
+        "rank.exception",
+        1,
+        1,
+        "fails",
+        ["ValueError: boom"],
+    ) and "caller.py" in text
     assert told["refused"][:3] == ["launch.refused", None, 64] and "from 1 up" in told["refused"][5]
-    assert told["back"][0] == "rank.exception" and "the result of unsendable can't be sent back to the caller" in told["back"][5]
+    assert (
+        told["back"][0] == "rank.exception"
+        and "the result of unsendable can't be sent back to the caller" in told["back"][5]
+    )
     assert told["taken"][:3] == ["gpu.too-few", None, 69]
     assert "ValueError: boom" in err
 
 
 def test_mistakes_of_the_caller(stoker: Stoker) -> None:
-    (told,), _ = calls(stoker, (
-        "def error(*args, **options):\n"
-        "    try: stoker.launch(*args, **options)\n"
-        "    except Exception as problem: return f'{type(problem).__name__}: {problem}'\n"
-        "tell(typo=error(scaled, 1, max_restart=2), hosts=error(scaled, 1, hosts='a,b'), lock=error(scaled, __import__('threading').Lock()))\n"
-    ))  # fmt: skip
+    (told,), _ = calls(
+        stoker,
+        (
+            "def error(*args, **options):\n"
+            "    try: stoker.launch(*args, **options)\n"
+            "    except Exception as problem: return f'{type(problem).__name__}: {problem}'\n"
+            "tell(typo=error(scaled, 1, max_restart=2), hosts=error(scaled, 1, hosts='a,b'), lock=error(scaled, __import__('threading').Lock()))\n"
+        ),
+    )
     assert told["typo"] == "TypeError: stoker.launch has no option 'max_restart'; did you mean max_restarts?"
-    assert told["hosts"].startswith("TypeError: stoker.launch has no option 'hosts'") and "cannot pickle '_thread.lock' object" in told["lock"]
+    assert (
+        told["hosts"].startswith("TypeError: stoker.launch has no option 'hosts'")
+        and "cannot pickle '_thread.lock' object" in told["lock"]
+    )
     assert not (stoker.cwd / "runs").exists()
 
 
 def test_a_call_without_the_guard_is_explained(stoker: Stoker) -> None:
     script = stoker.script("bare.py", "import stoker\ndef f(): return 1\nprint(stoker.launch(f, nproc=1))\n")
-    done = subprocess.run([sys.executable, script], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 1 and "put the call below  if __name__ == '__main__':" in done.stderr
-    assert len([path for path in (stoker.cwd / "runs").iterdir() if not path.is_symlink()]) == 1, "it must not start itself again"
+    assert len([path for path in (stoker.cwd / "runs").iterdir() if not path.is_symlink()]) == 1, (
+        "it must not start itself again"
+    )
     (stoker.cwd / "own.py").write_text("import os\ndef f(n): return n + int(os.environ['RANK'])\n")
-    script = stoker.script("bare2.py", "import stoker, own\nprint(stoker.launch(own.f, 3, nproc=2))\n")  # a function of a module needs no guard
-    done = subprocess.run([sys.executable, script], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=60, check=False)
+    script = stoker.script(
+        "bare2.py", "import stoker, own\nprint(stoker.launch(own.f, 3, nproc=2))\n"
+    )  # a function of a module needs no guard
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout.endswith("{0: 3, 1: 4}\n"), done.stderr
 
 
@@ -162,10 +222,29 @@ print(json.dumps([sorted(out.getvalue().splitlines()), "all 2 ranks ended with 0
 @pytest.mark.parametrize("how", [["-"], ["-i", "-q"]])
 def test_typed_into_a_repl(stoker: Stoker, how: list[str]) -> None:
     """Nothing has a file that a rank could import: functions and classes go by value. And stdin stays the REPL's."""
-    done = subprocess.run([sys.executable, *how], input=TYPED, cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, *how],
+        input=TYPED,
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", "{", '"'))]
     assert done.returncode == 0 and len(told) == 4, done.stderr
-    want = {"size": 12, "kind": "net", "made": 1, "isa": True, "depth": 3, "add": 7, "xml": "a", "lambda": ["a"], "data": None}
+    want = {
+        "size": 12,
+        "kind": "net",
+        "made": 1,
+        "isa": True,
+        "depth": 3,
+        "add": 7,
+        "xml": "a",
+        "lambda": ["a"],
+        "data": None,
+    }
     assert told[0] == [True, True, want]
     assert told[1] == {"0": 8}
     assert told[2] == "Colour is an Enum that other processes can't import: put it into a .py file and import it"
@@ -188,7 +267,13 @@ if __name__ == "__main__":
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 7), (signal.SIGTERM, -15), (signal.SIGKILL, -9)])
 def test_the_run_ends_with_its_caller(stoker: Stoker, signum: signal.Signals, code: int) -> None:
     """Ctrl-C is passed on; a caller that dies takes the run along. Either way the ranks may save, and nothing is left."""
-    caller = subprocess.Popen([sys.executable, stoker.script("s.py", SLEEPS)], cwd=stoker.cwd, env=stoker.env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    caller = subprocess.Popen(
+        [sys.executable, stoker.script("s.py", SLEEPS)],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert wait_for(lambda: True if len(list(stoker.cwd.glob("up-*"))) == 2 else None, 30)
     caller.send_signal(signum)
     out, _ = caller.communicate(timeout=60)
@@ -206,7 +291,10 @@ def test_importing_stoker_stays_light() -> None:
     assert "stoker.calling" not in loaded and not any(name.startswith("stoker.control.launch") for name in loaded)
 
 
-@pytest.mark.skipif(not os.environ.get("STOKER_TEST_ALL"), reason="needs seconds of importing torch in each rank: STOKER_TEST_ALL=1 runs it")
+@pytest.mark.skipif(
+    not os.environ.get("STOKER_TEST_ALL"),
+    reason="needs seconds of importing torch in each rank: STOKER_TEST_ALL=1 runs it",
+)
 def test_a_module_of_torch_from_a_repl(stoker: Stoker) -> None:
     text = """
 import stoker, torch
@@ -228,5 +316,14 @@ def train(net):
 
 print(stoker.launch(train, Net(), nproc=2, show="none", quiet=True))
 """
-    done = subprocess.run([sys.executable, "-"], input=text, cwd=stoker.cwd, env={**stoker.env, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run(
+        [sys.executable, "-"],
+        input=text,
+        cwd=stoker.cwd,
+        env={**stoker.env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.stdout == "{0: 16.0, 1: 16.0}\n", done.stderr

@@ -31,7 +31,15 @@ def err(type: str, message: str, traceback: str = "", module: str = "builtins", 
     return RankError(type, message, "train.py", 7, "main", traceback, int(at * 1e9), module=module)
 
 
-def end(error: RankError | None = None, code: int | None = 1, *, rank: int = 0, label: str = "GPU0", time: float = 5.0, **more: Any) -> RankEnd:
+def end(
+    error: RankError | None = None,
+    code: int | None = 1,
+    *,
+    rank: int = 0,
+    label: str = "GPU0",
+    time: float = 5.0,
+    **more: Any,
+) -> RankEnd:
     return RankEnd(rank, "", label, 100 + rank, code, time, error=error, **more)
 
 
@@ -40,10 +48,17 @@ def verdict(*ends: RankEnd) -> Verdict:
 
 
 def test_a_web_server_that_hangs_up_is_no_peer_that_left() -> None:
-    lost = err("ConnectionError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", module="requests.exceptions")
+    lost = err(
+        "ConnectionError",
+        "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+        module="requests.exceptions",
+    )
     found = verdict(end(lost, time=9.0), end(None, 0, rank=1, time=5.0))
     assert (found.rank, found.exit_code) == (0, 1) and found.cause != "rank.early-exit"
-    for module, at, guilty in (("builtins", 5.2, 1), ("builtins", 60.0, 0)):  # a socket of the script's own, and a tracker's a minute later
+    for module, at, guilty in (
+        ("builtins", 5.2, 1),
+        ("builtins", 60.0, 0),
+    ):  # a socket of the script's own, and a tracker's a minute later
         reset = err("ConnectionResetError", "[Errno 104] Connection reset by peer", module=module, at=at)
         assert verdict(end(reset, time=at), end(None, 0, rank=1, time=5.0)).rank == guilty
 
@@ -56,12 +71,22 @@ HANDING_OVER = """Traceback (most recent call last):
 """
 
 
-@pytest.mark.parametrize(("kind", "message"), [("EOFError", ""), ("ConnectionResetError", "[Errno 104] Connection reset by peer"), ("FileNotFoundError", "[Errno 2] No such file or directory")])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("EOFError", ""),
+        ("ConnectionResetError", "[Errno 104] Connection reset by peer"),
+        ("FileNotFoundError", "[Errno 2] No such file or directory"),
+    ],
+)
 def test_a_worker_that_dies_while_it_hands_a_batch_over(kind: str, message: str) -> None:
     """And its rank is to blame, though a broken connection is what a lost peer leaves too."""
-    found = verdict(end(err(kind, message, HANDING_OVER + f"{kind}: {message}")), end(err("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer", at=4.0), rank=1))
+    found = verdict(
+        end(err(kind, message, HANDING_OVER + f"{kind}: {message}")),
+        end(err("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer", at=4.0), rank=1),
+    )
     assert (found.cause, found.rank) == ("data.worker-died", 0)
-    inside = f"Caught {kind} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File \"data.py\", line 3, in __getitem__\n{kind}: {message}"
+    inside = f'Caught {kind} in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n  File "data.py", line 3, in __getitem__\n{kind}: {message}'
     assert verdict(end(err(kind, inside, HANDING_OVER))).cause != "data.worker-died"
 
 
@@ -71,8 +96,18 @@ def test_the_line_inside_another_process() -> None:
     worker = unquoted(err("ValueError", f"Caught ValueError in DataLoader worker process 1.\nOriginal {inner}"))
     assert (worker.file, worker.line, worker.function, worker.type) == ("/me/data.py", 3, "load", "ValueError")
     assert worker.message.startswith("boom (in DataLoader worker process 1)\n")
-    spawned = unquoted(err("ProcessRaisedException", f"\n\n-- Process 1 terminated with the following error:\n{inner}", module="torch.multiprocessing.spawn"))
-    assert (spawned.line, spawned.type, spawned.message.splitlines()[0]) == (3, "ValueError", "boom (in process 1 that it started)")
+    spawned = unquoted(
+        err(
+            "ProcessRaisedException",
+            f"\n\n-- Process 1 terminated with the following error:\n{inner}",
+            module="torch.multiprocessing.spawn",
+        )
+    )
+    assert (spawned.line, spawned.type, spawned.message.splitlines()[0]) == (
+        3,
+        "ValueError",
+        "boom (in process 1 that it started)",
+    )
     plain = err("ValueError", "no traceback in it")
     assert unquoted(plain) == plain
 
@@ -93,13 +128,24 @@ Thread 0x00007f5f95634b90 (most recent call first):
 
 def test_a_crash_is_told_of_the_thread_it_happened_in() -> None:
     found = verdict(end(None, -11, stack=FATAL))
-    assert found.summary.endswith("died of SIGSEGV at /me/model.py:94, in attend (in dot, /venv/lib/python3.11/site-packages/numpy/core.py:519)")
+    assert found.summary.endswith(
+        "died of SIGSEGV at /me/model.py:94, in attend (in dot, /venv/lib/python3.11/site-packages/numpy/core.py:519)"
+    )
     nowhere = FATAL.replace("Current thread", "Thread")
-    assert "in a thread without Python code; the main thread was at /me/train.py:12, in main" in verdict(end(None, -11, stack=nowhere)).summary
+    assert (
+        "in a thread without Python code; the main thread was at /me/train.py:12, in main"
+        in verdict(end(None, -11, stack=nowhere)).summary
+    )
 
 
 def test_our_own_line_about_a_full_disk_is_no_evidence() -> None:
-    found = verdict(end(None, 1, tail="Traceback ...\nValueError: boom\nstoker: could not keep the error report: [Errno 28] No space left on device\n"))
+    found = verdict(
+        end(
+            None,
+            1,
+            tail="Traceback ...\nValueError: boom\nstoker: could not keep the error report: [Errno 28] No space left on device\n",
+        )
+    )
     assert found.cause == "rank.exit"
 
 
@@ -108,7 +154,19 @@ def test_another_attempt_is_not_promised_after_a_mistake_in_the_program() -> Non
     assert verdict(end(err("ValueError", "boom"))).retryable
 
 
-SLEEPS = Stall("sleep", 1, (1,), (0,), "train.py:31, in load", "it sleeps", "gloo:all_reduce [[4]]", "gloo", silent_s=20.0, step=20, evidence=("rank 1: load",))
+SLEEPS = Stall(
+    "sleep",
+    1,
+    (1,),
+    (0,),
+    "train.py:31, in load",
+    "it sleeps",
+    "gloo:all_reduce [[4]]",
+    "gloo",
+    silent_s=20.0,
+    step=20,
+    evidence=("rank 1: load",),
+)
 
 
 def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
@@ -118,21 +176,43 @@ def test_a_run_that_is_stopped_keeps_what_was_known() -> None:
     late = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0))
     assert "--grace" in late.fix[0] and "Known by then" not in late.summary
     known = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, stall=SLEEPS))
-    assert known.cause == "launch.stopped" and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31" in known.summary
-    assert "rank 1: load" in known.evidence and not any("--grace" in line for line in known.fix) and "look at train.py:31, in load" in known.fix
-    noted = judge(Evidence(2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, notes=("rank 1 (CPU1) is slow because it swaps",)))
+    assert (
+        known.cause == "launch.stopped"
+        and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31" in known.summary
+    )
+    assert (
+        "rank 1: load" in known.evidence
+        and not any("--grace" in line for line in known.fix)
+        and "look at train.py:31, in load" in known.fix
+    )
+    noted = judge(
+        Evidence(
+            2, (ended(0), ended(1)), stop_signal=2, stopped_at=10.0, notes=("rank 1 (CPU1) is slow because it swaps",)
+        )
+    )
     assert "it swaps" in noted.summary and noted.fix == ()
 
 
 def test_a_rank_that_raised_and_hangs_at_its_exit_is_judged_by_its_exception() -> None:
     stuck = RankEnd(1, "", "CPU1", 101, -15, 60.0, ours=True, error=err("ValueError", "boom"))
-    found = judge(Evidence(2, (end(None, -15, ours=True), stuck), stopped_at=50.0, trouble=(trouble(SLEEPS, "CPU1", "the time is over"),)))
+    found = judge(
+        Evidence(
+            2,
+            (end(None, -15, ours=True), stuck),
+            stopped_at=50.0,
+            trouble=(trouble(SLEEPS, "CPU1", "the time is over"),),
+        )
+    )
     assert (found.cause, found.rank) == ("rank.exception", 1)
 
 
 def cuda(words: str) -> RankError:
     tail = "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
-    return err("AcceleratorError", f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n", module="torch")
+    return err(
+        "AcceleratorError",
+        f"CUDA error: {words}{tail}\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n",
+        module="torch",
+    )
 
 
 def nccl(kind: str, name: str, last: str) -> RankError:
@@ -140,43 +220,85 @@ def nccl(kind: str, name: str, last: str) -> RankError:
     return err("DistBackendError", text, module="torch.distributed")
 
 
-def oom(needed: str, rest: str, *, cards: str = "GPU 0 has a total capacity of 139.80 GiB", what: str = "CUDA") -> RankError:
+def oom(
+    needed: str, rest: str, *, cards: str = "GPU 0 has a total capacity of 139.80 GiB", what: str = "CUDA"
+) -> RankError:
     hint = " If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation"
-    return err("OutOfMemoryError", f"{what} out of memory. Tried to allocate {needed}. {cards}{rest}{hint}", module="torch")
+    return err(
+        "OutOfMemoryError", f"{what} out of memory. Tried to allocate {needed}. {cards}{rest}{hint}", module="torch"
+    )
 
 
 INVALID = "ncclInvalidUsage: This usually reflects invalid usage of NCCL library."
 SYSTEM = "ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error."
 REMOTE = "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting prematurely."
 # H200
-FOREIGN = oom("60.00 GiB", " of which 38.77 GiB is free. Process 727 has 100.51 GiB memory in use. Including non-PyTorch memory, this process has 518.00 MiB memory in use. "
-              "Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
-FULL = oom("10.00 GiB", " of which 9.29 GiB is free. Including non-PyTorch memory, this process has 130.51 GiB memory in use. Of the allocated memory 130.00 GiB is "
-           "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
-ALLOWED = oom("20.00 GiB", " of which 139.29 GiB is free. Including non-PyTorch memory, this process has 518.00 MiB memory in use. 6.99 GiB allowed; Of the allocated memory "
-              "0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.")  # fmt: skip
-PIECES = oom("1.50 GiB", " of which 336.56 MiB is free. Including non-PyTorch memory, this process has 139.47 GiB memory in use. Of the allocated memory 131.20 GiB is allocated "
-             "by PyTorch, with 22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 7.77 GiB is reserved by PyTorch but unallocated.")  # fmt: skip
-NEARLY = oom("2.00 GiB", " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 137.30 GiB memory in use. Of the allocated memory 136.05 GiB is allocated by "
-             "PyTorch, and 0.75 GiB is reserved by PyTorch but unallocated.")  # fmt: skip
+FOREIGN = oom(
+    "60.00 GiB",
+    " of which 38.77 GiB is free. Process 727 has 100.51 GiB memory in use. Including non-PyTorch memory, this process has 518.00 MiB memory in use. "
+    "Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+)
+FULL = oom(
+    "10.00 GiB",
+    " of which 9.29 GiB is free. Including non-PyTorch memory, this process has 130.51 GiB memory in use. Of the allocated memory 130.00 GiB is "
+    "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+)
+ALLOWED = oom(
+    "20.00 GiB",
+    " of which 139.29 GiB is free. Including non-PyTorch memory, this process has 518.00 MiB memory in use. 6.99 GiB allowed; Of the allocated memory "
+    "0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
+)
+PIECES = oom(
+    "1.50 GiB",
+    " of which 336.56 MiB is free. Including non-PyTorch memory, this process has 139.47 GiB memory in use. Of the allocated memory 131.20 GiB is allocated "
+    "by PyTorch, with 22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 7.77 GiB is reserved by PyTorch but unallocated.",
+)
+NEARLY = oom(
+    "2.00 GiB",
+    " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 137.30 GiB memory in use. Of the allocated memory 136.05 GiB is allocated by "
+    "PyTorch, and 0.75 GiB is reserved by PyTorch but unallocated.",
+)
 # In a container the driver names our own process by the host's pid, and torch does not know it for its own.
-OWN_UNDER_ANOTHER_PID = oom("14.00 MiB", " of which 4.69 MiB is free. Process 860120 has 22.29 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, with "
-                            "22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 16.47 MiB is reserved by PyTorch but unallocated.",
-                            cards="GPU 0 has a total capacity of 22.30 GiB")  # fmt: skip
+OWN_UNDER_ANOTHER_PID = oom(
+    "14.00 MiB",
+    " of which 4.69 MiB is free. Process 860120 has 22.29 GiB memory in use. Of the allocated memory 21.92 GiB is allocated by PyTorch, with "
+    "22.00 MiB allocated in private pools (e.g., CUDA Graphs), and 16.47 MiB is reserved by PyTorch but unallocated.",
+    cards="GPU 0 has a total capacity of 22.30 GiB",
+)
 # Others that torch can't name: 79.15 - 1.91 - 58.31 GiB.
-UNSEEN = oom("2.00 GiB", " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 58.31 GiB memory in use. Of the allocated memory 56.75 GiB is allocated by "
-             "PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated.", cards="GPU 0 has a total capacity of 79.15 GiB")  # fmt: skip
-HELD = Around(holders=(
-    {"pid": 100, "memory": GIB // 2, "command": "train.py", "user": "me", "run": "", "ours": True},
-    {"pid": 727, "memory": 100 * GIB, "command": "python serve.py", "user": "bob", "run": "20260101-serve", "ours": False},
-))  # fmt: skip
-OUTSIDE = Around(holders=({"pid": 4711, "memory": 100 * GIB, "command": "", "user": "", "run": "", "ours": False},), gpu_total=140 * GIB)
+UNSEEN = oom(
+    "2.00 GiB",
+    " of which 1.91 GiB is free. Including non-PyTorch memory, this process has 58.31 GiB memory in use. Of the allocated memory 56.75 GiB is allocated by "
+    "PyTorch, and 1.05 GiB is reserved by PyTorch but unallocated.",
+    cards="GPU 0 has a total capacity of 79.15 GiB",
+)
+HELD = Around(
+    holders=(
+        {"pid": 100, "memory": GIB // 2, "command": "train.py", "user": "me", "run": "", "ours": True},
+        {
+            "pid": 727,
+            "memory": 100 * GIB,
+            "command": "python serve.py",
+            "user": "bob",
+            "run": "20260101-serve",
+            "ours": False,
+        },
+    )
+)
+OUTSIDE = Around(
+    holders=({"pid": 4711, "memory": 100 * GIB, "command": "", "user": "", "run": "", "ours": False},),
+    gpu_total=140 * GIB,
+)
 BUS = (
     "RuntimeError: DataLoader worker (pid 3499) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory. Please try to raise your "
-    "shared memory limit.\n\nThe above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n  File \"train.py\", line 6, in <module>\n"
+    'shared memory limit.\n\nThe above exception was the direct cause of the following exception:\n\nTraceback (most recent call last):\n  File "train.py", line 6, in <module>\n'
     "RuntimeError: DataLoader worker (pid(s) 3499) exited unexpectedly\n"
 )
-WORKER = err("RuntimeError", "DataLoader worker (pid(s) 2027) exited unexpectedly", BUS.replace("3499", "2027").replace("Bus error. It is possible that", "Killed. \n"))
+WORKER = err(
+    "RuntimeError",
+    "DataLoader worker (pid(s) 2027) exited unexpectedly",
+    BUS.replace("3499", "2027").replace("Bus error. It is possible that", "Killed. \n"),
+)
 BUS_ERROR = err("RuntimeError", "DataLoader worker (pid(s) 3499) exited unexpectedly", BUS)
 IN_A_WORKER = err(
     "FileNotFoundError",
@@ -193,7 +315,11 @@ SHAPE = (
     "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:456] "
     "op.preamble.length <= op.nbytes. 1000000 vs 12. Received data size doesn't match expected size. Is there a distributed collective mismatch in your code?\n"
 )
-ECHO = err("RuntimeError", "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:50599: Connection reset by peer.", at=4.9)
+ECHO = err(
+    "RuntimeError",
+    "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:50599: Connection reset by peer.",
+    at=4.9,
+)
 STORE_TYPES = {"module": "torch.distributed"}
 SUBPROCESS = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/subprocess.py", line 1955, in _execute_child\n    raise child_exception_type(errno_num, err_msg)\n'
 JSON_LOAD = 'Traceback (most recent call last):\n  File "/usr/lib/python3.11/json/__init__.py", line 293, in {}\n    return loads(fp.read())\n'
@@ -312,7 +438,9 @@ CASES: list[tuple[str, RankEnd, bool, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("cause", "ended", "retryable", "words"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("cause", "ended", "retryable", "words"), CASES, ids=[f"{case[0]}-{n}" for n, case in enumerate(CASES)]
+)
 def test_each_cause_by_its_words(cause: str, ended: RankEnd, retryable: bool, words: tuple[str, ...]) -> None:
     found = verdict(ended)
     assert (found.cause, found.retryable) == (cause, retryable), found.summary
@@ -380,7 +508,15 @@ def test_a_ranks_own_network_trouble_is_no_echo(own: RankEnd, cause: str) -> Non
 
 
 def test_a_start_that_fails_is_the_echo_of_a_rank_that_failed_by_itself() -> None:
-    waited = end(err("DistStoreError", "Timed out after 601 seconds waiting for clients. 1/2 clients joined.", module="torch.distributed", at=4.0), time=4.0)
+    waited = end(
+        err(
+            "DistStoreError",
+            "Timed out after 601 seconds waiting for clients. 1/2 clients joined.",
+            module="torch.distributed",
+            at=4.0,
+        ),
+        time=4.0,
+    )
     found = verdict(waited, end(err("ValueError", "boom"), rank=1))
     assert (found.rank, found.cause) == (1, "rank.exception")
 
@@ -397,7 +533,9 @@ def test_the_allocators_numbers() -> None:
     mine = read(OWN_UNDER_ANOTHER_PID.message)
     assert mine is not None and mine.own == int(22.29 * GIB) and mine.others == ()
     several = read(FOREIGN.message.replace("Process 727", "Process 9 has 2.00 KiB memory in use. Process 727"))
-    assert several is not None and several.others == ((9, 2048), (727, int(100.51 * GIB))) and several.own == 518 * 2**20
+    assert (
+        several is not None and several.others == ((9, 2048), (727, int(100.51 * GIB))) and several.own == 518 * 2**20
+    )
     assert read("CUDA error: out of memory") is None
 
 
@@ -409,7 +547,10 @@ def test_fixes_are_in_order_and_repeat_no_mistake_of_the_field_notes() -> None:
     assert verdict(end(NEARLY)).fix[0].startswith("PYTORCH_ALLOC_CONF")
     assert "stoker stop 20260101-serve" in verdict(end(FOREIGN, around=HELD)).fix[0]
     everything = "\n".join(fix for one in CATALOGUE.values() for fix in one.fix)
-    assert not re.search(r"pkill|fuser|killall|fewer accumulation|LoRA rank|load_in_8bit|cuda-toolkit|NCCL_ALGO|NCCL_PROTO|setrlimit\(RLIMIT_AS, ", everything)
+    assert not re.search(
+        r"pkill|fuser|killall|fewer accumulation|LoRA rank|load_in_8bit|cuda-toolkit|NCCL_ALGO|NCCL_PROTO|setrlimit\(RLIMIT_AS, ",
+        everything,
+    )
 
 
 def test_every_cause_is_complete_and_has_a_case() -> None:
@@ -423,7 +564,9 @@ def test_every_cause_that_stoker_can_name_is_in_the_catalogue() -> None:
     docs.page()
     named = set()
     for path in (ROOT / "src" / "stoker").rglob("*.py"):
-        named |= set(re.findall(r'(?:cause=|"cause": |broken\(|Verdict\("\w+", )"([a-z]+(?:\.[a-z-]+)?)"', path.read_text()))
+        named |= set(
+            re.findall(r'(?:cause=|"cause": |broken\(|Verdict\("\w+", )"([a-z]+(?:\.[a-z-]+)?)"', path.read_text())
+        )
     assert len(named) > 15 and named - CATALOGUE.keys() == set()
 
 
@@ -431,7 +574,9 @@ def test_the_page_is_current() -> None:
     # In a process of its own: the order of the causes is that in which their modules were imported.
     page = subprocess.run([sys.executable, "-m", docs.__name__], capture_output=True, check=True, text=True).stdout
     assert all(f"### {id}\n" in page for id in CATALOGUE)
-    assert (ROOT / "docs" / "verdicts.md").read_text() == page, "python -m stoker.control.verdict.docs > docs/verdicts.md"
+    assert (ROOT / "docs" / "verdicts.md").read_text() == page, (
+        "python -m stoker.control.verdict.docs > docs/verdicts.md"
+    )
 
 
 PLAIN = """
@@ -502,7 +647,13 @@ if __name__ == "__main__": main()
 
 @pytest.mark.parametrize(
     ("how", "ranks", "cause"),
-    [("cut", 1, "data.corrupt"), ("killed", 1, "data.worker-died"), ("missing", 1, "data.file-missing"), ("interface", 1, "gloo.interface"), ("shape", 2, "hang.shape-mismatch")],
+    [
+        ("cut", 1, "data.corrupt"),
+        ("killed", 1, "data.worker-died"),
+        ("missing", 1, "data.file-missing"),
+        ("interface", 1, "gloo.interface"),
+        ("shape", 2, "hang.shape-mismatch"),
+    ],
 )
 def test_provoked_with_torch(stoker: Stoker, how: str, ranks: int, cause: str) -> None:
     pytest.importorskip("torch")
@@ -512,7 +663,13 @@ def test_provoked_with_torch(stoker: Stoker, how: str, ranks: int, cause: str) -
 
 def test_a_lost_server_of_the_scripts_own_is_no_echo_of_a_stall() -> None:
     """A tracker's connection breaks on rank 0 while rank 1 sleeps: rank 0 failed by itself, whoever else stands still."""
-    lost = end(err("ConnectionError", "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))", module="requests.exceptions"))
+    lost = end(
+        err(
+            "ConnectionError",
+            "('Connection aborted.', ConnectionResetError(104, 'Connection reset by peer'))",
+            module="requests.exceptions",
+        )
+    )
     stall = Stall("sleep", 1, (1,), (0,), "train.py:3, in f", "it sleeps")
     assert judge(Evidence(2, (lost,), stall=stall)).cause == "rank.exception"
     echo = end(err("RuntimeError", "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"))

@@ -34,7 +34,11 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import load
 from stoker.training.tokenizer.train import train
 
-TEXTS = ["the quick brown fox jumps over the lazy dog\n", "she sells sea shells by the sea shore\n", "what is two and three? it is five.\n"] * 3
+TEXTS = [
+    "the quick brown fox jumps over the lazy dog\n",
+    "she sells sea shells by the sea shore\n",
+    "what is two and three? it is five.\n",
+] * 3
 
 
 def nothing(_: str) -> None:
@@ -46,7 +50,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An hf folder as a run's export leaves it."""
     folder = tmp_path_factory.mktemp("model")
     words = train(TEXTS, 300, str(folder / "tokenizer"))
-    shape = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=words.vocab_size, qk_norm=True, init_std=0.3)
+    shape = ModelConfig(
+        layers=2,
+        dim=32,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        ff=48,
+        vocab_size=words.vocab_size,
+        qk_norm=True,
+        init_std=0.3,
+    )
     made = Decoder(shape, 128)
     made.start(5)
     hf.save(made, str(folder / "hf"), say=nothing, tokenizer_folder=str(folder / "tokenizer"))
@@ -67,24 +81,55 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[str, str]:
 
 
 def test_one_shot_prints_the_answer_and_nothing_else_on_stdout(stoker: Stoker, model: Path) -> None:
-    done = stoker("chat", str(model), "--prompt", "What is two and three?", "--temperature", "0", "--max-tokens", "12", "--device", "cpu")
+    done = stoker(
+        "chat",
+        str(model),
+        "--prompt",
+        "What is two and three?",
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "12",
+        "--device",
+        "cpu",
+    )
     assert done.code == 0 and done.out.endswith("\n") and len(done.out) > 1
     assert "stoker:" not in done.out and "parameters" in done.err
     missing = stoker("chat", "nowhere", "--prompt", "x")
     assert missing.code == 66 and missing.out == "" and len(missing.err.splitlines()) == 1
 
 
-def test_transformers_opens_the_export_and_answers_the_same(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_opens_the_export_and_answers_the_same(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "out"
     assert export.main([str(model), str(out)]) == 0
-    words, theirs = transformers.AutoTokenizer.from_pretrained(out), transformers.AutoModelForCausalLM.from_pretrained(out)
+    words, theirs = (
+        transformers.AutoTokenizer.from_pretrained(out),
+        transformers.AutoModelForCausalLM.from_pretrained(out),
+    )
     for text in ("What is two and three?", "the quick brown fox", "¿Qué? 12 3"):
         messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": text}]
         ids = words.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         whole = theirs.generate(**ids, do_sample=False, max_new_tokens=30, pad_token_id=0)
-        want = words.decode(whole[0, ids["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        found, _ = said(capsys, str(out), "--system", "be brief", "--prompt", text, "--temperature", "0", "--max-tokens", "30", "--device", "cpu")
+        want = words.decode(
+            whole[0, ids["input_ids"].shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        found, _ = said(
+            capsys,
+            str(out),
+            "--system",
+            "be brief",
+            "--prompt",
+            text,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "30",
+            "--device",
+            "cpu",
+        )
         assert found == want + "\n"
     ends = json.loads((out / "generation_config.json").read_text())["eos_token_id"]
     special = load(str(out)).special
@@ -117,7 +162,13 @@ def checkpoint(folder: Path, model: Path) -> Path:
     hf.load(decoder, str(model), nothing)
     meta = {"step": 7, "model": as_json(shape), "data": {"context": 128}, "tokenizer_digest": load(str(model)).digest}
     saver = Saver(str(folder / "checkpoints"), rank=0, world=1, token="t", say=nothing, keep=2, keep_best=False)
-    saver.save(7, {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()}, meta, None, wait=True)
+    saver.save(
+        7,
+        {f"model.{name}": parameter.detach() for name, parameter in decoder.named_parameters()},
+        meta,
+        None,
+        wait=True,
+    )
     saver.close()
     return folder
 
@@ -136,7 +187,9 @@ def test_a_checkpoint_becomes_the_same_folder(model: Path, tmp_path: Path, monke
         assert "chat_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
 
 
-def test_the_model_is_found_by_run_by_stage_or_as_the_newest(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_model_is_found_by_run_by_stage_or_as_the_newest(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root, now = tmp_path / "runs", time.time()
     single = run_of(root / "20260101-000000-mine", model, "pretrain", now - 50)
     (single / "run.json").write_text(json.dumps({"name": "mine", "started": 1.0}))
@@ -150,17 +203,24 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(model: Path, tmp_pa
         return err.splitlines()[-1].split(": ")[1]
 
     for _ in range(2):  # by what lies there, then by chain.json
-        assert which() == which(str(speedrun)) == str(sft / "hf")  # newer than the others; a reward model does not answer
+        assert (
+            which() == which(str(speedrun)) == str(sft / "hf")
+        )  # newer than the others; a reward model does not answer
         assert which(str(speedrun), "--stage", "base") == str(base / "hf")
         with pytest.raises(Refusal, match="there are base, sft"):
             chat.main([str(speedrun), "--stage", "grpo"])
-        rows = [{"name": name, "stage": stage, "run": f"stages/{run.name}"} for name, stage, run in
-                (("base", "pretrain", base), ("sft", "sft", sft), ("reward", "reward", reward))]  # fmt: skip
+        rows = [
+            {"name": name, "stage": stage, "run": f"stages/{run.name}"}
+            for name, stage, run in (("base", "pretrain", base), ("sft", "sft", sft), ("reward", "reward", reward))
+        ]
         (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
     rows[1]["run"] = ""  # the chain was last run with other settings, and did not get there
     (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
     assert which(str(speedrun)) == which(str(speedrun), "--stage", "sft") == str(sft / "hf")
-    assert "stage sft has made no model with the settings" in said(capsys, str(speedrun), "--prompt", "x", "--max-tokens", "1", "--device", "cpu")[1]
+    assert (
+        "stage sft has made no model with the settings"
+        in said(capsys, str(speedrun), "--prompt", "x", "--max-tokens", "1", "--device", "cpu")[1]
+    )
     with pytest.raises(Refusal, match="gives scores"):
         chat.main([str(speedrun), "--stage", "reward"])
     assert find(str(speedrun), "reward", str(root), print, checkpoints=True).folder == str(reward / "hf")
@@ -174,13 +234,23 @@ def test_the_model_is_found_by_run_by_stage_or_as_the_newest(model: Path, tmp_pa
         chat.main([str(model), "--stage", "sft"])
 
 
-def test_without_a_name_the_last_stage_of_the_newest_speedrun_answers_whichever_file_is_newest(model: Path, tmp_path: Path) -> None:
+def test_without_a_name_the_last_stage_of_the_newest_speedrun_answers_whichever_file_is_newest(
+    model: Path, tmp_path: Path
+) -> None:
     root, now = tmp_path / "runs", time.time()
     speedrun = root / "speedrun-cpu"
-    ages = {"base": 40, "midtrain": 30, "sft": 5, "reward": 25, "grpo-uniform": 20, "grpo-density": 15}  # sft was trained again, after all the others
+    ages = {
+        "base": 40,
+        "midtrain": 30,
+        "sft": 5,
+        "reward": 25,
+        "grpo-uniform": 20,
+        "grpo-density": 15,
+    }  # sft was trained again, after all the others
     stages = {"base": "pretrain", "grpo-uniform": "grpo", "grpo-density": "grpo"}
     runs = {
-        name: run_of(speedrun / "stages" / f"20260101-000000-{name}-0123abcd", model, stages.get(name, name), now - age) for name, age in ages.items()
+        name: run_of(speedrun / "stages" / f"20260101-000000-{name}-0123abcd", model, stages.get(name, name), now - age)
+        for name, age in ages.items()
     }
     run_of(root / "20260101-000000-older", model, "pretrain", now - 50)
 
@@ -191,7 +261,9 @@ def test_without_a_name_the_last_stage_of_the_newest_speedrun_answers_whichever_
     rows = [{"name": name, "stage": stages.get(name, name), "run": f"stages/{run.name}"} for name, run in runs.items()]
     rows[4], rows[5] = rows[5], rows[4]  # a chain of another order
     (speedrun / "chain.json").write_text(json.dumps({"schema": 1, "stages": rows}))
-    assert newest() == find(str(speedrun), None, str(root), print).folder == str(runs["grpo-uniform"] / "hf"), "by chain.json"
+    assert newest() == find(str(speedrun), None, str(root), print).folder == str(runs["grpo-uniform"] / "hf"), (
+        "by chain.json"
+    )
     assert newest("sft") == str(runs["sft"] / "hf") and newest("base") == newest("pretrain") == str(runs["base"] / "hf")
     alone = run_of(root / "20260102-000000-mine", model, "sft", now)
     assert newest() == newest("sft") == str(alone / "hf"), "a run of its own that is newer than the speedrun"
@@ -207,9 +279,14 @@ def test_a_long_conversation_forgets_its_oldest_turns_and_says_so_once(
     assert len(out) > 9
 
 
-def test_the_same_seed_gives_the_same_answer_and_raw_goes_on_with_a_text(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_gives_the_same_answer_and_raw_goes_on_with_a_text(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = (str(model), "--prompt", "the quick brown", "--max-tokens", "20", "--device", "cpu", "--temperature", "1.5")
-    one, two, other, raw = (said(capsys, *told, *more)[0] for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--raw", "--seed", "1"]))
+    one, two, other, raw = (
+        said(capsys, *told, *more)[0]
+        for more in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--raw", "--seed", "1"])
+    )
     assert one == two and len({one, other, raw}) == 3
     with pytest.raises(Refusal, match="--raw has no roles"):
         chat.main([*told, "--raw", "--system", "x"])
@@ -238,8 +315,27 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(stoker: Stoker, tmp_path: Pat
                 parameter.zero_()
     hf.save(decoder, str(endless), say=nothing, tokenizer_folder=str(model))
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "stoker", "chat", str(endless), "--temperature", "0", "--max-tokens", "4000", "--device", "cpu"]
-    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=stoker.cwd, env={**stoker.env, "OMP_NUM_THREADS": "1", "TERM": "dumb"})
+    command = [
+        sys.executable,
+        "-m",
+        "stoker",
+        "chat",
+        str(endless),
+        "--temperature",
+        "0",
+        "--max-tokens",
+        "4000",
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        cwd=stoker.cwd,
+        env={**stoker.env, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
+    )
     os.close(theirs)
     seen = ""
 

@@ -57,7 +57,9 @@ def all_end_well(pids):
 def run_script(folder: Path, text: str, *args: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(FORKS + text)
-    return subprocess.run([sys.executable, str(script), *args], capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [sys.executable, str(script), *args], capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def of_all_types() -> dict[str, Any]:
@@ -79,7 +81,9 @@ def bits(tensor: Any) -> bytes:
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(one[name].dtype == other[name].dtype and bits(one[name]) == bits(other[name]) for name in one)
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and bits(one[name]) == bits(other[name]) for name in one
+    )
 
 
 def blank(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -93,7 +97,11 @@ class Job:
         self.folder, self.by_rank = folder, list[tuple[int, str]]()
         self.savers = [
             Saver(
-                str(folder), rank=rank, world=world, say=lambda line, rank=rank: self.by_rank.append((rank, line)), **{"token": "a1", "patience": 20.0, **more}
+                str(folder),
+                rank=rank,
+                world=world,
+                say=lambda line, rank=rank: self.by_rank.append((rank, line)),
+                **{"token": "a1", "patience": 20.0, **more},
             )
             for rank in range(world)
         ]
@@ -106,7 +114,9 @@ class Job:
         results = [False] * len(self.savers)
 
         def one(rank: int) -> None:
-            results[rank] = self.savers[rank].save(step, tensors, meta, score, own={f"rng.{rank}": torch.full((3,), rank)}, wait=True)
+            results[rank] = self.savers[rank].save(
+                step, tensors, meta, score, own={f"rng.{rank}": torch.full((3,), rank)}, wait=True
+            )
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(self.savers))]
         for thread in threads:
@@ -157,12 +167,21 @@ def test_the_files_are_plain_safetensors_and_the_ranks_share_the_bytes(job: Call
     state = {f"layer.{n}": torch.randn(64, 32) for n in range(7)} | {"head": torch.randn(1000, 8)}
     job(3).save(1, state)
     files = sorted((tmp_path / "checkpoints/step-00000001").glob("rank-*.safetensors"))
-    sizes = [sum(tensor.numel() * 4 for name, tensor in safetensors_torch.load_file(file).items() if not name.startswith("rng")) for file in files]
+    sizes = [
+        sum(
+            tensor.numel() * 4
+            for name, tensor in safetensors_torch.load_file(file).items()
+            if not name.startswith("rng")
+        )
+        for file in files
+    ]
     assert sum(sizes) == sum(tensor.numel() * 4 for tensor in state.values())
     assert max(sizes) - min(sizes) <= 64 * 4, "equal but for a row"
 
 
-def test_the_script_word_resume_takes_what_was_saved_and_no_unfinished_one(job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_script_word_resume_takes_what_was_saved_and_no_unfinished_one(
+    job: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = job(2)
     one.save(3, {"w": torch.ones(4)})
     shutil.copytree(one.folder / "step-00000003", one.folder / "step-00000009.a0-4.tmp")
@@ -173,7 +192,9 @@ def test_the_script_word_resume_takes_what_was_saved_and_no_unfinished_one(job: 
     assert again.lines == []
 
 
-def test_training_may_write_the_tensors_as_soon_as_save_returns(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_may_write_the_tensors_as_soon_as_save_returns(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a save that is asked for while one is under way is skipped, said once, and never queued."""
     go = threading.Event()
     written = part.write_whole
@@ -191,18 +212,24 @@ def test_training_may_write_the_tensors_as_soon_as_save_returns(job: Callable[..
     assert open_checkpoint(str(one.folder / "step-00000004")).read("w").eq(2.0).all()
 
 
-def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_skips_what_another_began_costs_only_that_checkpoint(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 skipped step 1 and begins step 2, which rank 1 skips, still writing step 1: rank 0 is told, and need not wait for its deadline."""
     one, weight = job(2), torch.ones(10)
     go, written = threading.Event(), part.write_whole
-    monkeypatch.setattr(part, "write_whole", lambda path, data: (go.wait(20) if "rank-00001" in path else None, written(path, data)))
+    monkeypatch.setattr(
+        part, "write_whole", lambda path, data: (go.wait(20) if "rank-00001" in path else None, written(path, data))
+    )
     zero, other = one.savers
     zero._serial = 1
     assert other.save(1, {"w": weight}, {}) and not other.save(2, {"w": weight}, {})
     assert zero.save(2, {"w": weight}, {})
     assert wait_for(lambda: True if "step-00000002.a1-2.tmp" in names(one.folder) else None, 10)
     go.set()
-    assert wait_for(zero.problem, 10) and "rank 1 could not write its part: it was still writing the one before" in str(zero.problem())
+    assert wait_for(zero.problem, 10) and "rank 1 could not write its part: it was still writing the one before" in str(
+        zero.problem()
+    )
     assert one.save(3, {"w": weight}) == [True, True] and zero.problem() is None
     assert names(one.folder) == ["step-00000003"], "what never became a checkpoint is gone"
 
@@ -214,7 +241,12 @@ def test_a_restart_that_was_told_how_to_begin_finds_only_its_own(job: Callable[.
         assert all(one.save(step, {"x": torch.ones(2)}, run=run))
     said: list[str] = []
     found = find(str(one.folder), said.append, of_run="mine")
-    assert found is not None and found.step == 60 and find(str(one.folder), said.append, of_run="nobody") is None and said == []
+    assert (
+        found is not None
+        and found.step == 60
+        and find(str(one.folder), said.append, of_run="nobody") is None
+        and said == []
+    )
 
 
 def test_the_newest_and_the_best_stay(job: Callable[..., Job]) -> None:
@@ -234,7 +266,9 @@ def test_a_step_saved_again_replaces_the_old_one_and_a_crash_in_between_brings_i
     assert later.save(5, {"w": torch.full((4,), 2.0)}) == [True]
     assert names(later.folder) == ["step-00000005"]
     assert open_checkpoint(str(later.folder / "step-00000005")).read("w").eq(2.0).all()
-    assert later.save(5, {"w": torch.full((4,), 3.0)}) == [True], "already there: the final save of a step that was just saved is not written twice"
+    assert later.save(5, {"w": torch.full((4,), 3.0)}) == [True], (
+        "already there: the final save of a step that was just saved is not written twice"
+    )
     assert open_checkpoint(str(later.folder / "step-00000005")).read("w").eq(2.0).all()
     os.rename(later.folder / "step-00000005", later.folder / ".replaced-step-00000005")
     found = find(str(later.folder), print)
@@ -273,7 +307,9 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "line"), DAMAGE)
-def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(job: Callable[..., Job], damage: Callable[[Path], None], line: str) -> None:
+def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(
+    job: Callable[..., Job], damage: Callable[[Path], None], line: str
+) -> None:
     one = job(2)
     for step in (1, 2):
         one.save(step, {"w": torch.full((1000,), float(step)), "v": torch.full((1000,), float(step))})
@@ -286,7 +322,9 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_is_taken(job: Calla
     assert any(line in problem for problem in verify(str(one.folder / "step-00000002")))
 
 
-def test_a_bad_region_of_a_large_file_is_named_and_all_are_looked_at(job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_region_of_a_large_file_is_named_and_all_are_looked_at(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("stoker.training.checkpoint.sums.CHUNK", 1000)
     monkeypatch.setattr(snapshot, "_SLAB", 4096)  # several buffers, too
     one, state = job(2), of_all_types()
@@ -309,7 +347,9 @@ def test_a_bad_region_of_a_large_file_is_named_and_all_are_looked_at(job: Callab
 
 def test_nothing_there_is_none_and_nothing_said(tmp_path: Path) -> None:
     said: list[str] = []
-    assert find(str(tmp_path / "nowhere"), said.append) is None and find(str(tmp_path), said.append) is None and said == []
+    assert (
+        find(str(tmp_path / "nowhere"), said.append) is None and find(str(tmp_path), said.append) is None and said == []
+    )
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_tensor(job: Callable[..., Job]) -> None:
@@ -343,17 +383,28 @@ def rewritten(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        (lambda body: body["files"].update({"../outside.safetensors": body["files"]["rank-00000.safetensors"]}), "not a plain file name"),
-        (lambda body: body["files"].update({"/etc/passwd": body["files"]["rank-00000.safetensors"]}), "not a plain file name"),
+        (
+            lambda body: body["files"].update({"../outside.safetensors": body["files"]["rank-00000.safetensors"]}),
+            "not a plain file name",
+        ),
+        (
+            lambda body: body["files"].update({"/etc/passwd": body["files"]["rank-00000.safetensors"]}),
+            "not a plain file name",
+        ),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(file="../outside.safetensors"), "not among the files"),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(offset=[-1]), "w: offset is '-1'"),
         (lambda body: body["tensors"]["w"]["pieces"][0].update(shape=[3]), "do not make the whole tensor"),
-        (lambda body: body["tensors"]["w"].update(shape=[8], pieces=body["tensors"]["w"]["pieces"] * 2), "do not make the whole tensor"),
+        (
+            lambda body: body["tensors"]["w"].update(shape=[8], pieces=body["tensors"]["w"]["pieces"] * 2),
+            "do not make the whole tensor",
+        ),
         (lambda body: body.update(schema=99), "its schema is 99"),
         (lambda body: body.update(files=[]), "files is"),
     ],
 )
-def test_a_manifest_is_not_trusted(job: Callable[..., Job], change: Callable[[dict[str, Any]], None], line: str) -> None:
+def test_a_manifest_is_not_trusted(
+    job: Callable[..., Job], change: Callable[[dict[str, Any]], None], line: str
+) -> None:
     one = job()
     one.save(1, {"w": torch.ones(4)})
     folder = one.folder / "step-00000001"
@@ -370,7 +421,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MB."""
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"this user can't mount a small file system: {made.stderr.strip()}")
     yield place
@@ -378,7 +431,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("asks_first", [True, False])
-def test_a_full_disk_costs_one_checkpoint_and_says_so_once(job: Callable[..., Job], disk: Path, monkeypatch: pytest.MonkeyPatch, asks_first: bool) -> None:
+def test_a_full_disk_costs_one_checkpoint_and_says_so_once(
+    job: Callable[..., Job], disk: Path, monkeypatch: pytest.MonkeyPatch, asks_first: bool
+) -> None:
     if not asks_first:
         monkeypatch.setattr(part, "_room_for", lambda *_: None)
     one = job(2, folder=disk / "checkpoints")
@@ -387,10 +442,18 @@ def test_a_full_disk_costs_one_checkpoint_and_says_so_once(job: Callable[..., Jo
     assert one.save(2, large) == [False, False] and one.save(3, large) == [False, False]
     assert names(one.folder) == ["step-00000001"], "nothing is left of the failed ones"
     problem = one.savers[0].problem()
-    assert problem is not None and ("No space left on device" in problem or "are free" in problem) and "the last good one is step-00000001" in problem
+    assert (
+        problem is not None
+        and ("No space left on device" in problem or "are free" in problem)
+        and "the last good one is step-00000001" in problem
+    )
     said = [(rank, re.sub(r"[\d.]+", "", line)) for rank, line in one.by_rank]
     assert said and len(set(said)) == len(said), "no rank says the same thing again for step 3"
-    assert one.save(4, small) == [True, True] and one.savers[0].problem() is None and "checkpoints work again" in one.lines[-1]
+    assert (
+        one.save(4, small) == [True, True]
+        and one.savers[0].problem() is None
+        and "checkpoints work again" in one.lines[-1]
+    )
     assert verify(str(one.folder / "step-00000004")) == []
 
 
@@ -469,7 +532,9 @@ raise RuntimeError("training broke")
 """
 
 
-def test_a_second_job_is_kept_out_and_an_exception_does_not_hang_in_a_save(job: Callable[..., Job], tmp_path: Path) -> None:
+def test_a_second_job_is_kept_out_and_an_exception_does_not_hang_in_a_save(
+    job: Callable[..., Job], tmp_path: Path
+) -> None:
     one = job()
     done = run_script(tmp_path, SECOND_JOB, str(one.folder), str(tmp_path / "other"))
     assert f"process {os.getpid()} on " in done.stdout and "is writing checkpoints in" in done.stdout
@@ -590,7 +655,12 @@ def test_sharded_over_three_ranks_is_read_by_two_and_by_one_and_replicated_by_sh
     assert done.returncode == 0, done.stdout + done.stderr
     want = safetensors_torch.load_file(where[2])
     found = find(where[0], print)
-    assert found is not None and found.world == 3 and len(found.tensors["model.odd.weight"].pieces) == 3 and len(found.tensors["model.few.weight"].pieces) == 2
+    assert (
+        found is not None
+        and found.world == 3
+        and len(found.tensors["model.odd.weight"].pieces) == 3
+        and len(found.tensors["model.few.weight"].pieces) == 2
+    )
     state = blank(want)
     found.read_into(state)
     assert same(state, want)
@@ -600,7 +670,9 @@ def test_sharded_over_three_ranks_is_read_by_two_and_by_one_and_replicated_by_sh
 def test_on_a_gpu_the_snapshot_is_of_the_moment_and_the_host_does_not_wait(job: Callable[..., Job]) -> None:
     one = job(keep=5)
     saver = one.savers[0]
-    state = {f"w{n}": torch.full((4096, 4096), float(n), device="cuda") for n in range(20)} | {"turned": torch.arange(12.0, device="cuda").reshape(3, 4).t()}
+    state = {f"w{n}": torch.full((4096, 4096), float(n), device="cuda") for n in range(20)} | {
+        "turned": torch.arange(12.0, device="cuda").reshape(3, 4).t()
+    }
     want = {name: tensor.cpu() for name, tensor in state.items()}
     saver.prepare_buffers(state)
     torch.cuda.synchronize()

@@ -65,7 +65,11 @@ def dead_run(root: Path, name: str = "20260101-000000-dead", **launcher: Any) ->
 
 def tag_of(name: str, folder: Path) -> dict[str, str]:
     """As an agent gives it to its ranks; the agent is this process."""
-    return {"STOKER_RUN_ID": name, "STOKER_RUN_DIR": str(folder), "STOKER_RUN_ORIGIN": origin.of_this_process(os.environ).text()}
+    return {
+        "STOKER_RUN_ID": name,
+        "STOKER_RUN_DIR": str(folder),
+        "STOKER_RUN_ORIGIN": origin.of_this_process(os.environ).text(),
+    }
 
 
 def alive(one: subprocess.Popen[bytes]) -> bool:
@@ -101,7 +105,12 @@ def test_leftovers_are_shown_and_then_stopped(stoker: Stoker, start: Start) -> N
     assert code == 1 and said["schema"] == 1 and said["dry_run"] is True and said["stopped"] is None
     assert {entry["pid"] for entry in said["leftovers"]} == {one.pid, stopped.pid} and alive(one) and alive(stopped)
     entry = next(entry for entry in said["leftovers"] if entry["pid"] == one.pid)
-    assert entry["command"] == "sleep 600" and entry["run"] == tag["STOKER_RUN_ID"] and entry["rss"] > 0 and 0 <= entry["age"] < 60
+    assert (
+        entry["command"] == "sleep 600"
+        and entry["run"] == tag["STOKER_RUN_ID"]
+        and entry["rss"] > 0
+        and 0 <= entry["age"] < 60
+    )
     assert "is dead" in entry["why"] and entry["start"] == process(one.pid).start  # type: ignore[union-attr]
 
     plain = stoker("clean", "--runs-dir", "runs")
@@ -120,7 +129,9 @@ def test_ignored_sigterm_and_children_without_a_tag(stoker: Stoker, start: Start
     family = start(["sh", "-c", "env -i sleep 600 & echo $!; wait"], tag, stdout=subprocess.PIPE)
     assert stubborn.stdout is not None and family.stdout is not None and stubborn.stdout.readline()
     child = int(family.stdout.readline())
-    assert wait_for(lambda: True if (processes.command(child) or "").startswith("sleep") else None, 5)  # env has become sleep
+    assert wait_for(
+        lambda: True if (processes.command(child) or "").startswith("sleep") else None, 5
+    )  # env has become sleep
     code, said = look(stoker, "--yes", "--grace", "0.5")
     why = {entry["pid"]: entry["why"] for entry in said["leftovers"]}
     assert why[child] == f"started by pid {family.pid}"
@@ -143,7 +154,14 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
     log = stoker.cwd / "runs" / "latest" / "attempt-0" / "rank-0.log"
     assert wait_for(lambda: True if log.exists() and log.read_text().startswith("helper ") else None, 30)
     left = int(log.read_text().split()[1])
-    keepers = [run.pid, *(one.pid for one in processes.all_processes() if one.pid in processes.descendants(run.pid, processes.all_processes()) and one.name.startswith("stoker-"))]
+    keepers = [
+        run.pid,
+        *(
+            one.pid
+            for one in processes.all_processes()
+            if one.pid in processes.descendants(run.pid, processes.all_processes()) and one.name.startswith("stoker-")
+        ),
+    ]
     assert len(keepers) == 3
     assert look(stoker, "--yes")[0] == 0 and process(left) is not None  # nothing of a living run
     for signum in (signal.SIGSTOP, signal.SIGKILL):
@@ -158,7 +176,12 @@ def test_what_a_real_run_leaves_when_all_its_keepers_die(stoker: Stoker) -> None
 
 @pytest.mark.parametrize(
     ("launcher", "why"),
-    [({"host": "elsewhere"}, "on host elsewhere"), ({"pid": 0}, "does not say"), ({"start": 0}, "does not say"), ({"pid": "?"}, "pid is not a number")],
+    [
+        ({"host": "elsewhere"}, "on host elsewhere"),
+        ({"pid": 0}, "does not say"),
+        ({"start": 0}, "does not say"),
+        ({"pid": "?"}, "pid is not a number"),
+    ],
 )
 def test_what_cannot_be_told_is_left_alone(stoker: Stoker, start: Start, launcher: dict[str, Any], why: str) -> None:
     unsure = start(["sleep", "600"], dead_run(stoker.cwd, **launcher))
@@ -172,7 +195,16 @@ def test_whom_an_agent_looks_after_is_left_alone(stoker: Stoker, start: Start) -
     """A run that was started from another host has its directory there: its agent here is the proof that it lives."""
     (stoker.cwd / "stoker-agent").symlink_to("/bin/sh")
     tag = tag_of("20260101-far", stoker.cwd / "runs" / "20260101-far")
-    agent = start([str(stoker.cwd / "stoker-agent"), "-c", 'env "$@" sleep 600 & echo $!; wait', "x", *(f"{k}={v}" for k, v in tag.items())], stdout=subprocess.PIPE)
+    agent = start(
+        [
+            str(stoker.cwd / "stoker-agent"),
+            "-c",
+            'env "$@" sleep 600 & echo $!; wait',
+            "x",
+            *(f"{k}={v}" for k, v in tag.items()),
+        ],
+        stdout=subprocess.PIPE,
+    )
     assert agent.stdout is not None
     rank = int(agent.stdout.readline())
     assert wait_for(lambda: True if processes.run_tag(rank) else None, 5)
@@ -191,14 +223,24 @@ def test_never_itself_nor_its_parents(stoker: Stoker, start: Start) -> None:
     tag = dead_run(stoker.cwd)
     other = start(["sleep", "600"], tag)
     line = f"{sys.executable} -m stoker clean --json --runs-dir runs --yes | cat; echo; echo still here"
-    done = subprocess.run(["setsid", "--wait", "sh", "-c", line], cwd=stoker.cwd, env={**stoker.env, **tag}, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        ["setsid", "--wait", "sh", "-c", line],
+        cwd=stoker.cwd,
+        env={**stoker.env, **tag},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout.endswith("still here\n"), done
     said = json.loads(done.stdout.removesuffix("still here\n"))
     assert [entry["pid"] for entry in said["leftovers"]] == [other.pid] and other.wait(30) == -signal.SIGTERM
     assert {"this command runs inside it"} <= {entry["why"] for entry in said["left_alone"]}
 
 
-def foreigners(root: Path, dead: dict[str, str], living: dict[str, str], count: int) -> Iterator[tuple[list[str], dict[str, str], dict[str, Any]]]:
+def foreigners(
+    root: Path, dead: dict[str, str], living: dict[str, str], count: int
+) -> Iterator[tuple[list[str], dict[str, str], dict[str, Any]]]:
     """Processes that look like ours and aren't: names, tags of the living, halves of tags, the whole tag with another user."""
     rng = random.Random(3)
     named = []
@@ -206,14 +248,27 @@ def foreigners(root: Path, dead: dict[str, str], living: dict[str, str], count: 
         (root / name).symlink_to("/bin/sleep")
         named.append(str(root / name))
     tags: list[dict[str, str]] = [
-        {}, living, {"STOKER_RUN_ID": dead["STOKER_RUN_ID"]}, {"STOKER_RUN_DIR": dead["STOKER_RUN_DIR"]}, {**dead, "STOKER_KEEP": "1"},
-        {**dead, "STOKER_RUN_ID": living["STOKER_RUN_ID"]}, {**dead, "STOKER_RUN_DIR": living["STOKER_RUN_DIR"]},
-        {**dead, "STOKER_RUN_DIR": "runs/" + dead["STOKER_RUN_ID"]}, {**dead, "STOKER_RUN_DIR": ""}, {"STOKER_RUN_ID": "", "STOKER_RUN_DIR": ""},
-        {"TORCHELASTIC_RUN_ID": dead["STOKER_RUN_ID"], "RANK": "0", "WORLD_SIZE": "2"}, {"MY_" + key: value for key, value in dead.items()},
+        {},
+        living,
+        {"STOKER_RUN_ID": dead["STOKER_RUN_ID"]},
+        {"STOKER_RUN_DIR": dead["STOKER_RUN_DIR"]},
+        {**dead, "STOKER_KEEP": "1"},
+        {**dead, "STOKER_RUN_ID": living["STOKER_RUN_ID"]},
+        {**dead, "STOKER_RUN_DIR": living["STOKER_RUN_DIR"]},
+        {**dead, "STOKER_RUN_DIR": "runs/" + dead["STOKER_RUN_ID"]},
+        {**dead, "STOKER_RUN_DIR": ""},
+        {"STOKER_RUN_ID": "", "STOKER_RUN_DIR": ""},
+        {"TORCHELASTIC_RUN_ID": dead["STOKER_RUN_ID"], "RANK": "0", "WORLD_SIZE": "2"},
+        {"MY_" + key: value for key, value in dead.items()},
         {"NOTE": f"STOKER_RUN_ID={dead['STOKER_RUN_ID']}\nSTOKER_RUN_DIR={dead['STOKER_RUN_DIR']}"},
-    ]  # fmt: skip
+    ]
     for n in range(count):
-        words = [rng.choice(("sleep", "stoker-agent", "python train.py", "stoker run train.py", "python -m torch.distributed.run")), "600"]
+        words = [
+            rng.choice(
+                ("sleep", "stoker-agent", "python train.py", "stoker run train.py", "python -m torch.distributed.run")
+            ),
+            "600",
+        ]
         more: dict[str, Any] = {"executable": rng.choice(named)}
         if os.getuid() == 0 and n % 20 == 19:
             yield words, dead, {"user": 65534, "group": 65534, "extra_groups": [], "executable": "/bin/sleep"}
@@ -232,7 +287,11 @@ def test_200_strangers_and_a_living_run_survive(stoker: Stoker, start: Start) ->
         strangers = [start(words, env, **more) for words, env, more in foreigners(stoker.cwd, dead, living, 200)]
         inner = start(["sleep", "600"], dead)  # the one that is ours
         code, said = look(stoker, "--yes", "--grace", "1")
-        assert code == 0 and [entry["pid"] for entry in said["leftovers"]] == [inner.pid] and inner.wait(30) == -signal.SIGTERM
+        assert (
+            code == 0
+            and [entry["pid"] for entry in said["leftovers"]] == [inner.pid]
+            and inner.wait(30) == -signal.SIGTERM
+        )
         assert all(alive(one) for one in strangers) and len(strangers) == 200
         assert run.poll() is None and all(processes.run_tag(pid) == tag for pid in ranks)
         refused = stoker("clean", "--yes", "--pid", str(ranks[1]))
@@ -288,7 +347,12 @@ def test_named_pids(stoker: Stoker, start: Start) -> None:
     assert done.code == 1 and json.loads(done.out)["named"][0]["pid"] == one.pid and alive(one)
     done = stoker("clean", "--yes", "--pid", str(one.pid), "--pid", str(two.pid))
     assert done.code == 0 and one.wait(30) == two.wait(30) == -signal.SIGTERM
-    for pid, code, word in ((one.pid, 66, "no such process"), (1, 64, "init"), (os.getpid(), 64, "parents"), (-5, 66, "no such process")):
+    for pid, code, word in (
+        (one.pid, 66, "no such process"),
+        (1, 64, "init"),
+        (os.getpid(), 64, "parents"),
+        (-5, 66, "no such process"),
+    ):
         three = start(["sleep", "600"])
         refused = stoker("clean", "--yes", "--pid", str(three.pid), f"--pid={pid}")
         assert refused.code == code and word in refused.err and refused.err.count("\n") == 1 and refused.out == ""
@@ -303,7 +367,9 @@ def test_named_pids(stoker: Stoker, start: Start) -> None:
 def test_named_pids_are_confirmed_at_a_terminal(stoker: Stoker, start: Start, typed: bytes, code: int) -> None:
     one = start(["sleep", "600"])
     mine, theirs = pty.openpty()
-    asking = stoker.start("clean", "--pid", str(one.pid), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    asking = stoker.start(
+        "clean", "--pid", str(one.pid), stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    )
     os.close(theirs)
     said = b""
     while b"[y/N]" not in said:
@@ -335,7 +401,13 @@ def test_shared_memory_of_the_dead(tmp_path: Path, start: Start) -> None:
     gone = start(["true"])
     gone.wait()
     dead = [shm / f"torch_{gone.pid}_{os.getpid()}_0", shm / f"nccl-{mark}"]
-    kept = [shm / f"torch_{os.getpid()}_1_0", shm / f"nccl-{mark}_open", shm / f"nccl-{mark}_mapped", shm / f"{mark}", shm / f"nccl-{mark}_link"]
+    kept = [
+        shm / f"torch_{os.getpid()}_1_0",
+        shm / f"nccl-{mark}_open",
+        shm / f"nccl-{mark}_mapped",
+        shm / f"{mark}",
+        shm / f"nccl-{mark}_link",
+    ]
     kept.append(shm / f"psm_{mark}")  # Python's: nothing says whose it is
     try:
         for path in (*dead, *kept[:4], kept[5]):
@@ -344,8 +416,12 @@ def test_shared_memory_of_the_dead(tmp_path: Path, start: Start) -> None:
         holding = kept[1].open("rb")
         with kept[2].open("r+b") as file:
             mapping = mmap.mmap(file.fileno(), 0)
-        found = [one for one in debris.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}]
-        assert {one.path for one in found} == {str(path) for path in dead} and all(one.size >= 8192 and one.age > 3000 for one in found)
+        found = [
+            one for one in debris.find_debris(str(tmp), str(shm)) if one.path in {str(path) for path in (*dead, *kept)}
+        ]
+        assert {one.path for one in found} == {str(path) for path in dead} and all(
+            one.size >= 8192 and one.age > 3000 for one in found
+        )
         reopened = dead[1].open("rb")  # between showing and removing
         stays = clean.remove_debris(found)
         assert [one.path for one, _ in stays] == [str(dead[1])]
@@ -375,7 +451,10 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
 
     with tempfile.TemporaryDirectory(prefix="cl", dir="/tmp") as short:  # a socket's path has 107 bytes
         tmp = Path(short)
-        folders = {name: tmp / f"stoker-{name}" for name in ("deadbeef", "emptyold", "alive_00", "notes_00", "standing", "writing_", "gpu-locks")}
+        folders = {
+            name: tmp / f"stoker-{name}"
+            for name in ("deadbeef", "emptyold", "alive_00", "notes_00", "standing", "writing_", "gpu-locks")
+        }
         for folder in folders.values():
             folder.mkdir(mode=0o700)
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -391,16 +470,26 @@ def test_folders_of_dead_agents(tmp_path_factory: pytest.TempPathFactory, start:
             found = debris.find_debris(str(tmp), str(tmp / "no-shm"))
         assert {Path(one.path).name for one in found} == {"stoker-deadbeef", "stoker-emptyold"}
         assert clean.remove_debris(found) == []
-        assert {path.name for path in tmp.iterdir()} == {"stoker-" + n for n in ("alive_00", "notes_00", "standing", "writing_", "gpu-locks", "linked_0")}
+        assert {path.name for path in tmp.iterdir()} == {
+            "stoker-" + n for n in ("alive_00", "notes_00", "standing", "writing_", "gpu-locks", "linked_0")
+        }
         listening.close()
 
 
-def test_many_files_of_a_kind_are_summed_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_files_of_a_kind_are_summed_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     many = [debris.Debris("agent's folder", f"/tmp/stoker-{n}", 2_000_000, 3600.0) for n in range(13)]
-    monkeypatch.setattr(debris, "find_debris", lambda: [*many[:12], debris.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]])
+    monkeypatch.setattr(
+        debris, "find_debris", lambda: [*many[:12], debris.Debris("shared memory", "/dev/shm/x", 0, 3600.0), many[12]]
+    )
     command.main([])
     said = capsys.readouterr().out
-    assert said.count("  agent's folder, 2.0 MB") == 10 and "and 3 more (agent's folder), 6.0 MB; --json lists them all\n" in said and "/dev/shm/x  shared" in said
+    assert (
+        said.count("  agent's folder, 2.0 MB") == 10
+        and "and 3 more (agent's folder), 6.0 MB; --json lists them all\n" in said
+        and "/dev/shm/x  shared" in said
+    )
     command.main(["--json"])
     assert len(json.loads(capsys.readouterr().out)["files"]) == 14
 
@@ -411,7 +500,9 @@ def test_young_files_stay(tmp_path: Path) -> None:
     (tmp_path / "stoker-young_00").mkdir()
     old(path)  # a file may claim any age; its inode's change time does not lie
     try:
-        assert not {str(path), str(tmp_path / "stoker-young_00")} & {one.path for one in debris.find_debris(str(tmp_path))}
+        assert not {str(path), str(tmp_path / "stoker-young_00")} & {
+            one.path for one in debris.find_debris(str(tmp_path))
+        }
     finally:
         path.unlink()
 
@@ -427,9 +518,15 @@ def test_locks_are_listed_and_never_unlinked(tmp_path: Path, monkeypatch: pytest
     with (folder / "GPU-held").open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         found, strange = debris.find_locks()
-    assert [(one.gpu, one.held) for one in found] == [("GPU-free", False), ("GPU-held", True), ("GPU-torn", False)] and strange == []
+    assert [(one.gpu, one.held) for one in found] == [
+        ("GPU-free", False),
+        ("GPU-held", True),
+        ("GPU-torn", False),
+    ] and strange == []
     assert found[0].who == "run r1 (agent pid 7)" and found[2].who == "unknown"
-    assert found[1].who.startswith(f"pid {os.getpid()} (") and "not a Stoker run" in found[1].who  # the kernel's word, not the file's
+    assert (
+        found[1].who.startswith(f"pid {os.getpid()} (") and "not a Stoker run" in found[1].who
+    )  # the kernel's word, not the file's
     assert len(list(folder.iterdir())) == 3
 
 
@@ -440,8 +537,12 @@ def test_who_else_is_on_the_gpus(stoker: Stoker, box: Callable[..., dict[str, st
         {"pid": 1, "memory": 10**9, "command": "python mine.py", "user": processes.user_name(os.getuid()), "run": None},
         {"pid": 34, "memory": 10**7, "command": "/usr/lib/xorg/Xorg :0", "user": "root", "run": None},
     ]
-    done = stoker("clean", "--json", "--runs-dir", "runs", "--yes", env=box([gpu_json(0, holders=holders), gpu_json(1)]))
-    advice = {entry["pid"]: (entry["gpu"], entry["memory"], entry["advice"]) for entry in json.loads(done.out)["others"]}
+    done = stoker(
+        "clean", "--json", "--runs-dir", "runs", "--yes", env=box([gpu_json(0, holders=holders), gpu_json(1)])
+    )
+    advice = {
+        entry["pid"]: (entry["gpu"], entry["memory"], entry["advice"]) for entry in json.loads(done.out)["others"]
+    }
     assert done.code == 0 and set(advice) == {31, 32, 1, 34} and all(gpu == "GPU0" for gpu, _, _ in advice.values())
     assert "outside this container" in advice[31][2] and advice[31][1] == 5 * 10**9
     assert "ask alice" in advice[32][2] and advice[32][1] is None
@@ -460,8 +561,16 @@ def test_a_driver_that_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_waiting_for_the_memory() -> None:
     def machine(used: int, *pids: int) -> Machine:
         holders = [{"pid": pid, "memory": 50 * 10**9, "command": "x"} for pid in pids]
-        return machine_from_json({"schema": 1, "hostname": "", "cores": 1, "memory_total": 1, "memory_available": 1,
-                                  "gpus": [gpu_json(0, memory_used=used, holders=holders), gpu_json(1)]})  # fmt: skip
+        return machine_from_json(
+            {
+                "schema": 1,
+                "hostname": "",
+                "cores": 1,
+                "memory_total": 1,
+                "memory_available": 1,
+                "gpus": [gpu_json(0, memory_used=used, holders=holders), gpu_json(1)],
+            }
+        )
 
     looks = iter([machine(100 * 10**9, 5, 6), machine(50 * 10**9, 5), "NVML stopped", machine(10**9)])
     back = clean.wait_for_memory(machine(100 * 10**9, 5, 6), {5, 6}, lambda: next(looks))
@@ -477,10 +586,25 @@ def entry(name: str, size: int, idle: float, kept: str = "") -> caches.Cache:
 
 @pytest.mark.parametrize(
     ("older_than", "max_size", "gone"),
-    [(None, None, ""), (50.0, None, "cd"), (0.0, None, "abcd"), (None, 30, "dcb"), (None, 35, "dc"), (None, 1000, ""), (50.0, 30, "cdb"), (None, 0, "dcba")],
+    [
+        (None, None, ""),
+        (50.0, None, "cd"),
+        (0.0, None, "abcd"),
+        (None, 30, "dcb"),
+        (None, 35, "dc"),
+        (None, 1000, ""),
+        (50.0, 30, "cdb"),
+        (None, 0, "dcba"),
+    ],
 )
 def test_what_is_pruned(older_than: float | None, max_size: int | None, gone: str) -> None:
-    some = [entry("a", 10, 1), entry("b", 20, 10), entry("c", 30, 100), entry("d", 40, 1000), entry("e", 5, 5000, "in use")]
+    some = [
+        entry("a", 10, 1),
+        entry("b", 20, 10),
+        entry("c", 30, 100),
+        entry("d", 40, 1000),
+        entry("e", 5, 5000, "in use"),
+    ]
     assert [one.path[-1] for one in caches.choose_to_prune(some, older_than, max_size)] == list(gone)
 
 
@@ -488,7 +612,14 @@ def test_caches(stoker: Stoker, start: Start) -> None:
     home, data = stoker.cwd / "home", stoker.cwd / "cache" / "datasets"
     triton = home / ".triton" / "cache"
     treasure = stoker.cwd / "treasure"
-    for folder in (data / "old", data / "new", data / "used", triton / "ABC", home / ".cache" / "stoker" / "other", treasure):
+    for folder in (
+        data / "old",
+        data / "new",
+        data / "used",
+        triton / "ABC",
+        home / ".cache" / "stoker" / "other",
+        treasure,
+    ):
         folder.mkdir(parents=True)
         (folder / "shard").write_bytes(b"x" * 100_000)
     (data / "link").symlink_to(treasure)
@@ -507,13 +638,28 @@ def test_caches(stoker: Stoker, start: Start) -> None:
 
     code, said = caches()
     found = {one["path"]: one for one in said["caches"] if one["path"].startswith(str(stoker.cwd))}
-    assert code == 0 and sorted(found) == sorted(ours) and found[ours[2]]["size"] >= 100_000 and found[ours[2]]["idle"] > 39 * 86400
-    assert found[ours[0]]["kept"].startswith("a symbolic link") and found[ours[3]]["kept"] == "in use" and found[ours[1]]["idle"] < 600
+    assert (
+        code == 0
+        and sorted(found) == sorted(ours)
+        and found[ours[2]]["size"] >= 100_000
+        and found[ours[2]]["idle"] > 39 * 86400
+    )
+    assert (
+        found[ours[0]]["kept"].startswith("a symbolic link")
+        and found[ours[3]]["kept"] == "in use"
+        and found[ours[1]]["idle"] < 600
+    )
     assert stoker("clean", "--cache", env=env).out.count("\n") >= 6
 
     code, said = caches("--older-than", "30d")
-    assert code == 1 and [path for path in said["to_prune"] if path in ours] == [ours[2], ours[4]] and (data / "old").exists()
-    if set(said["to_prune"]) <= set(ours):  # /tmp/torchinductor_* is everybody's here: never prune what this test did not make
+    assert (
+        code == 1
+        and [path for path in said["to_prune"] if path in ours] == [ours[2], ours[4]]
+        and (data / "old").exists()
+    )
+    if set(said["to_prune"]) <= set(
+        ours
+    ):  # /tmp/torchinductor_* is everybody's here: never prune what this test did not make
         code, said = caches("--older-than", "30d", "--yes")
         assert code == 0 and said["kept"] == []
         assert sorted(path.name for path in data.iterdir()) == ["link", "new", "used"] and not (triton / "ABC").exists()
@@ -533,7 +679,10 @@ def test_pruning_follows_no_link(tmp_path: Path) -> None:
     assert clean.prune(found) == [] and [path.name for path in root.iterdir()] == ["b"] and (treasure / "gold").exists()
     (root / "b").rmdir()
     (root / "b").symlink_to(treasure)  # swapped after it was listed
-    assert clean.prune([caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == [] and (treasure / "gold").exists()
+    assert (
+        clean.prune([caches.Cache("compile", str(root), str(root / "b"), 1, 1.0)]) == []
+        and (treasure / "gold").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -577,4 +726,8 @@ def test_memory_of_a_real_gpu_comes_back(stoker: Stoker, start: Start) -> None:
     assert [entry["pid"] for entry in said["leftovers"]] == [ours.pid]
     if said["leftovers"][0]["gpu_memory"] is not None:  # None where NVML gives the host's pids
         assert said["leftovers"][0]["gpu_memory"] > much * 0.9e9
-        assert said["memory_back"][0]["whole"] and said["memory_back"][0]["freed"] > much * 0.9e9 and said["memory_back"][0]["seconds"] < 2
+        assert (
+            said["memory_back"][0]["whole"]
+            and said["memory_back"][0]["freed"] > much * 0.9e9
+            and said["memory_back"][0]["seconds"] < 2
+        )

@@ -25,7 +25,11 @@ from stoker.control.cluster.quick import quick
 from stoker.control.doctor.check import exit_code
 from stoker.control.launch.members import Member, Members
 
-SPEED = {"between.all-reduce", "between.slow-link", "between.speed-differs"}  # what a busy machine may look like, and the check then says
+SPEED = {
+    "between.all-reduce",
+    "between.slow-link",
+    "between.speed-differs",
+}  # what a busy machine may look like, and the check then says
 
 
 class Report:
@@ -52,22 +56,48 @@ class Report:
 
 def check(cluster: NetCluster, *flags: str, file: Path | None = None, json_too: bool = True) -> Any:
     path = file or cluster.file()
-    argv = [sys.executable, "-m", "stoker.cli.main", "cluster", "check", "--hosts", str(path), *flags, *(["--json"] if json_too else [])]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False, cwd=cluster.folder, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    argv = [
+        sys.executable,
+        "-m",
+        "stoker.cli.main",
+        "cluster",
+        "check",
+        "--hosts",
+        str(path),
+        *flags,
+        *(["--json"] if json_too else []),
+    ]
+    done = subprocess.run(
+        argv,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=cluster.folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return Report(done) if json_too else done
 
 
-def test_healthy_hosts_side_by_side_with_an_all_reduce_the_price_of_a_step_and_nothing_to_tune(netcluster: NetCluster) -> None:
+def test_healthy_hosts_side_by_side_with_an_all_reduce_the_price_of_a_step_and_nothing_to_tune(
+    netcluster: NetCluster,
+) -> None:
     file = netcluster.file()
     before = file.read_text()
     report = check(netcluster, "--tune", file=file)
-    assert report.between - SPEED == {"between.hostname"} and report.code == exit_code([Finding(one["id"], one["level"], "") for one in report.json["findings"]])
+    assert report.between - SPEED == {"between.hostname"} and report.code == exit_code(
+        [Finding(one["id"], one["level"], "") for one in report.json["findings"]]
+    )
     assert {one["level"] for one in report.json["findings"] if one["id"] == "between.hostname"} == {"ok"}
     assert "share the hostname stk-clone, which resolves nowhere" in report.findings["between.hostname"][0]
     reduce = report.json["facts"]["reduce"]
     assert reduce["backend"] == "gloo" and reduce["world"] == 3 and len(reduce["times"]) == 5 and not reduce["error"]
-    assert {one["interface"] for one in report.hosts.values()} == {"eth0"} and all(abs(one["skew"]) < 1 for one in report.hosts.values())
-    assert len(report.json["facts"]["pairs"]) == 6 and all(pair["big"] and pair["rate"] > 0 and not any(pair["ports"].values()) for pair in report.json["facts"]["pairs"])
+    assert {one["interface"] for one in report.hosts.values()} == {"eth0"} and all(
+        abs(one["skew"]) < 1 for one in report.hosts.values()
+    )
+    assert len(report.json["facts"]["pairs"]) == 6 and all(
+        pair["big"] and pair["rate"] > 0 and not any(pair["ports"].values()) for pair in report.json["facts"]["pairs"]
+    )
     assert "1.1 B bf16 gradients over" in report.json["price"]["sentence"]
     assert "has nothing to choose here" in report.json["tuned"][0] and file.read_text() == before
     assert wait_for(lambda: True if not any(netcluster.pids(i) for i in range(3)) else None, 10)
@@ -77,7 +107,9 @@ def test_the_table_for_people(netcluster: NetCluster) -> None:
     done = check(netcluster, "--quick", json_too=False)
     lines = done.stdout.splitlines()
     assert lines[0].split() == [host.name for host in netcluster.hosts]
-    assert any(line.startswith("torch ") for line in lines) and any(line.startswith("· between.hostname: ") for line in lines)
+    assert any(line.startswith("torch ") for line in lines) and any(
+        line.startswith("· between.hostname: ") for line in lines
+    )
 
 
 DOWN: list[tuple[Callable[[NetCluster], None], str]] = [
@@ -88,25 +120,34 @@ DOWN: list[tuple[Callable[[NetCluster], None], str]] = [
 
 
 @pytest.mark.parametrize(("fault", "words"), DOWN, ids=["host-down", "sshd-refusing", "host-key-changed"])
-def test_a_host_that_can_t_be_asked_is_named_and_the_others_are_checked(netcluster: NetCluster, fault: Callable[[NetCluster], None], words: str) -> None:
+def test_a_host_that_can_t_be_asked_is_named_and_the_others_are_checked(
+    netcluster: NetCluster, fault: Callable[[NetCluster], None], words: str
+) -> None:
     fault(netcluster)
     report = check(netcluster, "--quick")
     assert report.code == 2 and report.only("between.host").startswith(f"{netcluster.hosts[2].name}: {words}")
-    assert {(pair["source"], pair["target"]) for pair in report.json["facts"]["pairs"]} == {(a.name, b.name) for a in netcluster.hosts[:2] for b in netcluster.hosts[:2] if a != b}
+    assert {(pair["source"], pair["target"]) for pair in report.json["facts"]["pairs"]} == {
+        (a.name, b.name) for a in netcluster.hosts[:2] for b in netcluster.hosts[:2] if a != b
+    }
 
 
 def test_a_port_blocked_in_one_direction(netcluster: NetCluster) -> None:
     netcluster.block(0, 1)
     report = check(netcluster, "--quick")
     text = report.only("between.port-blocked")
-    assert text.startswith(f"{netcluster.hosts[0].name} → {netcluster.hosts[1].name}: ports 295") and text.endswith("do not answer (the other direction works): a firewall")
+    assert text.startswith(f"{netcluster.hosts[0].name} → {netcluster.hosts[1].name}: ports 295") and text.endswith(
+        "do not answer (the other direction works): a firewall"
+    )
     assert report.code == 2
 
 
 def test_a_firewall_that_is_open_for_the_store_s_port_only(netcluster: NetCluster) -> None:
     netcluster.block(2, 0, ports="30000-65535")
     text = check(netcluster, "--quick").only("between.port-blocked")
-    assert text.startswith(f"{netcluster.hosts[2].name} → {netcluster.hosts[0].name}: port ") and "does not answer, while port 295" in text
+    assert (
+        text.startswith(f"{netcluster.hosts[2].name} → {netcluster.hosts[0].name}: port ")
+        and "does not answer, while port 295" in text
+    )
 
 
 def test_an_mtu_hole_between_two_hosts(netcluster: NetCluster) -> None:
@@ -114,7 +155,9 @@ def test_an_mtu_hole_between_two_hosts(netcluster: NetCluster) -> None:
         _run("ip", "-n", host.namespace, "link", "set", "eth0", "gso_max_segs", "1")
     netcluster._nft_rule(2, f"ip saddr {netcluster.hosts[0].address} ip length > 1400 drop")
     text = check(netcluster, "--quick").only("between.mtu")
-    assert text.startswith(f"{netcluster.hosts[0].name} → {netcluster.hosts[2].name}: small messages pass, full-size packets (1500 bytes) vanish")
+    assert text.startswith(
+        f"{netcluster.hosts[0].name} → {netcluster.hosts[2].name}: small messages pass, full-size packets (1500 bytes) vanish"
+    )
     assert text.endswith("packets of up to 1400 bytes pass")
 
 
@@ -122,14 +165,21 @@ def test_an_mtu_hole_on_the_way_to_a_host(netcluster: NetCluster) -> None:
     """ssh itself hangs in it: without a look of our own it would be just another timeout."""
     netcluster.mtu_hole(1)
     text = check(netcluster, "--quick", "--ssh-option=-oServerAliveInterval=1").only("between.mtu")
-    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets pass") and text.endswith("packets of up to 1400 bytes pass")
+    assert text.startswith(f"this machine → {netcluster.hosts[1].name}: small packets pass") and text.endswith(
+        "packets of up to 1400 bytes pass"
+    )
 
 
 def test_another_torch_version_in_a_second_environment(netcluster: NetCluster) -> None:
     venv = netcluster.folder / "second venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     package = next((venv / "lib").glob("python3*")) / "site-packages" / "torch"
-    for name, text in (("__init__", "from torch.version import __version__\nfrom torch import version, cuda, distributed\n"), ("version", "__version__ = '2.12.0'\ncuda = None\n"), ("cuda", ""), ("distributed", "")):
+    for name, text in (
+        ("__init__", "from torch.version import __version__\nfrom torch import version, cuda, distributed\n"),
+        ("version", "__version__ = '2.12.0'\ncuda = None\n"),
+        ("cuda", ""),
+        ("distributed", ""),
+    ):
         package.mkdir(exist_ok=True)
         (package / f"{name}.py").write_text(text)
     file = netcluster.file(per_host=[{}, {}, {"python": str(venv / "bin" / "python")}])
@@ -137,7 +187,11 @@ def test_another_torch_version_in_a_second_environment(netcluster: NetCluster) -
     for flags in ([], ["--quick"]):
         report = check(netcluster, *flags, file=file)
         text = report.only("between.torch")
-        assert text.startswith(f"{third.name} has torch 2.12.0; {first.name} and ") and report.code == 2 and report.json["facts"]["reduce"] is None
+        assert (
+            text.startswith(f"{third.name} has torch 2.12.0; {first.name} and ")
+            and report.code == 2
+            and report.json["facts"]["reduce"] is None
+        )
 
 
 def test_another_script(netcluster: NetCluster) -> None:
@@ -145,7 +199,11 @@ def test_another_script(netcluster: NetCluster) -> None:
         (host.workdir / "train.py").write_text(f"import part\nprint({n == 1})\n")
         (host.workdir / "part.py").write_text("pass\n")
     report = check(netcluster, "--quick", "train.py")
-    assert report.code == 2 and report.only("between.program") == f"{netcluster.hosts[1].name}: train.py differs from host {netcluster.hosts[0].name}'s"
+    assert (
+        report.code == 2
+        and report.only("between.program")
+        == f"{netcluster.hosts[1].name}: train.py differs from host {netcluster.hosts[0].name}'s"
+    )
 
 
 def test_a_clock_that_is_off_by_five_minutes(netcluster: NetCluster) -> None:
@@ -157,21 +215,28 @@ def test_a_clock_that_is_off_by_five_minutes(netcluster: NetCluster) -> None:
     )
     wrapper.chmod(0o755)
     report = check(netcluster, "--quick", file=netcluster.file(per_host=[{}, {"python": str(wrapper)}]))
-    assert report.only("between.clock") == f"{netcluster.hosts[1].name}: its clock is 5.0 minutes behind the other hosts'"
+    assert (
+        report.only("between.clock") == f"{netcluster.hosts[1].name}: its clock is 5.0 minutes behind the other hosts'"
+    )
     assert -301 < report.hosts[netcluster.hosts[1].name]["skew"] < -299
 
 
 def test_a_slow_link(netcluster: NetCluster) -> None:
     netcluster.slow(1, 50)
     report = check(netcluster)
-    assert report.only("between.slow-link").startswith(f"{netcluster.hosts[1].name}: all that goes from and to it moves at ")
+    assert report.only("between.slow-link").startswith(
+        f"{netcluster.hosts[1].name}: all that goes from and to it moves at "
+    )
     assert 1e6 < report.json["price"]["bandwidth"] < 6.5e6 and report.json["facts"]["reduce"]["times"]
 
 
 def test_a_hostname_on_loopback(netcluster: NetCluster) -> None:
     netcluster.resolve(0, f"127.0.1.1 {HOSTNAME}")
     texts = check(netcluster, "--quick").findings["between.hostname"]
-    assert any(text.startswith(f"{netcluster.hosts[0].name}'s hostname {HOSTNAME} resolves to 127.0.1.1, which is loopback") for text in texts)
+    assert any(
+        text.startswith(f"{netcluster.hosts[0].name}'s hostname {HOSTNAME} resolves to 127.0.1.1, which is loopback")
+        for text in texts
+    )
 
 
 def test_this_machine_may_be_one_of_the_hosts_and_one_without_torch_or_python_is_named(netcluster: NetCluster) -> None:
@@ -182,9 +247,14 @@ def test_this_machine_may_be_one_of_the_hosts_and_one_without_torch_or_python_is
     told["hosts"].append({"host": "localhost", "local": True, "slots": 1})
     file.write_text(json.dumps(told))
     report = check(netcluster, "--quick", file=file)
-    assert report.findings["between.torch-missing"] == [f"{netcluster.hosts[0].name}: import torch fails: No module named 'torch'"]
+    assert report.findings["between.torch-missing"] == [
+        f"{netcluster.hosts[0].name}: import torch fails: No module named 'torch'"
+    ]
     assert report.findings["between.host"] == [f"{netcluster.hosts[1].name}: no Python: /no/such/python is not there"]
-    assert report.hosts["localhost"]["address"] == netcluster.address and report.hosts["localhost"]["interface"] == netcluster.bridge
+    assert (
+        report.hosts["localhost"]["address"] == netcluster.address
+        and report.hosts["localhost"]["interface"] == netcluster.bridge
+    )
 
 
 @pytest.fixture
@@ -209,7 +279,9 @@ def second_network(netcluster: NetCluster) -> Iterator[NetCluster]:
 def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> None:
     file = second_network.file(slots=(1, 1))
     report = check(second_network, "--tune", file=file)
-    assert "GLOO_SOCKET_IFNAME=eth1 gives" in report.json["tuned"][0] and json.loads(file.read_text())["env"] == {"GLOO_SOCKET_IFNAME": "eth1"}
+    assert "GLOO_SOCKET_IFNAME=eth1 gives" in report.json["tuned"][0] and json.loads(file.read_text())["env"] == {
+        "GLOO_SOCKET_IFNAME": "eth1"
+    }
     assert hostlist.read(str(file)).env == {"GLOO_SOCKET_IFNAME": "eth1"}
 
 
@@ -219,7 +291,11 @@ def test_tune_keeps_what_helps_in_the_hosts_file(second_network: NetCluster) -> 
 @pytest.fixture
 def one_agent() -> Iterator[Asking]:
     found: list[Asking] = []
-    members = Members([Member(transport.local(-1))], lambda member, message, payload: found[0].hear(member.host, message, payload) and None, lambda member, line: None)
+    members = Members(
+        [Member(transport.local(-1))],
+        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        lambda member, line: None,
+    )
     found.append(Asking(members.all, members.pump))
     try:
         yield found[0]
@@ -252,17 +328,26 @@ def test_a_probe_that_fails_or_is_ended_is_an_answer(one_agent: Asking) -> None:
     one_agent.end(question)
     assert "without an answer" in one_agent.answers(question, 10.0)[""]["error"]
     began = time.monotonic()
-    assert "time" in one_agent.answers(one_agent.ask("clock", {"": {}}, 5.0), 10.0)[""] and time.monotonic() - began < 10
+    assert (
+        "time" in one_agent.answers(one_agent.ask("clock", {"": {}}, 5.0), 10.0)[""] and time.monotonic() - began < 10
+    )
 
 
 def test_the_quick_part_before_a_run(netcluster: NetCluster) -> None:
     netcluster.block(0, 1)
     hosts = hostlist.read(str(netcluster.file()))
     found: list[Asking] = []
-    members = Members([Member(transport.reach(host, hosts)) for host in hosts.hosts], lambda member, message, payload: found[0].hear(member.host, message, payload) and None, lambda member, line: None)
+    members = Members(
+        [Member(transport.reach(host, hosts)) for host in hosts.hosts],
+        lambda member, message, payload: found[0].hear(member.host, message, payload) and None,
+        lambda member, line: None,
+    )
     found.append(Asking(members.all, members.pump))
     try:
         findings = quick(found[0], hosts, {host.name: host.address for host in netcluster.hosts})
     finally:
         members.close()
-    assert {finding.id: finding.level for finding in findings} == {"between.port-blocked": "fail", "between.hostname": "ok"}
+    assert {finding.id: finding.level for finding in findings} == {
+        "between.port-blocked": "fail",
+        "between.hostname": "ok",
+    }

@@ -32,18 +32,40 @@ def host(number: int, **more: Any) -> OneHost:
     name = NAMES[number]
     hostnames = {f"node{n}": (address,) for n, address in enumerate(NAMES)}
     given = {
-        "address": name, "interface": "eth0", "mtu": 1500, "speed": 1000, "physical": True, "hostname": f"node{number}", "resolves": hostnames, "skew": 0.01,
-        "skew_error": 0.005, "python": "3.11.7", "torch": Torch("2.13.0+cu126", "12.6", ("sm_86",), "2.27.3", 2.0), "files": {"script train.py": "a" * 64},
-    }  # fmt: skip
+        "address": name,
+        "interface": "eth0",
+        "mtu": 1500,
+        "speed": 1000,
+        "physical": True,
+        "hostname": f"node{number}",
+        "resolves": hostnames,
+        "skew": 0.01,
+        "skew_error": 0.005,
+        "python": "3.11.7",
+        "torch": Torch("2.13.0+cu126", "12.6", ("sm_86",), "2.27.3", 2.0),
+        "files": {"script train.py": "a" * 64},
+    }
     return OneHost(name, **{**given, **more})
 
 
-def facts(*changed: OneHost, pairs: dict[tuple[int, int], dict[str, Any]] | None = None, reduce: Reduce | None = None) -> Facts:
+def facts(
+    *changed: OneHost, pairs: dict[tuple[int, int], dict[str, Any]] | None = None, reduce: Reduce | None = None
+) -> Facts:
     hosts = {one.name: one for one in (*(host(n) for n in range(3)), *changed)}
     plain = {"ports": {29500: "", 41234: ""}, "rtt": 2e-4, "segment": 1448, "big": True, "rate": GBIT}
-    made = [Pair(NAMES[a], NAMES[b], **{**plain, **(pairs or {}).get((a, b), {})}) for a in range(3) for b in range(3) if a != b]
+    made = [
+        Pair(NAMES[a], NAMES[b], **{**plain, **(pairs or {}).get((a, b), {})})
+        for a in range(3)
+        for b in range(3)
+        if a != b
+    ]
     there = [pair for pair in made if not any(hosts[end].error for end in (pair.source, pair.target))]
-    return Facts(tuple(hosts[name] for name in NAMES), tuple(there), reduce or Reduce(3, "gloo", 1 << 24, (0.21, 0.2, 0.19)), 29500)
+    return Facts(
+        tuple(hosts[name] for name in NAMES),
+        tuple(there),
+        reduce or Reduce(3, "gloo", 1 << 24, (0.21, 0.2, 0.19)),
+        29500,
+    )
 
 
 def said(found: Facts) -> dict[str, str]:
@@ -107,11 +129,20 @@ def test_every_check_between_hosts_has_a_case() -> None:
 
 
 def test_a_blocked_pair_says_that_no_all_reduce_was_tried() -> None:
-    assert "no all-reduce was tried" in said(replace(facts(pairs={(0, 1): NO_ANSWER}), reduce=None))["between.all-reduce"]
+    assert (
+        "no all-reduce was tried" in said(replace(facts(pairs={(0, 1): NO_ANSWER}), reduce=None))["between.all-reduce"]
+    )
 
 
 def examination(**more: Any) -> Examination:
-    return examination_from_json({"schema": 1, "machine": machine_json(0), "environment": more, "host": {"shm_total": 10**10, "shm_free": 10**10, "disk_free": 10**11}})
+    return examination_from_json(
+        {
+            "schema": 1,
+            "machine": machine_json(0),
+            "environment": more,
+            "host": {"shm_total": 10**10, "shm_free": 10**10, "disk_free": 10**11},
+        }
+    )
 
 
 def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -> None:
@@ -120,7 +151,10 @@ def test_the_doctor_s_findings_of_several_hosts_are_said_once_with_all_names() -
     hosts = Hosts(tuple(Host(name, name) for name in NAMES))
     texts = [finding.text for finding in doctor_findings(found, hosts) if finding.id == "env.slow"]
     assert texts == ["10.0.0.1 and 10.0.0.3: CUDA_LAUNCH_BLOCKING=1 waits for every kernel: for debugging only"]
-    codes = {level: exit_code([replace(between.findings(CASES[0][0])[0], level=level)]) for level in ("warn", "fail", "unknown")}
+    codes = {
+        level: exit_code([replace(between.findings(CASES[0][0])[0], level=level)])
+        for level in ("warn", "fail", "unknown")
+    }
     assert codes == {"warn": 1, "fail": 2, "unknown": 3}
 
 
@@ -130,7 +164,11 @@ def test_the_table_has_hosts_as_columns_and_marks_what_differs() -> None:
     assert lines[0].split() == list(NAMES)
     rows = {line[: line.index("  ")].strip(): line for line in lines[1:]}
     assert rows["torch"].endswith("≠ 2.12.0") and rows["torch"].count("≠") == 1
-    assert rows["clock"].endswith("≠ +300.0 s") and rows["script train.py"].split("  ")[-1].strip() == "aaaaaaaa" and "≠ missing" in rows["script train.py"]
+    assert (
+        rows["clock"].endswith("≠ +300.0 s")
+        and rows["script train.py"].split("  ")[-1].strip() == "aaaaaaaa"
+        and "≠ missing" in rows["script train.py"]
+    )
     assert "≠" not in rows["interface"] and "1000 Mbit/s" in rows["interface"]
 
 
@@ -138,13 +176,19 @@ def test_a_host_that_does_not_answer_keeps_its_column_and_many_hosts_are_folded(
     lines = table.lines(facts(host(1, error="no route to it")))
     assert lines[0].split() == ["10.0.0.1", "10.0.0.2", "✗", "10.0.0.3"]
     folded = table.lines(facts(), width=60)
-    assert [line.split() for line in folded if line.strip().startswith("10.")] == [["10.0.0.1"], ["10.0.0.2"], ["10.0.0.3"]] and max(map(len, folded)) <= 60
+    assert [line.split() for line in folded if line.strip().startswith("10.")] == [
+        ["10.0.0.1"],
+        ["10.0.0.2"],
+        ["10.0.0.3"],
+    ] and max(map(len, folded)) <= 60
 
 
 def test_the_price_of_a_step_is_the_ring_s() -> None:
     full, lora = prices(1.1e9, 3, 117.5e6)
     assert round(full.seconds, 1) == 25.0 and round(lora.seconds, 2) == 0.05
-    assert sentence(1.1e9, 3, 117.5e6) == "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"
+    assert (
+        sentence(1.1e9, 3, 117.5e6) == "1.1 B bf16 gradients over 940 Mbit/s: 25 s/step; LoRA (1.13 M, fp32): 0.051 s"
+    )
     assert prices(1e9, 1, 1e9)[0].seconds == 0.0
     assert [parse_count(text) for text in ("1.1B", "350M", "124000000")] == [1.1e9, 350e6, 124e6]
     with pytest.raises(ValueError, match="is not a number of parameters"):
@@ -165,16 +209,35 @@ def test_bus_bandwidth_is_what_each_link_carries() -> None:
         ((80, 81, 82, 83), (100, 101, 102, 103), False),
     ],
 )
-def test_a_setting_stays_only_if_it_is_better_beyond_the_spread(rates: tuple[float, ...], default: tuple[float, ...], helps: bool) -> None:
+def test_a_setting_stays_only_if_it_is_better_beyond_the_spread(
+    rates: tuple[float, ...], default: tuple[float, ...], helps: bool
+) -> None:
     assert Trial({"NCCL_ALGO": "Ring"}, rates, default).helps is helps
 
 
 def test_only_interfaces_that_lead_to_other_hosts_are_tried() -> None:
-    addresses = {name: {"lo": ["127.0.0.1"], "eth0": [name], "eth1": [f"10.1.0.{n}"], "docker0": ["172.17.0.1"], "mgmt": ["192.168.0.1"]} for n, name in enumerate(NAMES)}
-    assert candidates("gloo", dict.fromkeys(NAMES, "eth0"), addresses) == [{"GLOO_SOCKET_IFNAME": "eth1"}, {"GLOO_SOCKET_IFNAME": "eth0,eth1"}]
+    addresses = {
+        name: {
+            "lo": ["127.0.0.1"],
+            "eth0": [name],
+            "eth1": [f"10.1.0.{n}"],
+            "docker0": ["172.17.0.1"],
+            "mgmt": ["192.168.0.1"],
+        }
+        for n, name in enumerate(NAMES)
+    }
+    assert candidates("gloo", dict.fromkeys(NAMES, "eth0"), addresses) == [
+        {"GLOO_SOCKET_IFNAME": "eth1"},
+        {"GLOO_SOCKET_IFNAME": "eth0,eth1"},
+    ]
     one = {name: {"lo": ["127.0.0.1"], "eth0": [name]} for name in NAMES}
     assert candidates("gloo", dict.fromkeys(NAMES, "eth0"), one) == []
-    assert {name for env in candidates("nccl", dict.fromkeys(NAMES, "eth0"), one) for name in env} == {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO"}
+    assert {name for env in candidates("nccl", dict.fromkeys(NAMES, "eth0"), one) for name in env} == {
+        "NCCL_SOCKET_NTHREADS",
+        "NCCL_NSOCKS_PERTHREAD",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+    }
 
 
 FILE = """# my lab
@@ -184,11 +247,22 @@ hosts:   # in rank order
 """
 
 
-@pytest.mark.parametrize("text", [FILE, FILE + "env: {NCCL_ALGO: Ring}\n", FILE + "env:\n  NCCL_ALGO: Ring   # old\n\n  NCCL_PROTO: LL\n", "env:\n  A: '1'\n\n# next\n" + FILE, FILE.rstrip()])
+@pytest.mark.parametrize(
+    "text",
+    [
+        FILE,
+        FILE + "env: {NCCL_ALGO: Ring}\n",
+        FILE + "env:\n  NCCL_ALGO: Ring   # old\n\n  NCCL_PROTO: LL\n",
+        "env:\n  A: '1'\n\n# next\n" + FILE,
+        FILE.rstrip(),
+    ],
+)
 def test_the_env_block_of_a_hosts_file_is_replaced_and_the_rest_stays(text: str) -> None:
     changed = with_env(text, {"NCCL_SOCKET_NTHREADS": "4"})
     assert yaml.safe_load(changed) == {**yaml.safe_load(FILE), "env": {"NCCL_SOCKET_NTHREADS": "4"}}
-    assert all(line in changed.splitlines() for line in FILE.splitlines()) and ("# next" in text) == ("# next" in changed)
+    assert all(line in changed.splitlines() for line in FILE.splitlines()) and ("# next" in text) == (
+        "# next" in changed
+    )
     assert yaml.safe_load(with_env(changed, {})) == yaml.safe_load(FILE)
     assert with_env(changed, {"NCCL_SOCKET_NTHREADS": "4"}) == changed
 
@@ -214,7 +288,9 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
         (["check"], "no cluster.yaml here"),
     ],
 )
-def test_what_can_t_be_checked_is_refused_in_one_line(argv: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_can_t_be_checked_is_refused_in_one_line(
+    argv: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Refusal) as refused:
         command.main(argv)

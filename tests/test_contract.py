@@ -15,17 +15,24 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest_file
 
 
-@pytest.mark.parametrize(("text", "count"), [("20GB", 20 * 10**9), ("1.5GiB", 1610612736), ("512mb", 512 * 10**6), ("7", 7), ("3 TB", 3 * 10**12)])
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("20GB", 20 * 10**9), ("1.5GiB", 1610612736), ("512mb", 512 * 10**6), ("7", 7), ("3 TB", 3 * 10**12)],
+)
 def test_size(text: str, count: int) -> None:
     assert quantities.size(text) == count
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("2 d", 172800)])
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("10m", 600), ("1h30m", 5400), ("250ms", 0.25), ("2 d", 172800)]
+)
 def test_duration(text: str, seconds: float) -> None:
     assert quantities.duration(text.replace(" ", "")) == seconds
 
 
-@pytest.mark.parametrize(("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0.0 MB")])
+@pytest.mark.parametrize(
+    ("count", "text"), [(3.24e9, "3.2 GB"), (15_400_000, "15 MB"), (1_870_336, "1.9 MB"), (0, "0.0 MB")]
+)
 def test_amount(count: float, text: str) -> None:
     assert quantities.amount(count) == text
 
@@ -43,8 +50,16 @@ def test_a_duration_that_is_none(text: str) -> None:
 
 
 def test_protocol_survives_any_cut_and_a_greeting() -> None:
-    said = [({"is": "a"}, b""), ({"is": "out", "rank": 3}, b'\n{"is":"no"}\n\0\xff' * 50), ({"is": "b", "text": "ü\n"}, b"")]
-    stream = b"Welcome to host!\nSTOKER? not yet\n" + protocol.SENTINEL + b"".join(protocol.encode(message, payload) for message, payload in said)
+    said = [
+        ({"is": "a"}, b""),
+        ({"is": "out", "rank": 3}, b'\n{"is":"no"}\n\0\xff' * 50),
+        ({"is": "b", "text": "ü\n"}, b""),
+    ]
+    stream = (
+        b"Welcome to host!\nSTOKER? not yet\n"
+        + protocol.SENTINEL
+        + b"".join(protocol.encode(message, payload) for message, payload in said)
+    )
     for seed in range(50):
         rng = random.Random(seed)
         decoder = protocol.Decoder(expect_sentinel=True)
@@ -100,7 +115,11 @@ def test_shape_is_frozen_typed_and_comparable() -> None:
 
 
 def test_settings_layers_and_the_near_key() -> None:
-    layers = from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"), from_environment(_Sample, {"count": "N"}, {"N": "8", "NAME": "x"}), {"name": "y"}
+    layers = (
+        from_mapping(_Sample, {"count": "7", "fast": "yes"}, "file"),
+        from_environment(_Sample, {"count": "N"}, {"N": "8", "NAME": "x"}),
+        {"name": "y"},
+    )
     assert build(_Sample, *layers) == _Sample(8, "y", True)
     with pytest.raises(Refusal, match="unknown key 'coutn'; did you mean count"):
         from_mapping(_Sample, {"coutn": 1}, "file")

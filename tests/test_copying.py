@@ -22,7 +22,14 @@ from stoker.control.agent.probe_files import files
 from stoker.control.cluster import agreement, copying, hosts, listing
 from stoker.control.machine.hashing import Hashes
 
-ODD = ["a b/it's \"quoted\".py", "new\nline.txt", "-rf", "$(id) `x`;&", "ümlaut.txt", b"caf\xe9.bin".decode("utf-8", "surrogateescape")]
+ODD = [
+    'a b/it\'s "quoted".py',
+    "new\nline.txt",
+    "-rf",
+    "$(id) `x`;&",
+    "ümlaut.txt",
+    b"caf\xe9.bin".decode("utf-8", "surrogateescape"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +42,17 @@ def source(tmp_path: Path) -> Path:
     """A checkout with ignored, untracked, odd and deleted files."""
     root = tmp_path / "my train's"
     root.mkdir()
-    for path in (*ODD, "train.py", "pkg/__init__.py", "gone.py", "runs/log", "big/ignored.bin", ".venv/x", "__pycache__/x.pyc", "run.sh"):
+    for path in (
+        *ODD,
+        "train.py",
+        "pkg/__init__.py",
+        "gone.py",
+        "runs/log",
+        "big/ignored.bin",
+        ".venv/x",
+        "__pycache__/x.pyc",
+        "run.sh",
+    ):
         (root / path).parent.mkdir(parents=True, exist_ok=True)
         (root / path).write_text(f"content of {path.encode('utf-8', 'surrogateescape')!r}\n")
     (root / "run.sh").chmod(0o755)
@@ -89,7 +106,11 @@ def test_a_plain_folder_gives_all_but_what_is_made_anew(source: Path) -> None:
     with socket.socket(socket.AF_UNIX) as one:
         one.bind(str(source / "sock"))
         found = listing.working_directory(str(source))
-    assert {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"} and found.skipped == ("sock",) and not found.by_git
+    assert (
+        {entry.path for entry in found.entries} == WANTED | {"big/ignored.bin"}
+        and found.skipped == ("sock",)
+        and not found.by_git
+    )
 
 
 # ---- sync ----
@@ -108,8 +129,14 @@ def test_sync_brings_every_host_the_same_files_and_only_what_changed(netcluster:
     assert said[-1] == "the working directory is the same on all hosts, nothing to copy"
     (netcluster.hosts[1].workdir / "train.py").write_text("edited there")
     copying.sync(read, str(source), said)
-    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 files, ") and said[-1].endswith("2 had it")
-    assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [True, False, True]
+    assert said[-1].startswith(f"copied the working directory to {netcluster.hosts[1].name} (1 files, ") and said[
+        -1
+    ].endswith("2 had it")
+    assert [(host.workdir / "train.py").stat().st_ino == before[host.name] for host in netcluster.hosts] == [
+        True,
+        False,
+        True,
+    ]
     assert _tree(netcluster.hosts[1].workdir) == here
 
 
@@ -121,15 +148,19 @@ def test_what_is_gone_here_goes_there_only_if_sync_brought_it(netcluster: NetClu
     (there / "pkg" / "__init__.py").write_bytes((source / "pkg" / "__init__.py").read_bytes())
     copying.sync(read, str(source), said)
     (there / "ümlaut.txt").write_text("edited there since")
-    for path in ("a b/it's \"quoted\".py", "pkg/__init__.py", "ümlaut.txt", "link"):
+    for path in ('a b/it\'s "quoted".py', "pkg/__init__.py", "ümlaut.txt", "link"):
         (source / path).unlink()
     copying.sync(read, str(source), said)
     assert not (there / "a b").exists() and not (there / "link").is_symlink()
     assert (there / "theirs.txt").exists() and (there / "ümlaut.txt").exists(), "never brought, or changed since"
-    assert (there / "pkg" / "__init__.py").exists() and not (netcluster.hosts[1].workdir / "pkg").exists(), "was there before the first copy"
+    assert (there / "pkg" / "__init__.py").exists() and not (netcluster.hosts[1].workdir / "pkg").exists(), (
+        "was there before the first copy"
+    )
 
 
-def test_what_another_folder_brought_to_the_same_workdir_stays(netcluster: NetCluster, source: Path, tmp_path: Path) -> None:
+def test_what_another_folder_brought_to_the_same_workdir_stays(
+    netcluster: NetCluster, source: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     other.mkdir()
     for name in ("train.py", "b.py"):
@@ -159,8 +190,14 @@ def test_a_folder_in_the_way_of_a_file_is_named(netcluster: NetCluster, source: 
     with pytest.raises(Refusal) as refused:
         copying.sync(_read(netcluster), str(source), Said())
     second, third = refused.value.line.splitlines()
-    assert second == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder there"
-    assert third == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder with something in it"
+    assert (
+        second
+        == f"host {netcluster.hosts[1].name}: {netcluster.hosts[1].workdir}/pkg is in the way: it is not a folder there"
+    )
+    assert (
+        third
+        == f"host {netcluster.hosts[2].name}: {netcluster.hosts[2].workdir}/train.py is in the way: it is a folder with something in it"
+    )
 
 
 def test_sync_finds_the_home_there_and_makes_the_workdir(netcluster: NetCluster, source: Path) -> None:
@@ -173,7 +210,9 @@ def test_this_very_machine_is_not_copied_onto_itself(tmp_path: Path, source: Pat
     read = hosts.from_mapping({"hosts": [{"host": "localhost"}]}, str(tmp_path / "c.yaml"))
     copying.sync(read, str(source), Said())
     assert not (source / ".stoker-sync.json").exists()
-    read = hosts.from_mapping({"hosts": [{"host": "localhost", "workdir": str(tmp_path / "elsewhere")}]}, str(tmp_path / "c.yaml"))
+    read = hosts.from_mapping(
+        {"hosts": [{"host": "localhost", "workdir": str(tmp_path / "elsewhere")}]}, str(tmp_path / "c.yaml")
+    )
     copying.sync(read, str(source), Said())
     assert set(_tree(tmp_path / "elsewhere")) == WANTED
 
@@ -182,7 +221,9 @@ def test_this_very_machine_is_not_copied_onto_itself(tmp_path: Path, source: Pat
 def small_disk(netcluster: NetCluster) -> Iterator[Path]:
     """Host 1's working directory on a disk of 24 MB."""
     where = netcluster.hosts[1].workdir
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"no small disk may be mounted: {mounted.stderr.strip()}")
     # A mount made after sshd's own namespace reaches it only where mounts are shared; its server starts anew to see it.
@@ -193,11 +234,18 @@ def small_disk(netcluster: NetCluster) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(where)], check=True)
 
 
-def test_a_full_disk_is_named_and_nothing_half_written_stays(netcluster: NetCluster, source: Path, small_disk: Path) -> None:
+def test_a_full_disk_is_named_and_nothing_half_written_stays(
+    netcluster: NetCluster, source: Path, small_disk: Path
+) -> None:
     (source / "weights.bin").write_bytes(os.urandom(12 << 20))
     with pytest.raises(Refusal) as refused:
         copying.sync(_read(netcluster), str(source), Said())
-    assert refused.value.line.startswith(f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 13 MB to copy, ") and "\n" not in refused.value.line
+    assert (
+        refused.value.line.startswith(
+            f"host {netcluster.hosts[1].name}: the disk of {small_disk} is full: 13 MB to copy, "
+        )
+        and "\n" not in refused.value.line
+    )
     assert os.listdir(small_disk) == []
 
 
@@ -212,7 +260,9 @@ def test_hosts_that_fail_are_named_by_their_own_reasons(netcluster: NetCluster, 
     assert third.startswith(f"host {netcluster.hosts[2].name}: /proc/nowhere: ")
 
 
-def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(netcluster: NetCluster, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(
+    netcluster: NetCluster, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(copying, "SILENCE_S", 5.0)
     (source / "weights.bin").write_bytes(os.urandom(20 << 20))
     netcluster.slow(0, 20)
@@ -222,10 +272,22 @@ def test_a_host_cut_off_in_the_middle_is_named_and_the_rest_have_it(netcluster: 
     with pytest.raises(Refusal) as refused:
         copying.sync(_read(netcluster), str(source), said)
     cut.join()
-    assert refused.value.line.startswith(f"host {netcluster.hosts[0].name}: the connection was lost in the middle of the copy") and "\n" not in refused.value.line
+    assert (
+        refused.value.line.startswith(
+            f"host {netcluster.hosts[0].name}: the connection was lost in the middle of the copy"
+        )
+        and "\n" not in refused.value.line
+    )
     assert any("copying the working directory to 3 hosts: " in line for line in said), said
-    assert (netcluster.hosts[1].workdir / "weights.bin").exists() and not (netcluster.hosts[0].workdir / "weights.bin").exists()
-    assert wait_for(lambda: True if not netcluster.pids(0) and not list(netcluster.hosts[0].workdir.glob(".stoker-part-*")) else None, 30), "the far end notices, too"
+    assert (netcluster.hosts[1].workdir / "weights.bin").exists() and not (
+        netcluster.hosts[0].workdir / "weights.bin"
+    ).exists()
+    assert wait_for(
+        lambda: (
+            True if not netcluster.pids(0) and not list(netcluster.hosts[0].workdir.glob(".stoker-part-*")) else None
+        ),
+        30,
+    ), "the far end notices, too"
 
 
 # ---- stage ----
@@ -243,7 +305,9 @@ def test_stage_brings_data_once_and_follows_links(netcluster: NetCluster, tmp_pa
     copying.stage(read, [remote], said)
     for host in netcluster.hosts:
         there = host.home / "its models" / "7b"
-        assert (there / "snapshot" / "weights").read_bytes() == (store / "blob").read_bytes() and not (there / "snapshot" / "weights").is_symlink()
+        assert (there / "snapshot" / "weights").read_bytes() == (store / "blob").read_bytes() and not (
+            there / "snapshot" / "weights"
+        ).is_symlink()
         assert sorted(os.listdir(there)) == ["config.json", "snapshot"], "nothing of ours among the data"
     copying.stage(read, [remote], said)
     assert said[-1].endswith("is the same on all hosts, nothing to copy")
@@ -261,7 +325,10 @@ def test_stage_of_one_file_and_of_what_is_not_there(netcluster: NetCluster, tmp_
     (tmp_path / "tok.json").write_text("{}")
     copying.stage(_read(netcluster), [f"{tmp_path}/tok.json=data/tok.json"], Said())
     assert all((host.workdir / "data" / "tok.json").read_text() == "{}" for host in netcluster.hosts)
-    for told, says in ((f"{tmp_path}/nope", "no file or folder"), (f"{tmp_path}/tok.json=data/other.json", "a file keeps its name")):
+    for told, says in (
+        (f"{tmp_path}/nope", "no file or folder"),
+        (f"{tmp_path}/tok.json=data/other.json", "a file keeps its name"),
+    ):
         with pytest.raises(Refusal) as refused:
             copying.stage(_read(netcluster), [told], Said())
         assert says in refused.value.line
@@ -273,7 +340,9 @@ def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
         (data / name).mkdir(parents=True)
         (data / name / "x.bin").write_text(name)
     (data / "a" / "same").symlink_to("../b")
-    assert [entry.path for entry in listing.tree(str(data)).entries] == ["a/same/x.bin", "a/x.bin", "b/x.bin"], "twice the same is no cycle"
+    assert [entry.path for entry in listing.tree(str(data)).entries] == ["a/same/x.bin", "a/x.bin", "b/x.bin"], (
+        "twice the same is no cycle"
+    )
     for link, target, says in (
         ("self", ".", f"leads back to {data}, which it is in"),
         ("b/other", "../a", f" leads back to {data}/"),
@@ -286,7 +355,9 @@ def test_a_link_without_an_end_is_named(tmp_path: Path) -> None:
         (data / link).unlink()
 
 
-def test_a_host_that_comes_late_is_offered_what_the_others_got(netcluster: NetCluster, source: Path, tmp_path: Path) -> None:
+def test_a_host_that_comes_late_is_offered_what_the_others_got(
+    netcluster: NetCluster, source: Path, tmp_path: Path
+) -> None:
     """A log that grows in the working directory does no harm; staged data that is another by now does not travel."""
     read = _read(netcluster)
     first, late = netcluster.hosts[:2]
@@ -299,11 +370,17 @@ def test_a_host_that_comes_late_is_offered_what_the_others_got(netcluster: NetCl
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30)
     assert copy.failure == f"{data} could not be copied: {data}/a.bin has changed here since the run began"
-    assert (late.workdir / "train.py").read_text() == "edited" and _tree(late.workdir).keys() == WANTED and not _tree(first.workdir)
+    assert (
+        (late.workdir / "train.py").read_text() == "edited"
+        and _tree(late.workdir).keys() == WANTED
+        and not _tree(first.workdir)
+    )
     (data / "a.bin").write_text("old")
     copy = copying.Late(read.hosts[1], read, loads)
     assert wait_for(lambda: copy.over or None, 30) and not copy.failure
-    assert (late.workdir / "data" / "a.bin").read_text() == "old" and f"copied {data} to {late.name} (1 files, 0.0 MB)" in copy.brought
+    assert (
+        late.workdir / "data" / "a.bin"
+    ).read_text() == "old" and f"copied {data} to {late.name} (1 files, 0.0 MB)" in copy.brought
 
 
 def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
@@ -313,7 +390,9 @@ def test_a_remembered_hash_does_not_survive_a_change(tmp_path: Path) -> None:
     memory = Hashes()
     first = memory.of(str(big))
     memory.save()
-    assert Hashes().of(str(big)) == first and str(big) in json.loads((tmp_path / "cache-home" / "stoker" / "hashes.json").read_text())
+    assert Hashes().of(str(big)) == first and str(big) in json.loads(
+        (tmp_path / "cache-home" / "stoker" / "hashes.json").read_text()
+    )
     with open(big, "r+b") as file:
         file.write(b"x")
     assert Hashes().of(str(big)) != first
@@ -331,21 +410,37 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
             (folder / name).write_text(name)
         (folder / "notes.txt").write_text(str(n))
         answers[f"h{n}"] = files(str(folder), "train.py", paths=["notes.txt", "pkg", "nowhere"])
-    assert agreement.disagreements(answers) == [] and set(answers["h0"]["names"]) == {"train.py", "pkg/__init__.py", "pkg/net.py"}
-    assert answers["h0"]["paths"]["notes.txt"] != answers["h1"]["paths"]["notes.txt"] and answers["h0"]["paths"]["pkg"] == answers["h1"]["paths"]["pkg"]
+    assert agreement.disagreements(answers) == [] and set(answers["h0"]["names"]) == {
+        "train.py",
+        "pkg/__init__.py",
+        "pkg/net.py",
+    }
+    assert (
+        answers["h0"]["paths"]["notes.txt"] != answers["h1"]["paths"]["notes.txt"]
+        and answers["h0"]["paths"]["pkg"] == answers["h1"]["paths"]["pkg"]
+    )
     assert answers["h0"]["paths"]["nowhere"] == ""
     (tmp_path / "0" / "train.py").write_text("other")
     (tmp_path / "0" / "more.py").write_text("")
     (tmp_path / "0" / "pkg" / "net.py").unlink()
     answers["h0"] = files(str(tmp_path / "0"), "train.py")
-    assert agreement.disagreements(answers) == ["host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"]
+    assert agreement.disagreements(answers) == [
+        "host h0: train.py differs from host h1's, lacks pkg/net.py, has more.py besides; copy it with --sync"
+    ]
     answers["h2"] = files(str(tmp_path / "2"), "absent.py")
     answers["h1"] = {"error": "no answer"}
     lacking = agreement.remedy("../sy/q.py", "/home/me/train", True)
-    assert agreement.disagreements({"h2": answers["h2"]}, "../sy/q.py", lacking) == ["host h2: ../sy/q.py is not there; it is not below /home/me/train, which --sync copies"]
-    assert agreement.remedy("/home/me/train/q.py", "/home/me/train", True).startswith("name it by its path below /home/me/train")
+    assert agreement.disagreements({"h2": answers["h2"]}, "../sy/q.py", lacking) == [
+        "host h2: ../sy/q.py is not there; it is not below /home/me/train, which --sync copies"
+    ]
+    assert agreement.remedy("/home/me/train/q.py", "/home/me/train", True).startswith(
+        "name it by its path below /home/me/train"
+    )
     assert agreement.remedy("big/q.py", "/home/me/train", True).startswith("--sync leaves it out: git ignores it")
-    assert agreement.disagreements(answers, "train.py") == ["host h1: train.py could not be compared: no answer", "host h2: train.py is not there; copy it with --sync, or set workdir:"]
+    assert agreement.disagreements(answers, "train.py") == [
+        "host h1: train.py could not be compared: no answer",
+        "host h2: train.py is not there; copy it with --sync, or set workdir:",
+    ]
     module = files(str(tmp_path / "1"), "pkg.net", module=True)
     assert set(module["names"]) == {"pkg/__init__.py", "pkg/net.py"} and module["script"] is None
     installed = files(str(tmp_path / "1"), "pytest", module=True, python=sys.executable)
@@ -357,16 +452,25 @@ def test_the_program_is_compared_file_by_file(tmp_path: Path) -> None:
 # ---- in a run ----
 
 
-def test_a_run_with_sync_runs_what_was_copied_and_without_it_names_what_differs(stoker: Stoker, netcluster: NetCluster) -> None:
+def test_a_run_with_sync_runs_what_was_copied_and_without_it_names_what_differs(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
     stoker.script("s.py", "import os, part\nprint('ran in', os.getcwd(), part.VALUE)\n")
     stoker.script("part.py", "VALUE = 7\n")
     path = str(netcluster.file((1, 1, 1)))
     refused = stoker("run", "--hosts", path, "s.py")
-    assert refused.code != 0 and "s.py is not there" in refused.err and all(host.name in refused.err for host in netcluster.hosts), refused.err
+    assert (
+        refused.code != 0
+        and "s.py is not there" in refused.err
+        and all(host.name in refused.err for host in netcluster.hosts)
+    ), refused.err
     done = stoker("run", "--hosts", path, "--sync", "s.py")
     assert done.code == 0, done.err
     assert [done.log(n).decode() for n in range(3)] == [f"ran in {host.workdir} 7\n" for host in netcluster.hosts]
     (netcluster.hosts[2].workdir / "part.py").write_text("VALUE = 8\n")
     refused = stoker("run", "--hosts", path, "s.py")
-    assert refused.code != 0 and f"host {netcluster.hosts[2].name}: part.py differs from host {netcluster.hosts[0].name}'s" in refused.err, refused.err
+    assert (
+        refused.code != 0
+        and f"host {netcluster.hosts[2].name}: part.py differs from host {netcluster.hosts[0].name}'s" in refused.err
+    ), refused.err
     assert len(list((stoker.cwd / "runs").glob("2*"))) == 1, "nothing was started"

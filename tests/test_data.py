@@ -39,7 +39,10 @@ BYTES = TokenizerConfig(path="bytes")
 
 def words(count: int, seed: int = 0) -> str:
     dice = random.Random(seed)
-    return "".join(dice.choice(["river ", "boat ", "she said, ", "1984 ", "über\n", "\n\n", "  x = 1;\n", "Never.\n"]) for _ in range(count))
+    return "".join(
+        dice.choice(["river ", "boat ", "she said, ", "1984 ", "über\n", "\n\n", "  x = 1;\n", "Never.\n"])
+        for _ in range(count)
+    )
 
 
 class Place:
@@ -69,7 +72,11 @@ def place(tmp_path: Path) -> Place:
 def tokens(made: Prepared, split: str = "train") -> list[int]:
     told = shards.read_manifest(made.folder)
     assert told is not None
-    return [int(one) for about in told["splits"][split]["shards"] for one in np.fromfile(os.path.join(made.folder, about["file"]), dtype=told["dtype"])]
+    return [
+        int(one)
+        for about in told["splits"][split]["shards"]
+        for one in np.fromfile(os.path.join(made.folder, about["file"]), dtype=told["dtype"])
+    ]
 
 
 def refusal(call: Callable[[], Any]) -> str:
@@ -82,12 +89,17 @@ def refusal(call: Callable[[], Any]) -> str:
 def test_every_form_gives_its_documents_each_with_an_end(place: Place) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [words(5, seed) for seed in range(40)]
-    parquet.write_table(arrow.table({"other": list(range(40)), "text": texts}), place.folder / "rows.parquet", row_group_size=7)
+    parquet.write_table(
+        arrow.table({"other": list(range(40)), "text": texts}), place.folder / "rows.parquet", row_group_size=7
+    )
     plain = [place.file(f"texts/{number:02d}.txt", text) for number, text in enumerate(texts)]
     ways = {
-        "jsonl": [place.rows("rows.jsonl", [{"text": text} for text in texts])], "parquet": [str(place.folder / "rows.parquet")],
-        "folder": [str(place.folder / "texts")], "glob": [str(place.folder / "texts" / "*.txt")], "files": plain,
-    }  # fmt: skip
+        "jsonl": [place.rows("rows.jsonl", [{"text": text} for text in texts])],
+        "parquet": [str(place.folder / "rows.parquet")],
+        "folder": [str(place.folder / "texts")],
+        "glob": [str(place.folder / "texts" / "*.txt")],
+        "files": plain,
+    }
     found = {way: place.prepare(*paths) for way, paths in ways.items()}
     wanted = b"".join(text.encode() + b"\0" for text in texts)  # the end of text as a NUL, to compare
     for way, made in found.items():
@@ -101,13 +113,22 @@ def test_the_number_of_processes_changes_nothing(place: Place, monkeypatch: pyte
     text = place.file("a.txt", words(30_000))
     rows = place.rows("b.jsonl", [{"text": words(20, seed)} for seed in range(800)])
     tokenizer = TokenizerConfig(vocab_size=400, train_megabytes=1)
-    made = [place.prepare(text, rows, tokenizer=tokenizer, validation="0.2", num_workers=count, cache=str(place.folder / f"c{count}")) for count in (1, 2, 3)]
+    made = [
+        place.prepare(
+            text, rows, tokenizer=tokenizer, validation="0.2", num_workers=count, cache=str(place.folder / f"c{count}")
+        )
+        for count in (1, 2, 3)
+    ]
     assert len(units.jobs_of(units.split(units_sources(text, rows), 0.2)[0])) > 10
     assert len({one.key for one in made}) == 1
     for split in ("train", "validation"):
         assert tokens(made[0], split) == tokens(made[1], split) == tokens(made[2], split) != []
-    whole = load(made[0].tokenizer).decode_bytes(one for one in tokens(made[0]) + tokens(made[0], "validation") if one != made[0].end_id)
-    assert whole == Path(text).read_bytes() + b"".join(json.loads(line)["text"].encode() for line in Path(rows).read_text().splitlines())
+    whole = load(made[0].tokenizer).decode_bytes(
+        one for one in tokens(made[0]) + tokens(made[0], "validation") if one != made[0].end_id
+    )
+    assert whole == Path(text).read_bytes() + b"".join(
+        json.loads(line)["text"].encode() for line in Path(rows).read_text().splitlines()
+    )
 
 
 def units_sources(*paths: str) -> Any:
@@ -127,7 +148,11 @@ def test_the_cache_is_known_by_bytes_and_not_by_names(place: Place) -> None:
     first = place.prepare(place.file("a.txt", words(900)))
     assert first.fresh and not place.prepare(str(place.folder / "a.txt")).fresh
     renamed = place.prepare(place.file("sub/other name.txt", words(900)))
-    assert renamed.key == first.key and not renamed.fresh and not place.prepare(str(place.folder / "a.txt"), context_length=32).fresh
+    assert (
+        renamed.key == first.key
+        and not renamed.fresh
+        and not place.prepare(str(place.folder / "a.txt"), context_length=32).fresh
+    )
     changed = place.prepare(place.file("a.txt", words(900) + "!"))
     assert changed.fresh and changed.key != first.key
     assert (
@@ -161,7 +186,11 @@ def test_a_damaged_shard_is_found_named_and_made_again(place: Place, how: str) -
     if how != "removed":
         shard.write_bytes(bytes(data[:-6]) if how in ("truncated", "manifest") else bytes(data))
     again = place.prepare(path)
-    assert again.fresh and tokens(again) == before and any(shard.name in line and "preparing again" in line for line in place.said)
+    assert (
+        again.fresh
+        and tokens(again) == before
+        and any(shard.name in line and "preparing again" in line for line in place.said)
+    )
     assert not place.prepare(path, verify=True).fresh
 
 
@@ -179,7 +208,10 @@ print("fresh" if made.fresh else "found", made.key, flush=True)
 
 def test_two_builders_at_once_build_once(place: Place) -> None:
     path, cache = place.file("a.txt", words(200_000)), str(place.folder / "cache")
-    both = [subprocess.Popen([sys.executable, "-c", BUILDER, path, cache], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    both = [
+        subprocess.Popen([sys.executable, "-c", BUILDER, path, cache], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
     said = [one.communicate(timeout=60)[0] for one in both]
     assert sorted(one.splitlines()[-1].split()[0] for one in said) == ["found", "found", "fresh"], said
     assert len({one.split()[-1] for one in said}) == 1
@@ -190,19 +222,30 @@ def test_a_killed_builder_leaves_nothing_that_looks_complete(place: Place) -> No
     path, cache = place.file("a.txt", words(400_000)), place.folder / "cache"
     for _ in range(3):
         builder = subprocess.Popen([sys.executable, "-c", BUILDER, path, str(cache)], stdout=subprocess.DEVNULL)
-        assert wait_for(lambda: True if list(cache.glob("datasets/*.tmp/parts/*")) or list(cache.glob("datasets/*/manifest.json")) else None, 30)
+        assert wait_for(
+            lambda: (
+                True
+                if list(cache.glob("datasets/*.tmp/parts/*")) or list(cache.glob("datasets/*/manifest.json"))
+                else None
+            ),
+            30,
+        )
         builder.send_signal(signal.SIGKILL)
         builder.wait()
         if list(cache.glob("datasets/*/manifest.json")):
             pytest.fail("the builder was done before it could be killed: more data is needed")
     made = place.prepare(path)
-    assert made.fresh and made.train_bytes == os.path.getsize(path) and bytes(tokens(made)[:-1]) == Path(path).read_bytes()
+    assert (
+        made.fresh and made.train_bytes == os.path.getsize(path) and bytes(tokens(made)[:-1]) == Path(path).read_bytes()
+    )
     assert list(cache.glob("datasets/*.tmp")) == []
 
 
 def test_a_killed_worker_is_named_and_nothing_is_left(place: Place) -> None:
     path, cache = place.file("a.txt", words(1_500_000)), place.folder / "cache"
-    builder = subprocess.Popen([sys.executable, "-c", BUILDER, path, str(cache)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    builder = subprocess.Popen(
+        [sys.executable, "-c", BUILDER, path, str(cache)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     children = Path(f"/proc/{builder.pid}/task/{builder.pid}/children")
     found = wait_for(lambda: children.read_text().split() if list(cache.glob("datasets/*.tmp/parts/*")) else None, 30)
     os.kill(int(found[0]), signal.SIGKILL)
@@ -226,13 +269,22 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (place.file("picture.txt", b"\x89PNG\r\n\x1a\n" + os.urandom(500)), ["picture.txt", "PNG"]),
         (place.file("late.txt", b"fine text\n" * 9000 + b"\0" + b"more"), ["late.txt", "NUL byte at offset 90000"]),
         (place.file("control.txt", b"\x01\x02\x03text" * 99), ["control.txt", "control characters"]),
-        (place.file("latin.txt", "caf\u00e9 und mehr\n".encode("latin-1") * 30), ["latin.txt", "offset 3", "0xe9", "iconv -f latin-1"]),
+        (
+            place.file("latin.txt", "caf\u00e9 und mehr\n".encode("latin-1") * 30),
+            ["latin.txt", "offset 3", "0xe9", "iconv -f latin-1"],
+        ),
         (place.file("wide.txt", "text".encode("utf-16")), ["UTF-16", "iconv"]),
-        (place.rows("key.jsonl", [good] * 5 + [{"texts": "x", "id": 1}]), ["key.jsonl, line 6", "no 'text'", "texts, id", "did you mean texts"]),
+        (
+            place.rows("key.jsonl", [good] * 5 + [{"texts": "x", "id": 1}]),
+            ["key.jsonl, line 6", "no 'text'", "texts, id", "did you mean texts"],
+        ),
         (place.rows("chats.jsonl", [{"messages": []}]), ["data.kind=chat"]),
         (place.rows("null.jsonl", [good, {"text": None}]), ["null.jsonl, line 2", "null"]),
         (place.file("broken.jsonl", json.dumps(good) + "\n\n{'text': 1}\n"), ["broken.jsonl, line 3", "not JSON"]),
-        (place.file("cut.jsonl", (json.dumps(good) + "\n") * 5 + '{"text": "cut o'), ["cut.jsonl, line 6 is not JSON: Unterminated string", "column 10; it begins"]),
+        (
+            place.file("cut.jsonl", (json.dumps(good) + "\n") * 5 + '{"text": "cut o'),
+            ["cut.jsonl, line 6 is not JSON: Unterminated string", "column 10; it begins"],
+        ),
         ("/dev/zero", ["/dev/zero is a device, not a regular file"]),
         (dangling(place), ["dangling/gone.txt can't be read: No such file"]),
         (os.path.dirname(place.file("hollow/a.txt", "")), ["hollow holds nothing but empty files"]),
@@ -244,13 +296,18 @@ def test_bad_input_is_refused_in_one_line_with_file_and_place(place: Place) -> N
         (str(place.folder / "latin.text"), ["is not there; did you mean ", "latin.txt?"]),
         (str(place.folder / "no*match"), ["no file matches"]),
         (os.path.dirname(place.file("odd/a.bin", "x")), ["holds no", ".bin"]),
-        (place.file("short.txt", "ten tokens"), ["data.context_length is 16, longer than the data", "11 tokens", "at most 10"]),
-    ]  # fmt: skip
+        (
+            place.file("short.txt", "ten tokens"),
+            ["data.context_length is 16, longer than the data", "11 tokens", "at most 10"],
+        ),
+    ]
     for path, says in cases:
         line = refusal(lambda path=path: place.prepare(path))
         assert all(word in line for word in says), f"{path}: {line}"
     assert "data.path is empty" in refusal(place.prepare)
-    assert "260 at least" in refusal(lambda: place.prepare(place.rows("ok.jsonl", [good] * 9), tokenizer=TokenizerConfig(vocab_size=100)))
+    assert "260 at least" in refusal(
+        lambda: place.prepare(place.rows("ok.jsonl", [good] * 9), tokenizer=TokenizerConfig(vocab_size=100))
+    )
     assert "between 0 and 1" in refusal(lambda: place.prepare(str(place.folder / "ok.jsonl"), validation="3"))
     assert list((place.folder / "cache" / "datasets").glob("*.tmp")) == []
 
@@ -298,7 +355,10 @@ def conversation(seed: int) -> dict[str, Any]:
     turns = [
         message
         for _ in range(dice.randrange(1, 4))
-        for message in (("user", words(dice.randrange(1, 6), seed)), ("assistant", words(dice.randrange(1, 6), seed + 1)))
+        for message in (
+            ("user", words(dice.randrange(1, 6), seed)),
+            ("assistant", words(dice.randrange(1, 6), seed + 1)),
+        )
     ]
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
@@ -310,11 +370,22 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
         {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "long " * 300}]},
     ]
     made = place.prepare(place.rows("chats.jsonl", rows), kind="chat", context_length=512)
-    assert place.said[-1].startswith("1 of 302 rows can't be used: ") and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-1]
-    assert made.dropped == 0 and made.cut == 1 and made.train_documents == 301 and made.fill is not None and made.fill > 0.9
+    assert (
+        place.said[-1].startswith("1 of 302 rows can't be used: ")
+        and "chats.jsonl, line 301: no message is the assistant's; left out" in place.said[-1]
+    )
+    assert (
+        made.dropped == 0
+        and made.cut == 1
+        and made.train_documents == 301
+        and made.fill is not None
+        and made.fill > 0.9
+    )
     samples, tokenizer = Samples(made, "train", 512), load(made.tokenizer)
     batch = samples.batch(np.arange(len(samples)))
-    assert batch.segments is not None and batch.segments.dtype == np.int32 and batch.segments.shape == batch.inputs.shape
+    assert (
+        batch.segments is not None and batch.segments.dtype == np.int32 and batch.segments.shape == batch.inputs.shape
+    )
     seen, learned = [], []
     for inputs, targets, segments in zip(batch.inputs, batch.targets, batch.segments, strict=True):
         assert segments[0] == 0 and (np.diff(segments) >= 0).all() and (np.diff(segments) <= 1).all()
@@ -327,18 +398,34 @@ def test_chats_are_packed_whole_and_learn_the_assistant_only(place: Place) -> No
                 learned.append(tokenizer.decode([one for one in targets[mine].tolist() if one != -100]))
             else:
                 assert (targets[mine] == -100).all()
-    wanted = ["".join(one["content"] + "<|im_end|>" for one in row["messages"] if one["role"] == "assistant") for row in rows[:300]]
+    wanted = [
+        "".join(one["content"] + "<|im_end|>" for one in row["messages"] if one["role"] == "assistant")
+        for row in rows[:300]
+    ]
     assert len(seen) == 301 and sorted(one for one in learned if not one.startswith("long ")) == sorted(wanted)
     assert "packed for a context of 512" in refusal(lambda: Samples(made.folder, "train", 64))
-    line = refusal(lambda: place.prepare(place.rows("roles.jsonl", [{"messages": [{"role": "bot", "content": "x"}]}]), kind="chat"))
-    assert "1 of 1 rows can't be used" in line and "roles.jsonl, line 1" in line and "'bot'" in line and "below 1 %" in line
+    line = refusal(
+        lambda: place.prepare(place.rows("roles.jsonl", [{"messages": [{"role": "bot", "content": "x"}]}]), kind="chat")
+    )
+    assert (
+        "1 of 1 rows can't be used" in line
+        and "roles.jsonl, line 1" in line
+        and "'bot'" in line
+        and "below 1 %" in line
+    )
     many = place.rows("many.jsonl", [*rows[:60], *[{"messages": [{"role": "bot", "content": "x"}]}] * 9])
     line = refusal(lambda: place.prepare(many, kind="chat", context_length=512))
-    assert "9 of 69 rows can't be used" in line and all(f"line {number}:" in line for number in (61, 62, 63)) and "line 64" not in line
+    assert (
+        "9 of 69 rows can't be used" in line
+        and all(f"line {number}:" in line for number in (61, 62, 63))
+        and "line 64" not in line
+    )
     text = place.rows("text.jsonl", [{"text": "x"}] * 3000)
     assert "text.jsonl, line 1 has no 'messages'" in refusal(lambda: place.prepare(text, kind="chat"))
     few = place.rows("few.jsonl", [{"text": "a text that is no conversation"}] * 9)
-    assert "few.jsonl, line 1 has no 'messages'; its keys: text" in refusal(lambda: place.prepare(few, kind="chat", tokenizer=TokenizerConfig(vocab_size=300)))
+    assert "few.jsonl, line 1 has no 'messages'; its keys: text" in refusal(
+        lambda: place.prepare(few, kind="chat", tokenizer=TokenizerConfig(vocab_size=300))
+    )
 
 
 def test_best_fit_fills_rows_and_never_overfills() -> None:
@@ -362,10 +449,14 @@ def test_a_stream_is_read_across_shards(place: Place, monkeypatch: pytest.Monkey
     batch = samples.batch(ids)
     assert batch.inputs.dtype == np.int64 and batch.segments is None
     for row, one in enumerate(ids):
-        assert (batch.inputs[row] == flat[one * 48 : one * 48 + 48]).all() and (batch.targets[row] == flat[one * 48 + 1 : one * 48 + 49]).all()
+        assert (batch.inputs[row] == flat[one * 48 : one * 48 + 48]).all() and (
+            batch.targets[row] == flat[one * 48 + 1 : one * 48 + 49]
+        ).all()
     held, rest = Samples(made.folder, "validation", 48), np.array(tokens(made, "validation"))
     every = held.batch(np.arange(len(held)))
-    assert (every.targets[every.targets != -100] == rest[1:]).all() and (every.inputs.ravel()[: len(rest) - 1] == rest[:-1]).all()
+    assert (every.targets[every.targets != -100] == rest[1:]).all() and (
+        every.inputs.ravel()[: len(rest) - 1] == rest[:-1]
+    ).all()
     with pytest.raises(IndexError):
         samples.batch(np.array([len(samples)]))
 
@@ -395,27 +486,65 @@ def test_orders_look_random_and_differ_by_seed_and_epoch() -> None:
     assert len(set(one.ids(0, 10_000).tolist())) == 10_000 and (one.ids(10**12, 10**12 + 50) != one.ids(0, 50)).all()
 
 
-def test_the_command_takes_the_preset_that_training_takes_here(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+def test_the_command_takes_the_preset_that_training_takes_here(
+    stoker: Stoker, box: Callable[..., dict[str, str]]
+) -> None:
     (stoker.cwd / "book.txt").write_text(words(3000))
     small, production = "preset small: no GPU to train on", "preset production: the default where there are GPUs"
-    cases = [(0, [], small), (1, [], production), (0, ["--parallel.device", "cuda"], production), (1, ["--preset", "small"], "preset small (")]
+    cases = [
+        (0, [], small),
+        (1, [], production),
+        (0, ["--parallel.device", "cuda"], production),
+        (1, ["--preset", "small"], "preset small ("),
+    ]
     for gpus, more, line in cases:
-        done = stoker("prepare", "--data", "book.txt", "--tokenizer.path", "bytes", *more, env={"CUDA_VISIBLE_DEVICES": "0", **box(gpus)})
+        done = stoker(
+            "prepare",
+            "--data",
+            "book.txt",
+            "--tokenizer.path",
+            "bytes",
+            *more,
+            env={"CUDA_VISIBLE_DEVICES": "0", **box(gpus)},
+        )
         assert done.code == 0 and f"stoker: {line}" in done.err, done.err
 
 
 def test_the_command_prepares_says_what_and_imports_no_torch(stoker: Stoker) -> None:
     (stoker.cwd / "book.txt").write_text(words(3000))
-    command = ["prepare", "--data", "book.txt", "--tokenizer.path", "bytes", "--data.context_length", "64", "--data.validation", "0.1"]
+    command = [
+        "prepare",
+        "--data",
+        "book.txt",
+        "--tokenizer.path",
+        "bytes",
+        "--data.context_length",
+        "64",
+        "--data.validation",
+        "0.1",
+    ]
     done = stoker(*command)
     assert done.code == 0, done.err
     assert "1 documents, made in" in done.out and "held out" in done.out and "cache/datasets/" in done.out
     told = json.loads(stoker(*command, "--json", "--verify").out)
-    assert told["schema"] == 1 and not told["fresh"] and told["train_bytes"] + told["validation_bytes"] == (stoker.cwd / "book.txt").stat().st_size
+    assert (
+        told["schema"] == 1
+        and not told["fresh"]
+        and told["train_bytes"] + told["validation_bytes"] == (stoker.cwd / "book.txt").stat().st_size
+    )
     refused = stoker("prepare", "--data", "bock.txt", "--tokenizer.path", "bytes")
-    assert refused.code == 66 and "did you mean book.txt" in refused.err and refused.err.splitlines()[-1].startswith("stoker: ")
+    assert (
+        refused.code == 66
+        and "did you mean book.txt" in refused.err
+        and refused.err.splitlines()[-1].startswith("stoker: ")
+    )
     check = "import sys\nfrom stoker.cli import main\nmain.main(sys.argv[1:])\nassert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    assert subprocess.run([sys.executable, "-c", check, *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", check, *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
@@ -430,4 +559,6 @@ def test_what_stoker_made_is_no_data(tmp_path: Path) -> None:
     assert (tmp_path / "cache" / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55")
     assert prepare(data, TokenizerConfig(path="bytes"), said.append).key == first.key
     assert f"left out, being Stoker's own: {tmp_path / 'runs' / '1-base'}" in said
-    assert [one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], "", said.append)] != [], "unless it is named"
+    assert [one.path for one in find_sources([str(tmp_path / "runs" / "1-base")], "", said.append)] != [], (
+        "unless it is named"
+    )

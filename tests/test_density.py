@@ -70,8 +70,12 @@ def test_neighbours_are_exact_whatever_the_chunks(monkeypatch: pytest.MonkeyPatc
     assert np.allclose(distances(vectors, 5), expected, atol=1e-6)
     monkeypatch.setattr("stoker.training.density.neighbours.CHUNK", 60 * 7)
     assert np.allclose(distances(vectors, 5), expected, atol=1e-6)
-    assert np.allclose(distances(vectors, 500), 1 - np.sort(similar, axis=1)[:, 1:].mean(1), atol=1e-6), "all others, where k is more than there are"
-    assert (densities(vectors[:1], 5) == 1).all() and (densities(np.repeat(vectors[:1], 5, 0), 3) == 1).all(), "one point, or copies of one: all alike"
+    assert np.allclose(distances(vectors, 500), 1 - np.sort(similar, axis=1)[:, 1:].mean(1), atol=1e-6), (
+        "all others, where k is more than there are"
+    )
+    assert (densities(vectors[:1], 5) == 1).all() and (densities(np.repeat(vectors[:1], 5, 0), 3) == 1).all(), (
+        "one point, or copies of one: all alike"
+    )
 
 
 def test_copies_are_dense_but_keep_a_weight() -> None:
@@ -109,8 +113,12 @@ def test_embeddings_are_the_mean_over_a_rows_own_tokens() -> None:
         alone = model.hidden(torch.tensor([row[:48]]))[0].mean(0)
         assert np.allclose(vector, (alone / alone.norm()).numpy(), atol=1e-5)
     assert (found[0] == found[3]).all(), "equal rows are the same point, to the bit"
-    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5) and np.allclose(np.linalg.norm(centred(found), axis=1), 1, atol=1e-5)
-    assert np.allclose(centred(np.repeat(found[:1], 4, 0)) @ centred(np.repeat(found[:1], 4, 0)).T, 1), "where all are alike there are no random directions"
+    assert np.allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5) and np.allclose(
+        np.linalg.norm(centred(found), axis=1), 1, atol=1e-5
+    )
+    assert np.allclose(centred(np.repeat(found[:1], 4, 0)) @ centred(np.repeat(found[:1], 4, 0)).T, 1), (
+        "where all are alike there are no random directions"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +132,35 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def prompts(path: Path) -> str:
-    told: list[dict[str, Any]] = [{"prompt": f"How much is {n} and 4, Anna?", "answer": str(n + 4), "kind": "sum"} for n in range(150)]
-    told += [{"prompt": [{"role": "user", "content": text}], "answer": "x", "kind": "odd"} for text in ("ZZZZ!!!", "?", "~~~~ ~~~~ ~~~~", "{[()]}", "QWXYQWXY")]
+    told: list[dict[str, Any]] = [
+        {"prompt": f"How much is {n} and 4, Anna?", "answer": str(n + 4), "kind": "sum"} for n in range(150)
+    ]
+    told += [
+        {"prompt": [{"role": "user", "content": text}], "answer": "x", "kind": "odd"}
+        for text in ("ZZZZ!!!", "?", "~~~~ ~~~~ ~~~~", "{[()]}", "QWXYQWXY")
+    ]
     path.write_text("".join(json.dumps(one) + "\n" for one in told))
     return str(path)
 
 
-COMMON = ("--preset", "debug", "--context_length", "160", "--parallel.device", "cpu", "--density.clusters", "4", "--density.neighbours", "4")
+COMMON = (
+    "--preset",
+    "debug",
+    "--context_length",
+    "160",
+    "--parallel.device",
+    "cpu",
+    "--density.clusters",
+    "4",
+    "--density.neighbours",
+    "4",
+)
 
 
 def read(run_dir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    return json.loads((run_dir / "result.json").read_text()), [json.loads(line) for line in (run_dir / "weights.jsonl").read_text().splitlines()]
+    return json.loads((run_dir / "result.json").read_text()), [
+        json.loads(line) for line in (run_dir / "weights.jsonl").read_text().splitlines()
+    ]
 
 
 def test_the_recipe_gives_rare_prompts_more_weight_on_one_rank_and_on_two(
@@ -145,10 +171,20 @@ def test_the_recipe_gives_rare_prompts_more_weight_on_one_rank_and_on_two(
     monkeypatch.setenv("STOKER_RUN_DIR", str(tmp_path / "run"))
     assert recipe.main([*words]) == 0
     result, lines = read(tmp_path / "run")
-    assert (result["stage"], result["model"]) == ("density", None) and {"prompts", "clusters", "gini", "weight_min", "weight_max"} <= result["metrics"].keys()
-    assert [one["index"] for one in lines] == list(range(155)) and np.mean([one["weight"] for one in lines]) == pytest.approx(1)
+    assert (result["stage"], result["model"]) == ("density", None) and {
+        "prompts",
+        "clusters",
+        "gini",
+        "weight_min",
+        "weight_max",
+    } <= result["metrics"].keys()
+    assert [one["index"] for one in lines] == list(range(155)) and np.mean(
+        [one["weight"] for one in lines]
+    ) == pytest.approx(1)
     assert min(one["weight"] for one in lines[150:]) > 1.5 > np.mean([one["weight"] for one in lines[:150]])
-    assert result["metrics"]["weight_max"] == max(one["weight"] for one in lines) and result["metrics"]["prompts"] == 155
+    assert (
+        result["metrics"]["weight_max"] == max(one["weight"] for one in lines) and result["metrics"]["prompts"] == 155
+    )
 
     monkeypatch.delenv("STOKER_RUN_DIR")
     done = stoker.torch("run", "--nproc-per-node", "2", "-m", "stoker.training.recipes.density", *words)
@@ -174,6 +210,10 @@ def test_a_row_that_can_not_be_asked_has_the_weight_zero_and_many_are_refused(
     )
     assert "line 4: a row without prompt: it has answer" in capsys.readouterr().out
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n')
-    for given, word in ((str(tmp_path / "bad.jsonl"), "1 of 1 rows can't be used"), ("absent.jsonl", "can't be read"), ("", "density.prompts is empty")):
+    for given, word in (
+        (str(tmp_path / "bad.jsonl"), "1 of 1 rows can't be used"),
+        ("absent.jsonl", "can't be read"),
+        ("", "density.prompts is empty"),
+    ):
         with pytest.raises(Refusal, match=word):
             recipe.main(["--model.load", str(model_folder), f"--density.prompts={given}", *COMMON])

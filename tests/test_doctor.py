@@ -33,7 +33,12 @@ def load(name: str) -> Examination:
 def report(name: str) -> str:
     found = load(name)
     findings = check.run(check.choose([], []), found, check.Asked())
-    lines = [f"{one.level} {one.id}" + (f" [GPU {one.gpu}]" if one.gpu is not None else "") + f": {one.text}\n    -> {one.fix}" for one in findings]
+    lines = [
+        f"{one.level} {one.id}"
+        + (f" [GPU {one.gpu}]" if one.gpu is not None else "")
+        + f": {one.text}\n    -> {one.fix}"
+        for one in findings
+    ]
     return "\n".join([*lines, f"advice: {advice(found, findings)}", f"exit code: {check.exit_code(findings)}"]) + "\n"
 
 
@@ -49,7 +54,12 @@ def test_a_healthy_machine_gives_none(name: str) -> None:
 
 def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
     assert len(NAMES) >= 12
-    said = {finding.id for name in NAMES for finding in check.run(check.choose([], []), load(name), check.Asked()) if finding.level != "unknown"}
+    said = {
+        finding.id
+        for name in NAMES
+        for finding in check.run(check.choose([], []), load(name), check.Asked())
+        if finding.level != "unknown"
+    }
     silent = set(check.load()) - said
     assert silent == {"host.swap", "host.clock", "env.python"}, "these have their own tests below"
 
@@ -57,7 +67,9 @@ def test_there_are_machines_enough_and_every_check_has_spoken() -> None:
 def test_the_three_without_a_machine() -> None:
     sick = load("laptop")
     assert sick.host is not None
-    swapping = replace(sick, machine=replace(sick.machine, memory_available=10**9), host=replace(sick.host, swap_used=9 * 10**9))
+    swapping = replace(
+        sick, machine=replace(sick.machine, memory_available=10**9), host=replace(sick.host, swap_used=9 * 10**9)
+    )
     old = replace(sick, host=replace(sick.host, clock=1.0))
     env = replace(sick, environment={"PYTHONHOME": "/x"})
     for found, id in ((swapping, "host.swap"), (old, "host.clock"), (env, "env.python")):
@@ -69,10 +81,26 @@ def test_what_is_said_elsewhere_or_harms_nobody() -> None:
     assert found.host is not None
     for limit, level in ((10**12, None), (200 * 10**9, "warn"), (30 * 10**9, "fail")):
         one = replace(found, host=replace(found.host, address_space=limit))
-        assert next((finding.level for finding in check.run(check.choose([], []), one, check.Asked()) if finding.id == "host.address-space"), None) == level
-    hung = replace(found, machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"), environment={"CUDA_VISIBLE_DEVICES": "0,1"})
+        assert (
+            next(
+                (
+                    finding.level
+                    for finding in check.run(check.choose([], []), one, check.Asked())
+                    if finding.id == "host.address-space"
+                ),
+                None,
+            )
+            == level
+        )
+    hung = replace(
+        found,
+        machine=replace(found.machine, gpus=(), gpu_error="no answer in 3 s"),
+        environment={"CUDA_VISIBLE_DEVICES": "0,1"},
+    )
     findings = check.run(check.choose([], []), hung, check.Asked())
-    assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(hung, findings)
+    assert "gpu.count" not in {finding.id for finding in findings} and "driver does not answer" in advice(
+        hung, findings
+    )
 
 
 def test_asking_for_too_much() -> None:
@@ -81,7 +109,9 @@ def test_asking_for_too_much() -> None:
 
 
 def test_only_and_skip_and_the_near_id() -> None:
-    assert {one.id for one in check.choose(["env."], ["env.slow"])} == {id for id in check.load() if id.startswith("env.")} - {"env.slow"}
+    assert {one.id for one in check.choose(["env."], ["env.slow"])} == {
+        id for id in check.load() if id.startswith("env.")
+    } - {"env.slow"}
     with pytest.raises(Refusal, match=r"no check 'gpu.ecccc'; did you mean gpu.ecc\?"):
         check.choose(["gpu.ecccc"], [])
 
@@ -97,14 +127,24 @@ def test_this_machine(stoker: Stoker) -> None:
     done = stoker("doctor", "--json", "--skip", "torch.")
     told = json.loads(done.out)
     assert told["schema"] == 1 and done.code == told["exit_code"] in (0, 1, 2, 3)
-    assert isinstance(told["examination"]["machine"]["memory_total"], int) and told["examination"]["machine"]["hostname"] == os.uname().nodename
+    assert (
+        isinstance(told["examination"]["machine"]["memory_total"], int)
+        and told["examination"]["machine"]["hostname"] == os.uname().nodename
+    )
     assert set(told["checks"]) == {id for id in check.load() if not id.startswith("torch.")}
     assert "; torch not looked at\n" in stoker("doctor", "--only", "env.").out
 
 
 def test_record_replay_and_bundle(stoker: Stoker) -> None:
     stoker.env.pop("STOKER_MACHINE")
-    done = stoker("doctor", "--record", "box.json", "--bundle", "b.tar.gz", env={"HF_TOKEN": "hf_abcdefghijklmnopqrstuvw", "NCCL_DEBUG": "INFO"})
+    done = stoker(
+        "doctor",
+        "--record",
+        "box.json",
+        "--bundle",
+        "b.tar.gz",
+        env={"HF_TOKEN": "hf_abcdefghijklmnopqrstuvw", "NCCL_DEBUG": "INFO"},
+    )
     assert "env.noisy" in done.out
     again = stoker("doctor", "--machine", "box.json")
     kept = [line for line in done.out.splitlines() if not line.startswith(("bundle:", "recorded machine:"))]
@@ -112,7 +152,11 @@ def test_record_replay_and_bundle(stoker: Stoker) -> None:
     with tarfile.open(stoker.cwd / "b.tar.gz") as archive:
         names = archive.getnames()
         whole = b"".join(archive.extractfile(name).read() for name in names)  # type: ignore[union-attr]
-    assert "stoker-doctor/examination.json" in names and "stoker-doctor/findings.json" in names and b"hf_abcdef" not in whole
+    assert (
+        "stoker-doctor/examination.json" in names
+        and "stoker-doctor/findings.json" in names
+        and b"hf_abcdef" not in whole
+    )
 
 
 @pytest.mark.parametrize(
@@ -138,14 +182,29 @@ def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> No
 def test_a_driver_that_never_answers(stoker: Stoker) -> None:
     """A libnvidia-ml that hangs in nvmlInit: the doctor says so and goes on. Compiled here, because only a real library can hang so."""
     source = stoker.cwd / "hang.c"
-    source.write_text("#include <unistd.h>\nint nvmlInitWithFlags(unsigned f) { for (;;) sleep(100); }\nint nvmlInit_v2(void) { for (;;) sleep(100); }\n")
-    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", str(stoker.cwd / "libnvidia-ml.so.1"), str(source)], capture_output=True, text=True, check=False)
+    source.write_text(
+        "#include <unistd.h>\nint nvmlInitWithFlags(unsigned f) { for (;;) sleep(100); }\nint nvmlInit_v2(void) { for (;;) sleep(100); }\n"
+    )
+    built = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", str(stoker.cwd / "libnvidia-ml.so.1"), str(source)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if built.returncode:
         pytest.skip(f"no C compiler to build a hanging library: {built.stderr.strip()[:100]}")
     env = {**stoker.env, "LD_LIBRARY_PATH": str(stoker.cwd)}
     env.pop("STOKER_MACHINE")
     began = time.monotonic()
-    done = subprocess.run([sys.executable, "-m", "stoker", "doctor", "--skip", "torch."], cwd=stoker.cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "doctor", "--skip", "torch."],
+        cwd=stoker.cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 3, done.stdout
     assert "? gpu.driver: the NVIDIA driver could not be asked: no answer within 3 s" in done.stdout
     assert time.monotonic() - began < 30
@@ -157,7 +216,10 @@ def _children_of(folder: str) -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                if folder in os.readlink(f"/proc/{entry}/cwd") and b"machine.gather" in Path(f"/proc/{entry}/cmdline").read_bytes():
+                if (
+                    folder in os.readlink(f"/proc/{entry}/cwd")
+                    and b"machine.gather" in Path(f"/proc/{entry}/cmdline").read_bytes()
+                ):
                     found.append(int(entry))
             except OSError:
                 continue

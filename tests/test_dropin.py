@@ -26,7 +26,9 @@ from stoker.control.launch.options import TORCHRUN_VARIABLES
 
 ALL = bool(os.environ.get("STOKER_TEST_ALL"))
 every = pytest.mark.skipif(not ALL, reason="one of the long comparisons with torchrun: STOKER_TEST_ALL=1 runs it")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with"
+)
 PAGE = Path(__file__).parent.parent / "docs" / "torchrun.md"
 
 
@@ -114,8 +116,15 @@ class Both:
 
     def __init__(self, stoker: Stoker) -> None:
         self._stoker = stoker
-        self.env = {name: value for name, value in stoker.env.items() if not name.startswith("TORCHELASTIC_") and name != "OMP_NUM_THREADS"}
-        self.commands = {"torchrun": [sys.executable, "-m", "torch.distributed.run"], "stoker": [sys.executable, "-m", "stoker", "run"]}
+        self.env = {
+            name: value
+            for name, value in stoker.env.items()
+            if not name.startswith("TORCHELASTIC_") and name != "OMP_NUM_THREADS"
+        }
+        self.commands = {
+            "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+            "stoker": [sys.executable, "-m", "stoker", "run"],
+        }
         for name in self.commands:
             folder = self.folder(name)
             folder.mkdir()
@@ -136,7 +145,9 @@ class Both:
 
     def start(self, name: str, *words: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **more}
-        return subprocess.Popen([*self.commands[name], *words], cwd=self.folder(name), env={**self.env, **(env or {})}, **streams)
+        return subprocess.Popen(
+            [*self.commands[name], *words], cwd=self.folder(name), env={**self.env, **(env or {})}, **streams
+        )
 
     def run(self, name: str, *words: str, env: dict[str, str] | None = None) -> dict[str, Any]:
         child = self.start(name, *words, env=env)
@@ -148,9 +159,15 @@ class Both:
 
     def observed(self, name: str, code: int, out: str, err: str) -> dict[str, Any]:
         folder = self.folder(name)
-        files = sorted(re.sub(r"/[^/]+_[a-z0-9_]{8}/", "/ID/", f"/{path.relative_to(folder)}") for path in folder.rglob("*")
-                       if path.is_file() and "runs" not in path.parts and "__pycache__" not in path.parts)  # fmt: skip
-        ranks = {int(path.name[5:]): json.loads(path.read_text().replace(str(folder), "HERE")) for path in folder.glob("seen-?")}
+        files = sorted(
+            re.sub(r"/[^/]+_[a-z0-9_]{8}/", "/ID/", f"/{path.relative_to(folder)}")
+            for path in folder.rglob("*")
+            if path.is_file() and "runs" not in path.parts and "__pycache__" not in path.parts
+        )
+        ranks = {
+            int(path.name[5:]): json.loads(path.read_text().replace(str(folder), "HERE"))
+            for path in folder.glob("seen-?")
+        }
         return {"code": code, "ok": code == 0, "files": files, "ranks": ranks, "out": out, "err": err}
 
 
@@ -196,11 +213,22 @@ print(json.dumps(flags))
 
 
 def test_every_flag_and_variable_of_torchruns() -> None:
-    flags = json.loads(subprocess.run([sys.executable, "-c", ASK_TORCHRUN], capture_output=True, text=True, check=True, timeout=120).stdout)
+    flags = json.loads(
+        subprocess.run(
+            [sys.executable, "-c", ASK_TORCHRUN], capture_output=True, text=True, check=True, timeout=120
+        ).stdout
+    )
     ours = parser()._option_string_actions
     named = {dest: strings for dest, strings, *_ in flags if strings and dest != "help"}
-    assert not [string for strings in named.values() for string in strings if string not in ours or ours[string].dest not in named]
-    assert {f"PET_{dest.upper()}" for dest, _, variable, *_ in flags if variable} == {name for name in TORCHRUN_VARIABLES if name.startswith("PET_")}
+    assert not [
+        string
+        for strings in named.values()
+        for string in strings
+        if string not in ours or ours[string].dest not in named
+    ]
+    assert {f"PET_{dest.upper()}" for dest, _, variable, *_ in flags if variable} == {
+        name for name in TORCHRUN_VARIABLES if name.startswith("PET_")
+    }
     for dest, strings, _, choices, nargs in flags:
         if dest in named:
             assert (ours[strings[-1]].nargs == 0) == (nargs == 0), dest
@@ -211,25 +239,60 @@ def test_every_flag_and_variable_of_torchruns() -> None:
 
 
 def test_a_script(both: Both) -> None:
-    theirs, ours = both("--nnodes=1", "--nproc-per-node=2", "--rdzv-id=job7", "--role=trainer", "--monitor-interval=1", "--start-method=spawn",
-                        "--signals-to-handle", "SIGTERM,SIGUSR1", "--max-restarts=3", "probe.py", "--lr", "3", "--local-rank=${local_rank}",
-                        env={"SENTINEL": "from the parent"})  # fmt: skip
+    theirs, ours = both(
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--rdzv-id=job7",
+        "--role=trainer",
+        "--monitor-interval=1",
+        "--start-method=spawn",
+        "--signals-to-handle",
+        "SIGTERM,SIGUSR1",
+        "--max-restarts=3",
+        "probe.py",
+        "--lr",
+        "3",
+        "--local-rank=${local_rank}",
+        env={"SENTINEL": "from the parent"},
+    )
     assert theirs["ok"] and ours["ok"] and sorted(theirs["ranks"]) == [0, 1]
     assert theirs["ranks"][1]["argv"] == ["probe.py", "--lr", "3", "--local-rank=1"]
-    assert ours["ranks"][0]["env"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1" and ours["ranks"][1]["env"]["SENTINEL"] == "from the parent"
+    assert (
+        ours["ranks"][0]["env"]["TORCHELASTIC_SIGNALS_TO_HANDLE"] == "SIGTERM,SIGUSR1"
+        and ours["ranks"][1]["env"]["SENTINEL"] == "from the parent"
+    )
     assert agree(theirs, ours) == {
-        "env OMP_NUM_THREADS", "env MASTER_ADDR", "env TORCHELASTIC_USE_AGENT_STORE", "env TORCHELASTIC_RUN_ID", "env STOKER_RUN_ID", "env STOKER_RUN_DIR", "env STOKER_RUN_ORIGIN",
-        "env GPU_RANK", "orig_argv",
-    }  # fmt: skip
+        "env OMP_NUM_THREADS",
+        "env MASTER_ADDR",
+        "env TORCHELASTIC_USE_AGENT_STORE",
+        "env TORCHELASTIC_RUN_ID",
+        "env STOKER_RUN_ID",
+        "env STOKER_RUN_DIR",
+        "env STOKER_RUN_ORIGIN",
+        "env GPU_RANK",
+        "orig_argv",
+    }
     assert [seen["env"]["OMP_NUM_THREADS"] for seen in (theirs["ranks"][0], ours["ranks"][0])] == ["1", "4"]
     assert ours["ranks"][0]["env"]["TORCHELASTIC_RUN_ID"] == "job7"
 
 
 def test_a_program_from_variables(both: Both) -> None:
     """PET_* as defaults, those that torchrun knows and no others; and the program's own order of lines."""
-    env = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "3", "PET_NO_PYTHON": "1", "PET_MODULE": "0", "PET_NAME": "rex", "PET_DRY_RUN": "1", "PET_GPUS": "9"}
+    env = {
+        "PET_NNODES": "1",
+        "PET_NPROC_PER_NODE": "3",
+        "PET_NO_PYTHON": "1",
+        "PET_MODULE": "0",
+        "PET_NAME": "rex",
+        "PET_DRY_RUN": "1",
+        "PET_GPUS": "9",
+    }
     theirs, ours = both("./program.sh", ".", env=env)
-    assert theirs["ok"] and ours["ok"] and [name for name in ours["files"] if "touched" in name] == ["/touched-0", "/touched-1", "/touched-2"]
+    assert (
+        theirs["ok"]
+        and ours["ok"]
+        and [name for name in ours["files"] if "touched" in name] == ["/touched-0", "/touched-1", "/touched-2"]
+    )
     assert agree(theirs, ours) == set()
     (run,) = [path for path in (both.folder("stoker") / "runs").iterdir() if not path.is_symlink()]
     assert run.name.endswith("-program"), "PET_NAME is no variable of torchrun's"
@@ -242,9 +305,22 @@ def test_a_program_from_variables(both: Both) -> None:
         pytest.param(["--run-path", "--nproc-per-node=2", "{here}/probe.py"], marks=every),
         pytest.param(["--run-path", "--no-python", "--module", "--nproc-per-node=1", "{here}/probe.py"], marks=every),
         pytest.param(["-m", "--nproc-per-node=2", "package.probe", "--x"], marks=every),
-        pytest.param(["--nproc_per_node=2", "--master-addr=localhost", "--master-port={port}", "--node-rank=0", "probe.py"], marks=every),
-        pytest.param(["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:{port}",
-                      "--rdzv-conf=join_timeout=5,last_call_timeout=1,timeout=5", "--rdzv-id=e1", "probe.py"], marks=every),
+        pytest.param(
+            ["--nproc_per_node=2", "--master-addr=localhost", "--master-port={port}", "--node-rank=0", "probe.py"],
+            marks=every,
+        ),
+        pytest.param(
+            [
+                "--nnodes=1:2",
+                "--nproc-per-node=2",
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:{port}",
+                "--rdzv-conf=join_timeout=5,last_call_timeout=1,timeout=5",
+                "--rdzv-id=e1",
+                "probe.py",
+            ],
+            marks=every,
+        ),
         pytest.param(["--nnodes=1", "--no-python", "./program.sh", "."], marks=every),
         pytest.param(["--nproc-per-node=2", "--logs-specs=default", "probe.py"], marks=every),
     ],
@@ -259,7 +335,14 @@ def test_ways_to_start(both: Both, words: list[str]) -> None:
     assert differing(*seen) - ACCEPTED <= ({"path", "argv", "main"} if run_path else set())
 
 
-@pytest.mark.parametrize("words", [["--debug", "--init", "x", "--min=3", "--no", "-m", "--", "--gpus"], ["--help"], ["-x", "-q", "--nproc-per-node", "9"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--debug", "--init", "x", "--min=3", "--no", "-m", "--", "--gpus"],
+        ["--help"],
+        ["-x", "-q", "--nproc-per-node", "9"],
+    ],
+)
 def test_the_scripts_arguments_are_its_own(both: Both, words: list[str]) -> None:
     """Also those that begin like a flag of ours."""
     for options in (["--nproc-per-node=1"], ["--nproc-per-node", "1", "-r", "0", "-r0", "--standalone"], ["-q", "--"]):
@@ -279,7 +362,9 @@ DASHES = {
 def test_two_dashes() -> None:
     """One -- is dropped, before the script or right behind it: torchrun's argparse does that."""
     ask = "import json, sys; from torch.distributed.run import parse_args; print(json.dumps([parse_args(words).training_script_args for words in json.loads(sys.argv[1])]))"
-    theirs = subprocess.run([sys.executable, "-c", ask, json.dumps(list(DASHES))], capture_output=True, text=True, check=True, timeout=120).stdout
+    theirs = subprocess.run(
+        [sys.executable, "-c", ask, json.dumps(list(DASHES))], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     assert json.loads(theirs) == list(DASHES.values()) == [split(list(words))[2] for words in DASHES]
     assert all(split(list(words))[1] == "s.py" for words in DASHES)
 
@@ -292,26 +377,46 @@ def test_the_number_of_ranks_by_default(both: Both) -> None:
 
 @pytest.mark.parametrize("script", [pytest.param("tcp", marks=every), pytest.param("env", marks=every)])
 def test_process_groups(both: Both, script: str) -> None:
-    both.script("group.py", (
-        "import sys, os, torch, torch.distributed as dist\n"
-        "from torch.distributed import is_torchelastic_launched\n"
-        "more = {'rank': int(os.environ['RANK']), 'world_size': int(os.environ['WORLD_SIZE'])} if sys.argv[1] != 'env://' else {}\n"
-        "dist.init_process_group('gloo', init_method=sys.argv[1], **more)\n"
-        "t = torch.tensor(dist.get_rank() + 1); dist.all_reduce(t); dist.destroy_process_group()\n"
-        "open(f'sum-{t.item()}-{is_torchelastic_launched()}-{os.environ[\"RANK\"]}', 'w').close()\n"
-    ))  # fmt: skip
+    both.script(
+        "group.py",
+        (
+            "import sys, os, torch, torch.distributed as dist\n"
+            "from torch.distributed import is_torchelastic_launched\n"
+            "more = {'rank': int(os.environ['RANK']), 'world_size': int(os.environ['WORLD_SIZE'])} if sys.argv[1] != 'env://' else {}\n"
+            "dist.init_process_group('gloo', init_method=sys.argv[1], **more)\n"
+            "t = torch.tensor(dist.get_rank() + 1); dist.all_reduce(t); dist.destroy_process_group()\n"
+            "open(f'sum-{t.item()}-{is_torchelastic_launched()}-{os.environ[\"RANK\"]}', 'w').close()\n"
+        ),
+    )
     seen = []
     for name in both.commands:
         port = free_port()
         method = "env://" if script == "env" else f"tcp://localhost:{port}"
-        seen.append(both.run(name, "--nproc-per-node=4", "--master-addr=localhost", f"--master-port={port}", "group.py", method, env={"OMP_NUM_THREADS": "1"}))
+        seen.append(
+            both.run(
+                name,
+                "--nproc-per-node=4",
+                "--master-addr=localhost",
+                f"--master-port={port}",
+                "group.py",
+                method,
+                env={"OMP_NUM_THREADS": "1"},
+            )
+        )
     assert agree(*seen) == set() and seen[1]["ok"] and sum("sum-10-True" in name for name in seen[1]["files"]) == 4
 
 
 @every
 def test_two_launchers_meet(both: Both) -> None:
     for name in both.commands:
-        words = ["--nnodes=1:2", "--nproc-per-node=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=m", "probe.py"]
+        words = [
+            "--nnodes=1:2",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint=localhost:{free_port()}",
+            "--rdzv-id=m",
+            "probe.py",
+        ]
         children = [both.start(name, *words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for _ in range(2)]
         assert [child.wait(120) for child in children] == [0, 0]
         assert {path.name for path in both.folder(name).glob("seen-*")} == {f"seen-{rank}" for rank in range(4)}
@@ -341,17 +446,28 @@ def test_two_launchers_meet(both: Both) -> None:
 )  # fmt: skip
 def test_contradictions(both: Both, words: list[str], env: dict[str, str]) -> None:
     theirs, ours = both(*words, env=env)
-    assert theirs["code"] in (1, 2) and 64 <= ours["code"] <= 78 and not theirs["ranks"] and not ours["ranks"], ours["err"]
+    assert theirs["code"] in (1, 2) and 64 <= ours["code"] <= 78 and not theirs["ranks"] and not ours["ranks"], ours[
+        "err"
+    ]
     assert agree(theirs, ours) == {"code"} and ours["err"].count("\n") == 1
 
 
 def test_flags_without_effect(stoker: Stoker) -> None:
     script = stoker.script("ok.py", "")
-    flags = {"--monitor-interval": "1", "--start-method": "fork", "--local-addr": "x", "--event-log-handler": "console", "--logs-specs": "default",
-             "--duplicate-stdout-filters": "a", "--duplicate-stderr-filters": "b"}  # fmt: skip
+    flags = {
+        "--monitor-interval": "1",
+        "--start-method": "fork",
+        "--local-addr": "x",
+        "--event-log-handler": "console",
+        "--logs-specs": "default",
+        "--duplicate-stdout-filters": "a",
+        "--duplicate-stderr-filters": "b",
+    }
     done = stoker("run", "--run-path", *(word for pair in flags.items() for word in pair), script)
     assert done.code == 0 and all(f"{flag} has no effect here: " in done.err for flag in ("--run-path", *flags))
-    done = stoker("run", "--dry-run", "--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:29400", script)
+    done = stoker(
+        "run", "--dry-run", "--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "127.0.0.1:29400", script
+    )
     assert "--rdzv-backend etcd is taken as c10d" in done.out + done.err, done.err
     assert "--numa-binding exclusive is taken as node" in stoker("run", "--numa-binding", "exclusive", script).err
 
@@ -366,14 +482,19 @@ def test_prefixes(both: Both) -> None:
     lines = [f"[default rank{rank} local{rank} ${{other}}]: out {rank}" for rank in (0, 1)]
     assert sorted(theirs["out"].splitlines()) == lines == sorted(ours["out"].splitlines())
     assert "err 0" not in theirs["err"] and "err 0" not in ours["err"]
-    ours = both.run("stoker", "--nproc-per-node=2", "--log-line-prefix-template=[${role_name}${local_rank}]:", "probe.py")
+    ours = both.run(
+        "stoker", "--nproc-per-node=2", "--log-line-prefix-template=[${role_name}${local_rank}]:", "probe.py"
+    )
     assert sorted(ours["out"].splitlines()) == ["[default0]:out 0", "[default1]:out 1"]
 
 
 @every
 def test_plain_tee_and_no_tee(both: Both) -> None:
     theirs, ours = both("--nproc-per-node=2", "probe.py")
-    assert (sorted(theirs["out"].splitlines()), sorted(ours["out"].splitlines())) == (["out 0", "out 1"], ["CPU0:out 0", "CPU1:out 1"])
+    assert (sorted(theirs["out"].splitlines()), sorted(ours["out"].splitlines())) == (
+        ["out 0", "out 1"],
+        ["CPU0:out 0", "CPU1:out 1"],
+    )
     theirs, ours = both("--nproc-per-node=2", "--tee=3", "--local-ranks-filter=1", "probe.py")
     assert (theirs["out"], ours["out"]) == ("[default1]:out 1\n", "CPU1:out 1\n")
 
@@ -388,7 +509,13 @@ def test_plain_tee_and_no_tee(both: Both) -> None:
 )  # fmt: skip
 def test_who_gets_a_prefix(stoker: Stoker, flags: list[str], merged: bool, shown: str) -> None:
     """A single rank's stdout that has its own pipe is data, byte for byte."""
-    run = stoker.start("run", "--quiet", *flags, stoker.script("ab.py", "import sys; sys.stdout.write('a\\nb')"), stderr=subprocess.STDOUT if merged else subprocess.DEVNULL)
+    run = stoker.start(
+        "run",
+        "--quiet",
+        *flags,
+        stoker.script("ab.py", "import sys; sys.stdout.write('a\\nb')"),
+        stderr=subprocess.STDOUT if merged else subprocess.DEVNULL,
+    )
     out = run.communicate(timeout=60)[0].decode()
     assert "".join(line for line in out.splitlines(keepends=True) if "✓" not in line) == shown
 
@@ -415,9 +542,18 @@ def test_log_dir(both: Both, flags: list[str]) -> None:
 
 
 def test_the_log_files_are_there_from_the_start(stoker: Stoker) -> None:
-    run = stoker.start("run", "--nproc-per-node=2", "--log-dir=logs", "-r=1", "-t=2", stoker.script("quiet.py", "import time; time.sleep(60)"))
+    run = stoker.start(
+        "run",
+        "--nproc-per-node=2",
+        "--log-dir=logs",
+        "-r=1",
+        "-t=2",
+        stoker.script("quiet.py", "import time; time.sleep(60)"),
+    )
     try:
-        assert wait_for(lambda: True if len(list(stoker.cwd.glob("logs/*_????????/attempt_0/?/std???.log"))) == 4 else None, 20)
+        assert wait_for(
+            lambda: True if len(list(stoker.cwd.glob("logs/*_????????/attempt_0/?/std???.log"))) == 4 else None, 20
+        )
     finally:
         run.terminate()
         run.communicate(timeout=30)
@@ -445,25 +581,53 @@ def test_the_launchers_error_file(both: Both) -> None:
     told = []
     for name in both.commands:
         path = both.folder(name) / "launcher.json"
-        seen = both.run(name, "--nproc-per-node=2", "--log-dir=logs", "recorded.py", env={"TORCHELASTIC_ERROR_FILE": str(path)})
-        assert seen["code"] == 1 and "/logs/ID/attempt_0/1/error.json" in seen["files"] and not any("0/0/error.json" in one for one in seen["files"])
-        told.append([json.loads(path.read_text()), *(json.loads(one.read_text()) for one in both.folder(name).glob("logs/*/attempt_0/1/error.json"))])
+        seen = both.run(
+            name, "--nproc-per-node=2", "--log-dir=logs", "recorded.py", env={"TORCHELASTIC_ERROR_FILE": str(path)}
+        )
+        assert (
+            seen["code"] == 1
+            and "/logs/ID/attempt_0/1/error.json" in seen["files"]
+            and not any("0/0/error.json" in one for one in seen["files"])
+        )
+        told.append(
+            [
+                json.loads(path.read_text()),
+                *(json.loads(one.read_text()) for one in both.folder(name).glob("logs/*/attempt_0/1/error.json")),
+            ]
+        )
         for one in told[-1]:
             assert int(one["message"]["extraInfo"].pop("timestamp")) > 0
-            one["message"]["extraInfo"]["py_callstack"] = one["message"]["extraInfo"]["py_callstack"].replace(str(both.folder(name)), "HERE")
-    assert told[0] == told[1] and told[1][0]["message"]["errorCode"] == 1 and told[1][0]["message"]["message"] == "ValueError: boom"
+            one["message"]["extraInfo"]["py_callstack"] = one["message"]["extraInfo"]["py_callstack"].replace(
+                str(both.folder(name)), "HERE"
+            )
+    assert (
+        told[0] == told[1]
+        and told[1][0]["message"]["errorCode"] == 1
+        and told[1][0]["message"]["message"] == "ValueError: boom"
+    )
 
 
 @pytest.mark.parametrize(
     ("code", "message", "number"),
-    [("raise KeyError('x')", "KeyError: 'x'", 1), ("import os; os.kill(os.getpid(), 9)", "SIGKILL", -9), ("raise SystemExit(5)", "exit code 5", 5)],
+    [
+        ("raise KeyError('x')", "KeyError: 'x'", 1),
+        ("import os; os.kill(os.getpid(), 9)", "SIGKILL", -9),
+        ("raise SystemExit(5)", "exit code 5", 5),
+    ],
 )
 def test_error_files_without_record(stoker: Stoker, code: str, message: str, number: int) -> None:
-    done = stoker("run", "--log-dir=logs", stoker.script("bad.py", code), env={"TORCHELASTIC_ERROR_FILE": "launcher.json"})
+    done = stoker(
+        "run", "--log-dir=logs", stoker.script("bad.py", code), env={"TORCHELASTIC_ERROR_FILE": "launcher.json"}
+    )
     told = json.loads((stoker.cwd / "launcher.json").read_text())["message"]
-    assert message in told["message"] and told["errorCode"] == number and int(told["extraInfo"]["timestamp"]) > 0, (told, done.err)
+    assert message in told["message"] and told["errorCode"] == number and int(told["extraInfo"]["timestamp"]) > 0, (
+        told,
+        done.err,
+    )
     kept = list(stoker.cwd.glob("logs/*/attempt_0/0/error.json"))
-    assert len(kept) == (1 if "KeyError" in code else 0) and all(json.loads(one.read_text())["message"]["message"] == message for one in kept)
+    assert len(kept) == (1 if "KeyError" in code else 0) and all(
+        json.loads(one.read_text())["message"]["message"] == message for one in kept
+    )
 
 
 def test_a_refusal_and_a_good_end_in_the_error_file(stoker: Stoker) -> None:
@@ -475,10 +639,21 @@ def test_a_refusal_and_a_good_end_in_the_error_file(stoker: Stoker) -> None:
 
 def test_restarts(both: Both) -> None:
     """Both start again after a failure that may pass, and number the attempts alike; an ImportError does not pass."""
-    both.script("twice.py", "import os, sys\nn = os.environ['TORCHELASTIC_RESTART_COUNT']\nopen('began-' + n + os.environ['RANK'], 'w').close()\nprint('try', n, flush=True)\nif n == '0' and os.environ['RANK'] == '1': sys.exit(3)\n")
+    both.script(
+        "twice.py",
+        "import os, sys\nn = os.environ['TORCHELASTIC_RESTART_COUNT']\nopen('began-' + n + os.environ['RANK'], 'w').close()\nprint('try', n, flush=True)\nif n == '0' and os.environ['RANK'] == '1': sys.exit(3)\n",
+    )
     theirs, ours = both("--nproc-per-node=2", "--max-restarts=2", "--log-dir=logs", "-r=1", "twice.py")
-    assert agree(theirs, ours) == set() and ours["ok"] and "/logs/ID/attempt_1/1/stdout.log" in ours["files"] and "/began-11" in ours["files"]
-    both.script("lacking.py", "import os\nopen('lacking-' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w').close()\nimport no_such_module\n")
+    assert (
+        agree(theirs, ours) == set()
+        and ours["ok"]
+        and "/logs/ID/attempt_1/1/stdout.log" in ours["files"]
+        and "/began-11" in ours["files"]
+    )
+    both.script(
+        "lacking.py",
+        "import os\nopen('lacking-' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w').close()\nimport no_such_module\n",
+    )
     ours = both.run("stoker", "--max-restarts=2", "lacking.py")
     assert ours["code"] == 1 and [name for name in ours["files"] if "lacking-" in name] == ["/lacking-0"]
     if ALL:
@@ -499,7 +674,15 @@ def test_exit_codes(both: Both, how: str, theirs: int, ours: int) -> None:
 
 def signalled(both: Both, name: str, signum: signal.Signals, *words: str) -> tuple[int, list[str]]:
     """(exit code, what the ranks saved) of a launcher that gets a signal when both ranks are there."""
-    child = both.start(name, "--nproc-per-node=2", *words, "probe.py", "--wait-for-signals", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = both.start(
+        name,
+        "--nproc-per-node=2",
+        *words,
+        "probe.py",
+        "--wait-for-signals",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     assert wait_for(lambda: True if len(list(both.folder(name).glob("seen-?"))) == 2 else None, 60)
     child.send_signal(signum)
     code = child.wait(60)
@@ -523,7 +706,10 @@ def test_a_signal(both: Both, signum: signal.Signals, words: list[str]) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1])
 def test_a_signal_that_is_not_listed(both: Both, signum: signal.Signals) -> None:
-    assert signalled(both, "stoker", signum, "--signals-to-handle=SIGUSR1") == (128 + signum, [f"saved-{rank}-{int(signum)}" for rank in (0, 1)])
+    assert signalled(both, "stoker", signum, "--signals-to-handle=SIGUSR1") == (
+        128 + signum,
+        [f"saved-{rank}-{int(signum)}" for rank in (0, 1)],
+    )
     verdict = json.loads((both.folder("stoker") / "runs" / "latest" / "verdict.json").read_text())
     assert (verdict["status"], verdict["exit_code"]) == ("stopped", 128 + signum)
 
@@ -531,14 +717,20 @@ def test_a_signal_that_is_not_listed(both: Both, signum: signal.Signals) -> None
 def left_by_torchrun(both: Both, words: str = "probe.py") -> list[int]:
     """Ranks that live on; they are ended here."""
     pids = [json.loads(path.read_text())["pid"] for path in both.folder("torchrun").glob("seen-?")]
-    alive = [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and words.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    alive = [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}/cmdline").exists() and words.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     for pid in alive:
         os.kill(pid, signal.SIGKILL)
     return alive
 
 
 @every
-@pytest.mark.parametrize(("signum", "words", "left"), [(signal.SIGKILL, [], 2), (signal.SIGTERM, ["--signals-to-handle=SIGUSR1"], 2)])
+@pytest.mark.parametrize(
+    ("signum", "words", "left"), [(signal.SIGKILL, [], 2), (signal.SIGTERM, ["--signals-to-handle=SIGUSR1"], 2)]
+)
 def test_torchrun_leaves_its_ranks_running(both: Both, signum: signal.Signals, words: list[str], left: int) -> None:
     assert signalled(both, "torchrun", signum, *words) == (-signum, [])
     assert len(left_by_torchrun(both)) == left
@@ -546,8 +738,15 @@ def test_torchrun_leaves_its_ranks_running(both: Both, signum: signal.Signals, w
 
 @every
 def test_torchrun_under_nohup_is_ended_by_a_hangup(both: Both) -> None:
-    child = both.start("torchrun", "--nproc-per-node=2", "probe.py", "--wait-for-signals", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                       preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
+    child = both.start(
+        "torchrun",
+        "--nproc-per-node=2",
+        "probe.py",
+        "--wait-for-signals",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
     assert wait_for(lambda: True if len(list(both.folder("torchrun").glob("seen-?"))) == 2 else None, 60)
     child.send_signal(signal.SIGHUP)
     assert child.wait(60) == 1
@@ -556,13 +755,21 @@ def test_torchrun_under_nohup_is_ended_by_a_hangup(both: Both) -> None:
 @every
 def test_torchrun_waits_and_leaves_helpers(both: Both) -> None:
     """30 s for the others after a failure; helpers stay; a reader that does not read holds the ranks up."""
-    both.script("mixed.py", "import os, signal, sys, time\nif os.environ['RANK'] == '1': time.sleep(1); sys.exit(5)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)\n")
+    both.script(
+        "mixed.py",
+        "import os, signal, sys, time\nif os.environ['RANK'] == '1': time.sleep(1); sys.exit(5)\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(300)\n",
+    )
     began = time.monotonic()
     assert both.run("torchrun", "--nproc-per-node=2", "mixed.py")["code"] == 1 and time.monotonic() - began > 30
-    both.script("leave.py", "import subprocess\nhelper = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)\nopen('helper', 'w').write(str(helper.pid))\n")
+    both.script(
+        "leave.py",
+        "import subprocess\nhelper = subprocess.Popen(['sleep', '100'], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)\nopen('helper', 'w').write(str(helper.pid))\n",
+    )
     assert both.run("torchrun", "leave.py")["ok"]
     os.kill(int((both.folder("torchrun") / "helper").read_text()), signal.SIGKILL)  # raises where it is gone
-    both.script("flood.py", "import os\nfor _ in range(300): os.write(1, b'x' * 1000 + b'\\n')\nopen('flooded', 'w').close()\n")
+    both.script(
+        "flood.py", "import os\nfor _ in range(300): os.write(1, b'x' * 1000 + b'\\n')\nopen('flooded', 'w').close()\n"
+    )
     child = both.start("torchrun", "flood.py")
     with pytest.raises(subprocess.TimeoutExpired):
         child.wait(20)
@@ -573,7 +780,14 @@ def test_torchrun_waits_and_leaves_helpers(both: Both) -> None:
 @every
 def test_torchrun_after_a_second_signal(both: Both) -> None:
     both.script("stubborn.py", PROBE.replace("sys.exit(0)", "pass").replace("time.sleep(0.3)", "time.sleep(0.1)"))
-    child = both.start("torchrun", "--nproc-per-node=2", "stubborn.py", "--wait-for-signals", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = both.start(
+        "torchrun",
+        "--nproc-per-node=2",
+        "stubborn.py",
+        "--wait-for-signals",
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     assert wait_for(lambda: True if len(list(both.folder("torchrun").glob("seen-?"))) == 2 else None, 60)
     child.send_signal(signal.SIGTERM)
     assert wait_for(lambda: True if len(list(both.folder("torchrun").glob("saved-*"))) == 2 else None, 20)
@@ -598,11 +812,23 @@ def test_an_unwritable_folder(stoker: Stoker) -> None:
 
     def ask(*words: str, home: Path = home) -> subprocess.CompletedProcess[str]:
         env = {**stoker.env, "HOME": str(home), "TMPDIR": str(temporary)}
-        return subprocess.run([*bound, sys.executable, "-m", "stoker", *words], cwd=closed, env=env, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [*bound, sys.executable, "-m", "stoker", *words],
+            cwd=closed,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     done = ask("run", str(stoker.cwd / "ok.py"))
     private = home / ".local" / "state" / "stoker" / "runs" / str(closed).strip("/").replace("/", "-")
-    assert done.returncode == 0 and done.stdout == "ran\n" and f"{closed} can't be written: the record goes to {private}" in done.stderr, done.stderr
+    assert (
+        done.returncode == 0
+        and done.stdout == "ran\n"
+        and f"{closed} can't be written: the record goes to {private}" in done.stderr
+    ), done.stderr
     assert (home / ".local" / "state" / "stoker").stat().st_mode & 0o777 == 0o700
     assert "completed" in ask("why").stdout and len(ask("runs").stdout.splitlines()) == 2
     started = ask("run", "--detach", "--name", "long", str(stoker.cwd / "sleeps.py"))
@@ -610,10 +836,16 @@ def test_an_unwritable_folder(stoker: Stoker) -> None:
     nowhere = Path("/proc/no-home")
     done = ask("run", str(stoker.cwd / "ok.py"), home=nowhere)
     base = temporary / f"stoker-runs-{os.geteuid()}"
-    assert done.returncode == 0 and f"the record goes to {base}/runs/" in done.stderr and base.stat().st_mode & 0o777 == 0o700, done.stderr
+    assert (
+        done.returncode == 0
+        and f"the record goes to {base}/runs/" in done.stderr
+        and base.stat().st_mode & 0o777 == 0o700
+    ), done.stderr
     assert "completed" in ask("why", home=nowhere).stdout
     base.chmod(0o777)
     for command in (("run", str(stoker.cwd / "ok.py")), ("runs",)):  # somebody else may have put it there
         refused = ask(*command, home=nowhere)
         assert refused.returncode == 73 and f"{base} belongs to somebody else" in refused.stderr
-    assert ask("run", "--runs-dir", "runs", str(stoker.cwd / "ok.py")).returncode == 73, "a folder that was named is used or refused"
+    assert ask("run", "--runs-dir", "runs", str(stoker.cwd / "ok.py")).returncode == 73, (
+        "a folder that was named is used or refused"
+    )

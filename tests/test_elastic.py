@@ -86,7 +86,9 @@ def steps_in(stoker: Stoker, attempt: int) -> int:
 def begin(stoker: Stoker, cluster: NetCluster, *flags: str, job: str = JOB) -> subprocess.Popen[bytes]:
     script = stoker.script("job.py", job)
     with open(stoker.cwd / "console", "wb") as out:
-        run = stoker.start("run", "--no-preflight", "--hosts", str(cluster.file(workdir=str(stoker.cwd))), *flags, script, stdout=out)
+        run = stoker.start(
+            "run", "--no-preflight", "--hosts", str(cluster.file(workdir=str(stoker.cwd))), *flags, script, stdout=out
+        )
     assert wait_for(lambda: True if steps_in(stoker, 0) > 12 else None, 60), (stoker.cwd / "console").read_text()
     return run
 
@@ -112,7 +114,9 @@ def stop_agent(cluster: NetCluster) -> None:
 
 
 @pytest.mark.parametrize("fault", [cut, kill_agent, stop_agent])
-def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(stoker: Stoker, netcluster: NetCluster, fault: Any) -> None:
+def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(
+    stoker: Stoker, netcluster: NetCluster, fault: Any
+) -> None:
     run = begin(stoker, netcluster, "--min-hosts", "2")
     lost, others = netcluster.hosts[1].name, [netcluster.hosts[0].name, netcluster.hosts[2].name]
     there_before = set(netcluster.pids(1))
@@ -121,7 +125,9 @@ def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(st
     began = time.monotonic()
     assert wait_for(lambda: events(stoker, "host-lost") or None, 12), console(stoker)
     print(f"lost after {time.monotonic() - began:.1f} s")
-    assert wait_for(lambda: True if not there_before & set(netcluster.pids(1)) else None, 15 - (time.monotonic() - began)), "left running on the cut-off side"
+    assert wait_for(
+        lambda: True if not there_before & set(netcluster.pids(1)) else None, 15 - (time.monotonic() - began)
+    ), "left running on the cut-off side"
     print(f"nothing left after {time.monotonic() - began:.1f} s")
     assert wait_for(lambda: True if steps_in(stoker, 1) else None, 40), console(stoker)
     print(f"first step of the next attempt after {time.monotonic() - began:.1f} s")
@@ -129,13 +135,17 @@ def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(st
     assert [one["hosts"] for one in events(stoker, "attempt")][1] in (others, [host.name for host in netcluster.hosts])
     netcluster.mend(1)
     assert wait_for(lambda: events(stoker, "host-joined") or None, 40), console(stoker)
-    assert wait_for(lambda: True if steps_in(stoker, len(events(stoker, "attempt")) - 1) > 2 else None, 40), console(stoker)
+    assert wait_for(lambda: True if steps_in(stoker, len(events(stoker, "attempt")) - 1) > 2 else None, 40), console(
+        stoker
+    )
     (stoker.cwd / "enough").touch()
     assert run.wait(60) == 0, console(stoker)
     assert events(stoker, "attempt")[-1]["world_size"] == 4 and events(stoker, "host-joined")[0]["on"] == lost
     newest = max((stoker.latest / "checkpoints").glob("step-*.json"), key=lambda path: int(path.stem[5:]))
     history = json.loads(newest.read_text())["history"]
-    assert [one[:2] for one in history] == [one[:2] for one in reference(len(history))], "each step once, each with its own samples"
+    assert [one[:2] for one in history] == [one[:2] for one in reference(len(history))], (
+        "each step once, each with its own samples"
+    )
     assert [one[2] for one in history] == pytest.approx([one[2] for one in reference(len(history))], rel=1e-9)
 
 
@@ -149,11 +159,15 @@ def test_below_min_hosts_the_lost_host_is_the_verdict(stoker: Stoker, netcluster
     verdict = stoker.result().verdict
     assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
     assert "2 of 3 hosts left, and --min-hosts is 3" in verdict["summary"]
-    assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, "nobody saw when it happened"
+    assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, (
+        "nobody saw when it happened"
+    )
     assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15)
 
 
-def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_hosts_stop_by_themselves(stoker: Stoker, netcluster: NetCluster) -> None:
+def test_a_coordinator_whose_own_network_is_cut_ends_with_that_word_and_the_hosts_stop_by_themselves(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
     run = begin(stoker, netcluster, "--min-hosts", "1", job=COUNTING)
     for n in range(3):
         netcluster.cut(n)
@@ -170,7 +184,9 @@ def test_a_host_whose_agent_and_guardian_are_frozen_is_taken_over(stoker: Stoker
         if Path(f"/proc/{pid}/comm").read_text().startswith("stoker-"):
             os.kill(pid, signal.SIGSTOP)
     began = time.monotonic()
-    assert wait_for(lambda: True if not before & set(netcluster.pids(1)) else None, 15), "left running on the cut-off side"
+    assert wait_for(lambda: True if not before & set(netcluster.pids(1)) else None, 15), (
+        "left running on the cut-off side"
+    )
     print(f"nothing left after {time.monotonic() - began:.1f} s")
     assert wait_for(lambda: events(stoker, "host-back") or None, 20), console(stoker)
     run.terminate()
@@ -191,7 +207,9 @@ for n in range(2000):
 """
 
 
-def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(stoker: Stoker, netcluster: NetCluster) -> None:
+def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
     late = netcluster.hosts[2]
     tokens = stoker.cwd / "tokens" / "tokens"
     tokens.parent.mkdir()
@@ -200,11 +218,24 @@ def test_a_host_that_comes_late_gets_what_sync_and_stage_brought_the_others(stok
     script = stoker.script("job.py", NEEDY)
     netcluster.stop_sshd(2)
     with open(stoker.cwd / "console", "wb") as out:
-        run = stoker.start("run", "--hosts", str(netcluster.file()), "--min-hosts", "2", "--sync", "--stage", "tokens=data", script, stdout=out)
+        run = stoker.start(
+            "run",
+            "--hosts",
+            str(netcluster.file()),
+            "--min-hosts",
+            "2",
+            "--sync",
+            "--stage",
+            "tokens=data",
+            script,
+            stdout=out,
+        )
     assert wait_for(lambda: True if steps_in(stoker, 0) > 2 else None, 60), console(stoker)
     netcluster.start_sshd(2)
     assert wait_for(lambda: True if steps_in(stoker, 1) > 2 else None, 60), console(stoker)
-    assert [one["world_size"] for one in events(stoker, "attempt")] == [3, 4] and (late.workdir / "data" / "tokens").read_text() == "1 2 3"
+    assert [one["world_size"] for one in events(stoker, "attempt")] == [3, 4] and (
+        late.workdir / "data" / "tokens"
+    ).read_text() == "1 2 3"
     assert f"tokens to {late.name} (1 files, 0.0 MB)" in console(stoker)
     run.terminate()
     assert run.wait(30) == 143, console(stoker)

@@ -34,7 +34,9 @@ time.sleep(float(os.environ.get("SECONDS_TO_RUN", 100)))
 
 
 def is_ready(stoker: Stoker) -> bool | None:
-    return True if any(b"ready" in log.read_bytes() for log in stoker.cwd.glob("runs/2*/attempt-*/rank-*.log")) else None
+    return (
+        True if any(b"ready" in log.read_bytes() for log in stoker.cwd.glob("runs/2*/attempt-*/rank-*.log")) else None
+    )
 
 
 def own_script(stoker: Stoker, *args: str) -> list[str]:
@@ -44,13 +46,38 @@ def own_script(stoker: Stoker, *args: str) -> list[str]:
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "book.txt"
-    path.write_text("".join(f"line {n}: the quick brown fox jumps over the lazy dog {n * 7919 % 1000} times\n" for n in range(4000)))
+    path.write_text(
+        "".join(f"line {n}: the quick brown fox jumps over the lazy dog {n * 7919 % 1000} times\n" for n in range(4000))
+    )
     return path
 
 
 def training(text: Path, steps: int = 100_000) -> list[str]:
-    sizes = ["--model.layers", "2", "--model.dim", "32", "--model.heads", "2", "--data.context_length", "64", "--batch.tokens", "512"]
-    return ["train", "pretrain", "--data", str(text), "--max-steps", str(steps), "--tokenizer.vocab_size", "512", "--checkpoint.every", "0", *sizes]
+    sizes = [
+        "--model.layers",
+        "2",
+        "--model.dim",
+        "32",
+        "--model.heads",
+        "2",
+        "--data.context_length",
+        "64",
+        "--batch.tokens",
+        "512",
+    ]
+    return [
+        "train",
+        "pretrain",
+        "--data",
+        str(text),
+        "--max-steps",
+        str(steps),
+        "--tokenizer.vocab_size",
+        "512",
+        "--checkpoint.every",
+        "0",
+        *sizes,
+    ]
 
 
 def why(stoker: Stoker) -> dict[str, Any]:
@@ -63,7 +90,9 @@ def stopped_with(stoker: Stoker, command: list[str], *signals: signal.Signals) -
     assert wait_for(ready, 90), run.stdout and run.stdout.read1()  # type: ignore[attr-defined]
     for number, signum in enumerate(signals):
         if number:
-            assert wait_for(lambda: True if any(event["event"] == "stop" for event in stoker.result().events) else None, 10)
+            assert wait_for(
+                lambda: True if any(event["event"] == "stop" for event in stoker.result().events) else None, 10
+            )
         run.send_signal(signum)
     out, _ = run.communicate(timeout=120)
     return run.returncode, out.decode()
@@ -81,20 +110,31 @@ def test_an_own_script_that_saves(stoker: Stoker, signum: signal.Signals, code: 
     assert f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt" in said
     assert "to continue: stoker run --name own --nproc-per-node 1 own.py saves earlier" in said
     assert why(stoker)["summary"] == f"stopped by {signum.name} gracefully; saved: checkpoints/step-20.pt"
-    again = stoker("run", "--name", "own", "--nproc-per-node", "1", "own.py", "saves", "earlier", env={"SECONDS_TO_RUN": "0"})
-    assert again.code == 0 and "its newest checkpoint" in again.err and len(list(stoker.cwd.glob("runs/2*"))) == 1  # the printed command continues that run
+    again = stoker(
+        "run", "--name", "own", "--nproc-per-node", "1", "own.py", "saves", "earlier", env={"SECONDS_TO_RUN": "0"}
+    )
+    assert (
+        again.code == 0 and "its newest checkpoint" in again.err and len(list(stoker.cwd.glob("runs/2*"))) == 1
+    )  # the printed command continues that run
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_an_own_script_without_a_handler_is_not_called_graceful(stoker: Stoker, signum: signal.Signals) -> None:
     _, said = stopped_with(stoker, own_script(stoker, "earlier"), signum)
     assert "gracefully" not in said and "have no handler for it and ended without saving" in said
-    assert "nothing was saved at the stop, the newest checkpoint is checkpoints/step-10.pt" in said and "to continue: " in said
+    assert (
+        "nothing was saved at the stop, the newest checkpoint is checkpoints/step-10.pt" in said
+        and "to continue: " in said
+    )
 
 
 def test_nothing_saved_is_said_so_and_nothing_is_resumed(stoker: Stoker) -> None:
     _, said = stopped_with(stoker, own_script(stoker), signal.SIGTERM)
-    assert "no checkpoint was seen" in said and "to start it again: stoker run --name own" in said and "gracefully" not in said
+    assert (
+        "no checkpoint was seen" in said
+        and "to start it again: stoker run --name own" in said
+        and "gracefully" not in said
+    )
     again = stoker("run", "--name", "own", "--nproc-per-node", "1", "own.py", env={"SECONDS_TO_RUN": "0"})
     assert "esuming" not in again.err and "again from the beginning" in again.err
 
@@ -143,9 +183,19 @@ def on_terminal(stoker: Stoker, *command: str) -> tuple[subprocess.Popen[bytes],
     """In a session with a terminal of its own: closing our end is closing the window."""
     ours, theirs = pty.openpty()
     run = subprocess.Popen(
-        [sys.executable, "-c", "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', *sys.argv[1:]])",
-         *command], cwd=stoker.cwd, env=stoker.env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, [sys.executable, '-m', 'stoker', *sys.argv[1:]])",
+            *command,
+        ],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
     os.close(theirs)
     return run, ours
 
@@ -154,7 +204,9 @@ def test_a_closed_terminal_saves(stoker: Stoker) -> None:
     run, terminal = on_terminal(stoker, *own_script(stoker, "saves"))
     assert wait_for(lambda: is_ready(stoker), 30)
     os.close(terminal)
-    assert run.wait(30) == 129 and why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
+    assert (
+        run.wait(30) == 129 and why(stoker)["summary"] == "stopped by SIGHUP gracefully; saved: checkpoints/step-20.pt"
+    )
 
 
 def test_on_hangup_detach_continues(stoker: Stoker) -> None:
@@ -207,7 +259,11 @@ def test_training_saves_and_continues(stoker: Stoker, text: Path, signum: signal
         assert wait_for(lambda: True if log.exists() and b"Step [" in log.read_bytes() else None, 90)
         run.send_signal(signal.SIGTERM)
         out, _ = run.communicate(timeout=120)
-        assert stoker.latest == first and f"resuming run {first.name} from" in out.decode() and f"{step}" in log.read_text()
+        assert (
+            stoker.latest == first
+            and f"resuming run {first.name} from" in out.decode()
+            and f"{step}" in log.read_text()
+        )
 
 
 def test_training_that_is_killed_says_what_is_lost(stoker: Stoker, text: Path) -> None:
@@ -215,7 +271,12 @@ def test_training_that_is_killed_says_what_is_lost(stoker: Stoker, text: Path) -
     assert wait_for(lambda: _trains(stoker), 90)
     assert stoker("stop", "--now").code == 0
     out, _ = run.communicate(timeout=60)
-    assert run.returncode == 143 and b"killed at once" in out and b"no checkpoint was seen" in out and b"gracefully" not in out
+    assert (
+        run.returncode == 143
+        and b"killed at once" in out
+        and b"no checkpoint was seen" in out
+        and b"gracefully" not in out
+    )
 
 
 # ---- disks ----
@@ -225,7 +286,9 @@ def test_training_that_is_killed_says_what_is_lost(stoker: Stoker, text: Path) -
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False)
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(place)], capture_output=True, check=False
+    )
     if made.returncode:
         pytest.skip(f"mounting a small disk takes root: {made.stderr.decode().strip()}")
     yield place
@@ -262,28 +325,84 @@ if "writes" in sys.argv: open(os.environ["DISK"] + "/more", "w").write("y" * 100
 """
 
 
-@pytest.mark.parametrize(("how", "code", "status", "cause"), [("ends", 0, "completed", "completed"), ("fails", 1, "failed", "rank.exception"), ("writes", 1, "failed", "data.no-space")])
-def test_a_disk_that_fills_during_the_run(stoker: Stoker, small_disk: Path, how: str, code: int, status: str, cause: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "code", "status", "cause"),
+    [
+        ("ends", 0, "completed", "completed"),
+        ("fails", 1, "failed", "rank.exception"),
+        ("writes", 1, "failed", "data.no-space"),
+    ],
+)
+def test_a_disk_that_fills_during_the_run(
+    stoker: Stoker, small_disk: Path, how: str, code: int, status: str, cause: str
+) -> None:
     runs = ["--runs-dir", str(small_disk / "runs")]
-    done = stoker("run", "--no-preflight", *runs, "--name", "x", "--nproc-per-node", "1", stoker.script("own.py", FILLS), "full", how, env={"DISK": str(small_disk)})
+    done = stoker(
+        "run",
+        "--no-preflight",
+        *runs,
+        "--name",
+        "x",
+        "--nproc-per-node",
+        "1",
+        stoker.script("own.py", FILLS),
+        "full",
+        how,
+        env={"DISK": str(small_disk)},
+    )
     assert done.code == code
     verdict = json.loads(stoker("why", "x", *runs, "--json").out)
     assert (verdict["status"], verdict["cause"], verdict["exit_code"]) == (status, cause, code)
     if how == "ends":
-        again = stoker("run", "--no-preflight", *runs, "--name", "x", "--nproc-per-node", "1", "own.py", "full", how, env={"DISK": str(small_disk)})
+        again = stoker(
+            "run",
+            "--no-preflight",
+            *runs,
+            "--name",
+            "x",
+            "--nproc-per-node",
+            "1",
+            "own.py",
+            "full",
+            how,
+            env={"DISK": str(small_disk)},
+        )
         assert again.code == 0 and "nothing to do" in again.err  # never runs again because of it
 
 
 def test_a_disk_that_is_full_before_the_start(stoker: Stoker, small_disk: Path) -> None:
     fill(small_disk)
-    done = stoker("run", "--no-preflight", "--runs-dir", str(small_disk / "runs"), "--nproc-per-node", "1", stoker.script("own.py", FILLS))
+    done = stoker(
+        "run",
+        "--no-preflight",
+        "--runs-dir",
+        str(small_disk / "runs"),
+        "--nproc-per-node",
+        "1",
+        stoker.script("own.py", FILLS),
+    )
     assert done.code == 73 and "disk or quota is full" in done.err and "Traceback" not in done.err
 
 
 def test_a_full_disk_and_a_stop(stoker: Stoker, small_disk: Path) -> None:
     runs = ["--runs-dir", str(small_disk / "runs")]
-    run = stoker.start("run", "--no-preflight", *runs, "--nproc-per-node", "1", stoker.script("own.py", SAVES.replace("save(20); ", "")), "saves")
-    assert wait_for(lambda: True if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log")) else None, 30)
+    run = stoker.start(
+        "run",
+        "--no-preflight",
+        *runs,
+        "--nproc-per-node",
+        "1",
+        stoker.script("own.py", SAVES.replace("save(20); ", "")),
+        "saves",
+    )
+    assert wait_for(
+        lambda: (
+            True
+            if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log"))
+            else None
+        ),
+        30,
+    )
     fill(small_disk)
     run.send_signal(signal.SIGTERM)
     out, _ = run.communicate(timeout=30)
@@ -296,13 +415,32 @@ def test_a_checkpoint_that_does_not_fit(stoker: Stoker, small_disk: Path, text: 
     folder = small_disk / "filler"
     os.truncate(folder, folder.stat().st_size - 300_000)
     done = stoker(*training(text, steps=3), "--checkpoint.folder", str(small_disk / "c"), env={"OMP_NUM_THREADS": "1"})
-    assert done.code == 73 and done.verdict["cause"] == "data.no-space" and "no space left: rank-00000.safetensors needs 0.6 MB" in done.err + done.out
+    assert (
+        done.code == 73
+        and done.verdict["cause"] == "data.no-space"
+        and "no space left: rank-00000.safetensors needs 0.6 MB" in done.err + done.out
+    )
 
 
 def test_a_read_only_disk(stoker: Stoker, small_disk: Path) -> None:
     runs = ["--runs-dir", str(small_disk / "runs")]
-    run = stoker.start("run", "--no-preflight", *runs, "--nproc-per-node", "1", stoker.script("own.py", SAVES), env={"SECONDS_TO_RUN": "3"})
-    assert wait_for(lambda: True if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log")) else None, 30)
+    run = stoker.start(
+        "run",
+        "--no-preflight",
+        *runs,
+        "--nproc-per-node",
+        "1",
+        stoker.script("own.py", SAVES),
+        env={"SECONDS_TO_RUN": "3"},
+    )
+    assert wait_for(
+        lambda: (
+            True
+            if any(b"ready" in log.read_bytes() for log in small_disk.glob("runs/2*/attempt-0/rank-0.log"))
+            else None
+        ),
+        30,
+    )
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=False, capture_output=True)
     out, _ = run.communicate(timeout=60)
     assert run.returncode == 0 and b"Traceback" not in out
@@ -314,4 +452,8 @@ def test_a_runs_folder_that_is_deleted(stoker: Stoker) -> None:
     shutil.rmtree(stoker.cwd / "runs")
     out, _ = run.communicate(timeout=60)
     said = out.decode()
-    assert run.returncode == 0 and "verdict.json could not be written: No such file or directory" in said and "Traceback" not in said
+    assert (
+        run.returncode == 0
+        and "verdict.json could not be written: No such file or directory" in said
+        and "Traceback" not in said
+    )

@@ -33,7 +33,18 @@ from stoker.training.tokenizer.chat import STOP, chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 
 SHAPE = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, ff=64, vocab_size=320, init_std=0.1)
-COMMON = ("--preset", "debug", "--context_length", "160", "--parallel.device", "cpu", "--generate.new_tokens", "12", "--generate.rows", "8")
+COMMON = (
+    "--preset",
+    "debug",
+    "--context_length",
+    "160",
+    "--parallel.device",
+    "cpu",
+    "--generate.new_tokens",
+    "12",
+    "--generate.rows",
+    "8",
+)
 
 
 def rows(path: Path, *told: Any) -> str:
@@ -128,7 +139,9 @@ def test_an_answer_in_another_form_is_right_by_content(completion: str, answer: 
         ("The order is 3, 9, 5.", "3, 5, 9", NONE), ("1, 3, 5, 9", "3, 5, 9", NONE), ("3, 5", "3, 5, 9", NONE), ("3, 5, 9, 11", "3, 5, 9", NONE),
     ],
 )  # fmt: skip
-def test_babble_hedges_and_other_answers_are_wrong_by_content(completion: str, answer: str, others: Alternatives) -> None:
+def test_babble_hedges_and_other_answers_are_wrong_by_content(
+    completion: str, answer: str, others: Alternatives
+) -> None:
     assert not right(completion, answer, others)
 
 
@@ -153,7 +166,9 @@ def test_naming_every_answer_is_never_right() -> None:
         ("The cow says moo. The dog", "moo", True, True), ("The order is 3, 5, 9", "3, 5, 9", True, False), ("moo", "moo", True, True),
     ],
 )  # fmt: skip
-def test_a_cut_answer_has_no_last_number_and_a_cut_sentence_states_nothing(text: str, answer: str, right_if_whole: bool, right_if_cut: bool) -> None:
+def test_a_cut_answer_has_no_last_number_and_a_cut_sentence_states_nothing(
+    text: str, answer: str, right_if_whole: bool, right_if_cut: bool
+) -> None:
     assert (right(text, answer), right(text, answer, cut=True)) == (right_if_whole, right_if_cut)
 
 
@@ -169,8 +184,13 @@ def test_the_form_is_judged_whether_the_answer_is_right_or_wrong(text: str, answ
 
 
 def test_other_answers_of_the_kind_are_the_alternatives_where_a_file_names_none(tmp_path: Path) -> None:
-    told = [question("What does the cow say?", "moo", "sound"), question("What does the dog say?", "woof", "sound"), question("Does the dog eat moo?", "meat", "food"),
-            question("How many?", "7", "sound"), {**question("Who has 7 pears?", "Anna", "sound"), "alternatives": ["Ben"]}]  # fmt: skip
+    told = [
+        question("What does the cow say?", "moo", "sound"),
+        question("What does the dog say?", "woof", "sound"),
+        question("Does the dog eat moo?", "meat", "food"),
+        question("How many?", "7", "sound"),
+        {**question("Who has 7 pears?", "Anna", "sound"), "alternatives": ["Ben"]},
+    ]
     (task,) = read_tasks([rows(tmp_path / "q.jsonl", *told)], 0)
     marker = Marker(task)
 
@@ -189,19 +209,36 @@ def test_other_answers_of_the_kind_are_the_alternatives_where_a_file_names_none(
 def test_published_files_are_read_as_they_are(tmp_path: Path) -> None:
     gsm = rows(tmp_path / "gsm8k" / "test.jsonl", {"question": "How many?", "answer": "2+2=<<2+2=4>>4\n#### 4"})
     listed = [{"text": "red", "label": "A"}, {"text": "blue", "label": "B"}, {"text": "old", "label": "C"}]
-    ai2 = rows(tmp_path / "ARC-Easy-Test.jsonl", {"id": "x", "question": {"stem": "Which colour?", "choices": listed}, "answerKey": "B"})
-    hub = {"id": "x", "question": "Which?", "choices": {"text": ["red", "blue", "old", "new"], "label": ["1", "2", "3", "4"]}, "answerKey": "3"}
+    ai2 = rows(
+        tmp_path / "ARC-Easy-Test.jsonl",
+        {"id": "x", "question": {"stem": "Which colour?", "choices": listed}, "answerKey": "B"},
+    )
+    hub = {
+        "id": "x",
+        "question": "Which?",
+        "choices": {"text": ["red", "blue", "old", "new"], "label": ["1", "2", "3", "4"]},
+        "answerKey": "3",
+    }
     arc = rows(tmp_path / "arc" / "test.jsonl", hub)
     (tmp_path / "mmlu").mkdir()
     for name in ("law_test.csv", "art_test.csv"):
         with open(tmp_path / "mmlu" / name, "w", newline="") as file:
             csv.writer(file).writerows([["Of what, then,\nis it made?", "wood", "stone, mostly", "iron", "air", "B"]])
-    ours = rows(tmp_path / "questions.jsonl", question("1 + 1?", "2"), {"prompt": [{"role": "user", "content": "Hi"}], "answer": "Hello", "kind": "talk"})
+    ours = rows(
+        tmp_path / "questions.jsonl",
+        question("1 + 1?", "2"),
+        {"prompt": [{"role": "user", "content": "Hi"}], "answer": "Hello", "kind": "talk"},
+    )
     tasks = {task.name: task for task in read_tasks([gsm, ai2, arc, str(tmp_path / "mmlu"), ours], 0)}
-    assert list(tasks) == ["gsm8k-test", "ARC-Easy-Test", "arc-test", "mmlu", "questions"] and not any(task.skipped for task in tasks.values())
+    assert list(tasks) == ["gsm8k-test", "ARC-Easy-Test", "arc-test", "mmlu", "questions"] and not any(
+        task.skipped for task in tasks.values()
+    )
     (one,) = tasks["gsm8k-test"].questions
     assert (one.text, one.labels) == ("How many?", ()) and right("4", one.answer)
-    assert (tasks["ARC-Easy-Test"].questions[0].choices, tasks["ARC-Easy-Test"].questions[0].answer) == (("red", "blue", "old"), "B")
+    assert (tasks["ARC-Easy-Test"].questions[0].choices, tasks["ARC-Easy-Test"].questions[0].answer) == (
+        ("red", "blue", "old"),
+        "B",
+    )
     assert (tasks["arc-test"].questions[0].labels, tasks["arc-test"].questions[0].answer) == (("1", "2", "3", "4"), "3")
     assert [(one.kind, one.choices[1], one.answer, one.lettered) for one in tasks["mmlu"].questions] == [
         (kind, "stone, mostly", "B", True) for kind in ("art", "law")
@@ -212,7 +249,9 @@ def test_published_files_are_read_as_they_are(tmp_path: Path) -> None:
 def test_parquet_of_arc_and_mmlu_is_read_as_the_hub_has_it(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
-    arc = [{"id": "1", "question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"}]
+    arc = [
+        {"id": "1", "question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"}
+    ]
     mmlu = [{"question": "Which?", "subject": "law", "choices": ["w", "x", "y", "z"], "answer": 2}]
     for name, told in (("arc", arc), ("mmlu", mmlu)):
         parquet.write_table(pyarrow.Table.from_pylist(told), tmp_path / f"{name}.parquet")
@@ -223,11 +262,19 @@ def test_parquet_of_arc_and_mmlu_is_read_as_the_hub_has_it(tmp_path: Path) -> No
 def test_unusable_rows_are_named_and_skipped_only_below_one_percent(tmp_path: Path) -> None:
     good = [question(f"{n} + 1?", str(n + 1)) for n in range(200)]
     (task,) = read_tasks([rows(tmp_path / "a.jsonl", *good[:99], {"prompt": "", "answer": "3"}, *good[99:])], 0)
-    assert len(task.questions) == 200 and "1 of 201 rows" in task.skipped and "line 100: prompt is empty" in task.skipped
-    many = rows(tmp_path / "b.jsonl", "{not json", *good[:97], {"prompt": [{"role": "boss", "content": "x"}], "answer": "1"})
+    assert (
+        len(task.questions) == 200 and "1 of 201 rows" in task.skipped and "line 100: prompt is empty" in task.skipped
+    )
+    many = rows(
+        tmp_path / "b.jsonl", "{not json", *good[:97], {"prompt": [{"role": "boss", "content": "x"}], "answer": "1"}
+    )
     with pytest.raises(Refusal) as refused:
         read_tasks([many], 0)
-    assert refused.value.code == EX_DATAERR and "2 of 99 rows" in refused.value.line and "line 1: not JSON" in refused.value.line
+    assert (
+        refused.value.code == EX_DATAERR
+        and "2 of 99 rows" in refused.value.line
+        and "line 1: not JSON" in refused.value.line
+    )
     assert "line 99" in refused.value.line and "'boss'" in refused.value.line
 
 
@@ -239,7 +286,9 @@ def test_unusable_rows_are_named_and_skipped_only_below_one_percent(tmp_path: Pa
         ("a.parquet", "not parquet", EX_DATAERR, "not a parquet file"), ("a.jsonl", None, EX_NOINPUT, "can't be read"),
     ],
 )  # fmt: skip
-def test_files_of_no_known_form_are_refused_in_one_line(tmp_path: Path, name: str, text: str | None, code: int, word: str) -> None:
+def test_files_of_no_known_form_are_refused_in_one_line(
+    tmp_path: Path, name: str, text: str | None, code: int, word: str
+) -> None:
     if text is not None:
         (tmp_path / name).write_text(text)
     with pytest.raises(Refusal) as refused:
@@ -249,10 +298,16 @@ def test_files_of_no_known_form_are_refused_in_one_line(tmp_path: Path, name: st
 
 def test_legal_json_of_any_making_is_read(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
-    texts = ['{"prompt": "a\u2028b", "answer": 12}', '{"prompt": "half \\ud83d a pair", "answer": "x"}', '{"prompt": "whole \\ud83d\\ude00", "answer": "1.5"}']
+    texts = [
+        '{"prompt": "a\u2028b", "answer": 12}',
+        '{"prompt": "half \\ud83d a pair", "answer": "x"}',
+        '{"prompt": "whole \\ud83d\\ude00", "answer": "1.5"}',
+    ]
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(texts).encode() + b"\n\n")
     (task,) = read_tasks([str(path)], 0)
-    assert [one.text for one in task.questions] == ["a\u2028b", "half \ufffd a pair", "whole 😀"] and [one.answer for one in task.questions] == ["12", "x", "1.5"]
+    assert [one.text for one in task.questions] == ["a\u2028b", "half \ufffd a pair", "whole 😀"] and [
+        one.answer for one in task.questions
+    ] == ["12", "x", "1.5"]
     rows = stage.rows_of(str(path), "grpo.prompts")
     assert [row["prompt"] for row in rows] == [one.text for one in task.questions]
 
@@ -262,7 +317,9 @@ def test_a_few_questions_are_spread_over_the_file() -> None:
 
 
 def test_prompts_need_no_answer_and_keep_their_places(tmp_path: Path) -> None:
-    found = prompts_of(rows(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"question": "b", "answer": "#### 1"}), "density.prompts")
+    found = prompts_of(
+        rows(tmp_path / "p.jsonl", {"prompt": "a"}, "", {"question": "b", "answer": "#### 1"}), "density.prompts"
+    )
     assert [one.text for one in found.questions] == ["a", "b"] and found.places == (0, 1) and found.rows == 2
     with pytest.raises(Refusal, match="is empty: name a jsonl file"):
         prompts_of("", "density.prompts")
@@ -274,21 +331,33 @@ def test_prompts_need_no_answer_and_keep_their_places(tmp_path: Path) -> None:
 def test_a_plain_question_has_examples_of_its_kind_but_never_itself_and_ends_at_a_newline(tmp_path: Path) -> None:
     words = bytes_tokenizer()
     path = rows(
-        tmp_path / "q.jsonl", question("1+1?", "2"), question("Who?", "Anna", "story"), question("2+2?", "2+2=<<2+2=4>>4\n#### 4"), question("3+3?", "6")
+        tmp_path / "q.jsonl",
+        question("1+1?", "2"),
+        question("Who?", "Anna", "story"),
+        question("2+2?", "2+2=<<2+2=4>>4\n#### 4"),
+        question("3+3?", "6"),
     )
     (task,) = read_tasks([path], 0)
     asked = put(task, words, Manner(False, shots=2), 200, 8)
     texts = [words.decode_bytes(prompt[1:]).decode() for prompt in asked.prompts]
     assert texts[3] == "Question: 1+1?\nAnswer: 2\n\nQuestion: 2+2?\nAnswer: 2+2=4 #### 4\n\nQuestion: 3+3?\nAnswer:"
-    assert texts[0].startswith("Question: 2+2?") and texts[0].count("1+1?") == 1 and texts[1] == "Question: Who?\nAnswer:"
+    assert (
+        texts[0].startswith("Question: 2+2?") and texts[0].count("1+1?") == 1 and texts[1] == "Question: Who?\nAnswer:"
+    )
     assert all(prompt[0] == words.end_id for prompt in asked.prompts)
     assert stop_ids(words, Manner(False)) == {ord("\n"), words.end_id}
-    assert answer_text(words, [*b" 7.\n"], Manner(False)) == "7." and answer_text(words, [*b"7", words.special[STOP]], Manner(True)) == "7"
+    assert (
+        answer_text(words, [*b" 7.\n"], Manner(False)) == "7."
+        and answer_text(words, [*b"7", words.special[STOP]], Manner(True)) == "7"
+    )
 
 
 def test_a_chat_is_shown_the_choices_and_a_base_model_completes_each(tmp_path: Path) -> None:
     words = bytes_tokenizer()
-    path = rows(tmp_path / "arc.jsonl", {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"})
+    path = rows(
+        tmp_path / "arc.jsonl",
+        {"question": "Which?", "choices": {"text": ["red", "blue"], "label": ["A", "B"]}, "answerKey": "A"},
+    )
     one = read_tasks([path], 0)[0].questions[0]
     assert b"Which?\nA. red\nB. blue\nAnswer with" in words.decode_bytes(prompt_ids(words, one, Manner(True)))
     assert words.decode_bytes(prompt_ids(words, one, Manner(False))[1:]) == b"Question: Which?\nAnswer:"
@@ -310,10 +379,21 @@ class Echo:
         self.calls: list[int] = []
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
-    ) -> list[list[int]]:  # fmt: skip
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        stop: Collection[int],
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> list[list[int]]:
         self.calls.append(len(prompts))
-        return [[*str(len(prompt)).encode(), *(f" {seed} {index}".encode() if temperature else b""), min(stop)] for index, prompt in enumerate(prompts)]
+        return [
+            [*str(len(prompt)).encode(), *(f" {seed} {index}".encode() if temperature else b""), min(stop)]
+            for index, prompt in enumerate(prompts)
+        ]
 
 
 def test_sampled_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
@@ -323,13 +403,26 @@ def test_sampled_answers_do_not_depend_on_the_number_of_ranks(tmp_path: Path) ->
 
     def sampled(world: int) -> dict[int, list[Written]]:
         parts = [
-            sample(asked.prompts, 3, Echo(), words, Manner(True), GenerateConfig(), 5, lambda block, rank=rank: block % world == rank) for rank in range(world)
+            sample(
+                asked.prompts,
+                3,
+                Echo(),
+                words,
+                Manner(True),
+                GenerateConfig(),
+                5,
+                lambda block, rank=rank: block % world == rank,
+            )
+            for rank in range(world)
         ]
         assert sum(map(len, parts)) == 150, "each question once"
         return {place: texts for part in parts for place, texts in part.items()}
 
     alone = sampled(1)
-    assert sampled(2) == sampled(3) == alone and len({written.text for answers in alone.values() for written in answers}) == 450
+    assert (
+        sampled(2) == sampled(3) == alone
+        and len({written.text for answers in alone.values() for written in answers}) == 450
+    )
     assert not any(written.cut for answers in alone.values() for written in answers)
     said = write(asked, [0, 149], Echo(), words, Manner(True), GenerateConfig())
     assert [one.greedy.completion for one in said] == [str(len(asked.prompts[0])), str(len(asked.prompts[149]))]
@@ -352,13 +445,21 @@ def test_the_interval_of_a_share_is_wilsons() -> None:
 
 def test_draws_of_one_question_count_as_few_as_they_are_alike() -> None:
     alike, mixed = wilson_of_draws([4, 0] * 25, 4), wilson_of_draws([2] * 50, 4)
-    assert math.isclose(alike.high - alike.low, wilson(25, 50).high - wilson(25, 50).low, rel_tol=0.02), "all draws of a question equal: 50 answers"
-    assert math.isclose(mixed.high - mixed.low, wilson(100, 200).high - wilson(100, 200).low, rel_tol=1e-6), "as independent ones"
+    assert math.isclose(alike.high - alike.low, wilson(25, 50).high - wilson(25, 50).low, rel_tol=0.02), (
+        "all draws of a question equal: 50 answers"
+    )
+    assert math.isclose(mixed.high - mixed.low, wilson(100, 200).high - wilson(100, 200).low, rel_tol=1e-6), (
+        "as independent ones"
+    )
     assert wilson_of_draws([0] * 50, 4).high == wilson(0, 50).high
 
 
 def test_holm_keeps_what_stands_among_many() -> None:
-    assert holm([0.001, 0.04, 0.03]) == [True, False, False] and holm([0.01, 0.04, 0.02]) == [True, True, True] and holm([0.2]) == [False]
+    assert (
+        holm([0.001, 0.04, 0.03]) == [True, False, False]
+        and holm([0.01, 0.04, 0.02]) == [True, True, True]
+        and holm([0.2]) == [False]
+    )
     assert p_value(0, 0) == 1.0 and p_value(1, 0) == 0.0 and math.isclose(p_value(1.959964, 1), 0.05, rel_tol=1e-4)
 
 
@@ -412,12 +513,16 @@ def test_bits_per_byte_count_every_byte_once(model_folder: Path) -> None:
     assert bits_per_byte(-math.log(256) * 10, 10) == pytest.approx(8)
 
 
-def evaluated(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def evaluated(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     run_dir = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOKER_RUN_DIR", str(run_dir))
     assert recipe.main(["--model.load", str(folder), *COMMON, *words]) == 0
-    return json.loads((run_dir / "result.json").read_text()), [json.loads(line) for line in (run_dir / "completions.jsonl").read_text().splitlines()]
+    return json.loads((run_dir / "result.json").read_text()), [
+        json.loads(line) for line in (run_dir / "completions.jsonl").read_text().splitlines()
+    ]
 
 
 def mixed(tmp_path: Path) -> str:
@@ -431,50 +536,139 @@ def test_the_recipe_writes_numbers_and_every_answer(
     choices = {"text": ["It is 7.", "xq zw"], "label": ["A", "B"]}
     arc = rows(tmp_path / "arc.jsonl", {"question": "What is 3 + 4?", "choices": choices, "answerKey": "A"})
     held = rows(tmp_path / "held.jsonl", {"text": "It is 7."}, {"text": "Nothing like it: zzzzzzzz"})
-    words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.tasks", arc, "--evaluate.draws", "4", "--generate.temperature", "0.7", "--evaluate.texts", held)
+    words = (
+        "--evaluate.tasks",
+        mixed(tmp_path),
+        "--evaluate.tasks",
+        arc,
+        "--evaluate.draws",
+        "4",
+        "--generate.temperature",
+        "0.7",
+        "--evaluate.texts",
+        held,
+    )
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
     metrics = result["metrics"]
-    assert (result["schema"], result["stage"], result["model"], set(metrics)) == (1, "evaluate", None, {"tasks", "kinds", "all", "bits_per_byte", "new_tokens"})
+    assert (result["schema"], result["stage"], result["model"], set(metrics)) == (
+        1,
+        "evaluate",
+        None,
+        {"tasks", "kinds", "all", "bits_per_byte", "new_tokens"},
+    )
     ours = metrics["tasks"]["questions"]
-    assert ours["correct"] == 6 and ours["total"] == 9 and ours["sampled_total"] == 36, "it says 7, greedily, and 8 was asked three times"
+    assert ours["correct"] == 6 and ours["total"] == 9 and ours["sampled_total"] == 36, (
+        "it says 7, greedily, and 8 was asked three times"
+    )
     assert ours["low"] < 6 / 9 < ours["high"] and ours["sampled_low"] < ours["sampled_accuracy"] < ours["sampled_high"]
     assert set(metrics["kinds"]) == {"steps", "sum", "arc"} and metrics["tasks"]["arc"]["sampled_accuracy"] is None
     assert metrics["all"]["total"] == 10 == len(completions) and metrics["bits_per_byte"] > 0
-    assert all(one["correct"] == right(one["completion"], one["answer"]) and len(one["sampled"]) == 4 for one in completions if one["task"] == "questions")
+    assert all(
+        one["correct"] == right(one["completion"], one["answer"]) and len(one["sampled"]) == 4
+        for one in completions
+        if one["task"] == "questions"
+    )
     assert [one["kind"] for one in result["samples"]] == ["steps"] * 3 + ["sum"] * 3 + ["arc"]
-    assert set(result["samples"][0]) == {"prompt", "answer", "completion", "correct", "in_form", "strict", "cut", "kind"} and result["samples"][0]["completion"] == "It is 7."
+    assert (
+        set(result["samples"][0]) == {"prompt", "answer", "completion", "correct", "in_form", "strict", "cut", "kind"}
+        and result["samples"][0]["completion"] == "It is 7."
+    )
     shown = capsys.readouterr().out
-    assert "task questions: 9 open questions" in shown and "6/9" in shown and "66.7%" in shown and "bits per byte" in shown
+    assert (
+        "task questions: 9 open questions" in shown and "6/9" in shown and "66.7%" in shown and "bits per byte" in shown
+    )
 
 
 def test_answers_cut_at_the_token_limit_are_counted_and_reported(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("--evaluate.tasks", rows(tmp_path / "q.jsonl", question("What is 3 + 4?", "7")), "--evaluate.draws", "3", "--generate.temperature", "0.01")
+    words = (
+        "--evaluate.tasks",
+        rows(tmp_path / "q.jsonl", question("What is 3 + 4?", "7")),
+        "--evaluate.draws",
+        "3",
+        "--generate.temperature",
+        "0.01",
+    )
     whole, _ = evaluated(model_folder, tmp_path, monkeypatch, *words)
-    assert (whole["metrics"]["all"]["cut_correct"], whole["metrics"]["all"]["correct"], whole["metrics"]["new_tokens"]) == (0, 1, 12)
+    assert (
+        whole["metrics"]["all"]["cut_correct"],
+        whole["metrics"]["all"]["correct"],
+        whole["metrics"]["new_tokens"],
+    ) == (0, 1, 12)
     assert "cut at" not in capsys.readouterr().out
     short, completions = evaluated(model_folder, tmp_path, monkeypatch, *words, "--generate.new_tokens", "7")
     told = short["metrics"]["all"]
-    assert (told["cut_correct"], told["cut_total"], told["sampled_cut_correct"], told["sampled_cut_total"], told["correct"]) == (1, 1, 3, 3, 0)
-    assert completions[0]["completion"] == "It is 7" and completions[0]["cut"] and all(one["cut"] for one in completions[0]["sampled"])
+    assert (
+        told["cut_correct"],
+        told["cut_total"],
+        told["sampled_cut_correct"],
+        told["sampled_cut_total"],
+        told["correct"],
+    ) == (1, 1, 3, 3, 0)
+    assert (
+        completions[0]["completion"] == "It is 7"
+        and completions[0]["cut"]
+        and all(one["cut"] for one in completions[0]["sampled"])
+    )
     assert "1 of 1 greedy answers were cut at 7 tokens: raise generate.new_tokens" in capsys.readouterr().out
 
 
-def test_a_base_model_is_asked_in_plain_text(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("--evaluate.tasks", mixed(tmp_path), "--evaluate.chat", "false", "--evaluate.shots", "1", "--evaluate.most", "4")
+def test_a_base_model_is_asked_in_plain_text(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = (
+        "--evaluate.tasks",
+        mixed(tmp_path),
+        "--evaluate.chat",
+        "false",
+        "--evaluate.shots",
+        "1",
+        "--evaluate.most",
+        "4",
+    )
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
-    assert result["metrics"]["all"]["total"] == 4 and result["metrics"]["all"]["sampled_accuracy"] is None and result["metrics"]["bits_per_byte"] is None
+    assert (
+        result["metrics"]["all"]["total"] == 4
+        and result["metrics"]["all"]["sampled_accuracy"] is None
+        and result["metrics"]["bits_per_byte"] is None
+    )
     assert not any("\n" in one["completion"] for one in completions)
 
 
-def test_two_ranks_find_what_one_finds(stoker: Stoker, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    many = rows(tmp_path / "many.jsonl", *(question(f"What is {n} + 4?", "It is 7." if n < 40 else "8", "sum") for n in range(70)))
+def test_two_ranks_find_what_one_finds(
+    stoker: Stoker, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = rows(
+        tmp_path / "many.jsonl",
+        *(question(f"What is {n} + 4?", "It is 7." if n < 40 else "8", "sum") for n in range(70)),
+    )
     held = rows(tmp_path / "held.jsonl", {"text": "It is 7."}, {"text": "Nothing like it: zzzzzzzz"}, {"text": "more"})
-    words = ("--evaluate.tasks", many, "--evaluate.texts", held, "--evaluate.draws", "2", "--generate.temperature", "1.5", "--generate.new_tokens", "6")
+    words = (
+        "--evaluate.tasks",
+        many,
+        "--evaluate.texts",
+        held,
+        "--evaluate.draws",
+        "2",
+        "--generate.temperature",
+        "1.5",
+        "--generate.new_tokens",
+        "6",
+    )
     alone, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
     monkeypatch.delenv("STOKER_RUN_DIR")
-    done = stoker.torch("run", "--nproc-per-node", "2", "-m", "stoker.training.recipes.evaluate", "--model.load", str(model_folder), *COMMON, *words)
+    done = stoker.torch(
+        "run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "stoker.training.recipes.evaluate",
+        "--model.load",
+        str(model_folder),
+        *COMMON,
+        *words,
+    )
     assert done.code == 0, done.out + done.err
     both = json.loads((done.run_dir / "result.json").read_text())
     assert both["metrics"]["tasks"] == alone["metrics"]["tasks"] and both["metrics"]["bits_per_byte"] == pytest.approx(

@@ -56,7 +56,13 @@ def test_rank_1_ends_badly(stoker: Stoker, how: str, code: int, cause: str, retr
     done = stoker("run", "--nproc-per-node", "2", stoker.script("pair.py", PAIR), how)
     assert done.code == code
     told = json.loads(stoker("why", "--json").out)
-    assert (told["cause"], told["rank"], told["exit_code"], told["retryable"], told["schema"]) == (cause, 1, code, retryable, 1)
+    assert (told["cause"], told["rank"], told["exit_code"], told["retryable"], told["schema"]) == (
+        cause,
+        1,
+        code,
+        retryable,
+        1,
+    )
     assert "stoker: rank 1 (CPU1)" in done.err
     if how == "raise":
         assert "ValueError: boom xxx" in told["summary"] and "pair.py:17" in told["summary"]
@@ -73,15 +79,43 @@ def test_all_good_is_zero(stoker: Stoker) -> None:
 
 def test_the_environment_is_torchruns(stoker: Stoker) -> None:
     script = stoker.script("env.py", "import os, json, sys; print(json.dumps(dict(os.environ)))")
-    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "2", "--rdzv-id", "job7", "--role", "trainer", "--env", "MINE=1", script)
+    done = stoker(
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--max-restarts",
+        "2",
+        "--rdzv-id",
+        "job7",
+        "--role",
+        "trainer",
+        "--env",
+        "MINE=1",
+        script,
+    )
     envs = [json.loads(done.log(rank)) for rank in (0, 1)]
     for rank, env in enumerate(envs):
         want = {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1",
-            "ROLE_RANK": str(rank), "ROLE_WORLD_SIZE": "2", "ROLE_NAME": "trainer", "MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0",
-            "TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_USE_AGENT_STORE": "False", "GPU_RANK": str(rank), "MINE": "1",
-            "OMP_NUM_THREADS": "4", "STOKER_RUN_ID": done.run_dir.name, "STOKER_RUN_DIR": str(done.run_dir),
-        }  # fmt: skip
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": "2",
+            "ROLE_NAME": "trainer",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "2",
+            "TORCHELASTIC_RUN_ID": "job7",
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+            "GPU_RANK": str(rank),
+            "MINE": "1",
+            "OMP_NUM_THREADS": "4",
+            "STOKER_RUN_ID": done.run_dir.name,
+            "STOKER_RUN_DIR": str(done.run_dir),
+        }
         assert {key: env.get(key) for key in want} == want
         assert not [key for key in env if key.startswith("STOKER_SHIM")]
     assert envs[0]["MASTER_PORT"] == envs[1]["MASTER_PORT"]
@@ -102,7 +136,10 @@ def test_restart_with_a_fresh_port_and_the_attempts_apart(stoker: Stoker) -> Non
     assert notified.count('"rank.killed"') == 2 and '"completed"' in notified
 
 
-@pytest.mark.parametrize(("text", "attempts"), [("import nowhere_to_be_found", 1), ("raise KeyError('same')", 2), ("import sys; sys.exit(4)", 2)])
+@pytest.mark.parametrize(
+    ("text", "attempts"),
+    [("import nowhere_to_be_found", 1), ("raise KeyError('same')", 2), ("import sys; sys.exit(4)", 2)],
+)
 def test_what_can_not_succeed_is_not_tried_again(stoker: Stoker, text: str, attempts: int) -> None:
     done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "5", stoker.script("bad.py", text))
     assert done.code in (1, 4)
@@ -114,7 +151,15 @@ def end(rank: int, code: int | None, time: float, error: RankError | None = None
     return RankEnd(rank, "", f"CPU{rank}", 100 + rank, code, time, error=error, **more)  # type: ignore[arg-type]
 
 
-LOST = RankError("RuntimeError", "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1", "t.py", 3, "f", "", 5_000_000_000)
+LOST = RankError(
+    "RuntimeError",
+    "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1",
+    "t.py",
+    3,
+    "f",
+    "",
+    5_000_000_000,
+)
 REAL = RankError("ValueError", "boom", "t.py", 9, "f", "", 6_000_000_000)
 NCCL = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6, OpType=ALLREDUCE)"
 
@@ -132,12 +177,33 @@ NCCL = "[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=6
         ([end(0, -15, 9.0, ours=True), end(1, 3, 4.0)], 1, "rank.exit"),
         ([end(0, 1, 5.0, LOST), end(1, 1, 5.1, LOST)], 0, "rank.exception"),
         ([end(0, -9, 5.0, oom_killed=True), end(1, 1, 5.1, LOST)], 0, "oom.host"),
-        ([end(0, 1, 5.0, RankError("DistNetworkError", "EADDRINUSE: port: 29500 address already in use")), end(1, 1, 5.1, LOST)], 0, "net.port-in-use"),
+        (
+            [
+                end(0, 1, 5.0, RankError("DistNetworkError", "EADDRINUSE: port: 29500 address already in use")),
+                end(1, 1, 5.1, LOST),
+            ],
+            0,
+            "net.port-in-use",
+        ),
         # our own SIGTERM, answered with an exit code or an exception, is nobody's cause
         ([end(0, 1, 5.0, LOST), end(1, 1, 6.0, ours=True)], 0, "rank.exception"),
-        ([end(0, 1, 5.0, REAL), end(1, 1, 9.0, RankError("RuntimeError", "in the handler", time_ns=9_000_000_000), ours=True)], 0, "rank.exception"),
+        (
+            [
+                end(0, 1, 5.0, REAL),
+                end(1, 1, 9.0, RankError("RuntimeError", "in the handler", time_ns=9_000_000_000), ours=True),
+            ],
+            0,
+            "rank.exception",
+        ),
         # an EOFError of the script's own is not the echo of a rank that was done before
-        ([end(0, 0, 3.0), end(1, 1, 6.0, RankError("EOFError", "Ran out of input", module="builtins", time_ns=6_000_000_000))], 1, "rank.exception"),
+        (
+            [
+                end(0, 0, 3.0),
+                end(1, 1, 6.0, RankError("EOFError", "Ran out of input", module="builtins", time_ns=6_000_000_000)),
+            ],
+            1,
+            "rank.exception",
+        ),
         # a rank that finished first is not guilty of what another did by itself
         ([end(0, 0, 3.0), end(1, 1, 6.0, REAL)], 1, "rank.exception"),
     ],

@@ -31,8 +31,26 @@ def launch(stoker: Stoker, case: Case) -> Done:
     if case.needs == "gpu":
         stoker.env.pop("STOKER_MACHINE")
     around = [sys.executable, str(FAULTS / "around.py"), *case.around] if case.around else []
-    command = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", str(case.ranks), *case.args, str(FAULTS / case.script), *case.script_args]
-    done = subprocess.run([*around, *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=90, stdin=subprocess.DEVNULL, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "stoker",
+        "run",
+        "--nproc-per-node",
+        str(case.ranks),
+        *case.args,
+        str(FAULTS / case.script),
+        *case.script_args,
+    ]
+    done = subprocess.run(
+        [*around, *command],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        timeout=90,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
     return Done(done.returncode, done.stdout, done.stderr, stoker.cwd)
 
 
@@ -90,6 +108,11 @@ def test_a_small_disk_is_only_there_for_its_command(tmp_path: Path) -> None:
     where = tmp_path / "disk"
     where.mkdir()
     write = f"open({str(where / 'file')!r}, 'wb').write(bytes(3_000_000))"
-    done = subprocess.run([sys.executable, FAULTS / "around.py", "mount", "1m", where, sys.executable, "-c", write], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, FAULTS / "around.py", "mount", "1m", where, sys.executable, "-c", write],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1 and "No space left on device" in done.stderr
     assert os.listdir(where) == []

@@ -50,7 +50,9 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if not self.eager:
             return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-        mask = torch.full((x.shape[1], x.shape[1]), -math.inf, device=x.device, dtype=x.dtype).triu(0 if self.blind else 1)
+        mask = torch.full((x.shape[1], x.shape[1]), -math.inf, device=x.device, dtype=x.dtype).triu(
+            0 if self.blind else 1
+        )
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + mask
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
         return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
@@ -71,7 +73,12 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, eager: bool) -> None:
         super().__init__()
-        self.attention_norm, self.attention, self.mlp_norm, self.mlp = nn.RMSNorm(DIM), Attention(eager), nn.RMSNorm(DIM), Mlp()
+        self.attention_norm, self.attention, self.mlp_norm, self.mlp = (
+            nn.RMSNorm(DIM),
+            Attention(eager),
+            nn.RMSNorm(DIM),
+            Mlp(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -98,7 +105,9 @@ class Loss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, tokens: Tensor) -> Tensor:
         wide = logits.float()
         kept = (targets != -100).unsqueeze(-1)
-        ctx.save_for_backward(((wide.softmax(-1) - F.one_hot(targets.clamp(min=0), VOCAB)) * kept / tokens).to(logits.dtype))
+        ctx.save_for_backward(
+            ((wide.softmax(-1) - F.one_hot(targets.clamp(min=0), VOCAB)) * kept / tokens).to(logits.dtype)
+        )
         return -(wide.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)) * kept).sum() / tokens
 
     @staticmethod
@@ -111,7 +120,13 @@ def made(dtype: Any = torch.float32, device: str = "cpu", **more: bool) -> Model
     return Model(**more).to(device=device, dtype=dtype)
 
 
-def batches(model: Model, count: int = 2, samples: int = 3, masked: tuple[int, ...] = (), spoil: Callable[[Tensor], Tensor] | None = None) -> Replay:
+def batches(
+    model: Model,
+    count: int = 2,
+    samples: int = 3,
+    masked: tuple[int, ...] = (),
+    spoil: Callable[[Tensor], Tensor] | None = None,
+) -> Replay:
     """Sample ids 10, 11, 12 | 20, 21, 22 | …"""
     device = next(model.parameters()).device
     made_ = []
@@ -160,19 +175,29 @@ def test_a_sound_step_has_no_origin_whatever_its_masks(dtype: Any, eager: bool, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_the_first_bad_operation_of_the_forward_is_named_with_module_and_sample(dtype: Any, eager: bool, recompute: bool, device: str) -> None:
+def test_the_first_bad_operation_of_the_forward_is_named_with_module_and_sample(
+    dtype: Any, eager: bool, recompute: bool, device: str
+) -> None:
     model = made(dtype, device, eager=eager, recompute=recompute)
     model.layers[1].mlp.trick = one_nan
     found = look(model)
     said = found.report
-    assert (said.phase, said.op, said.module, said.micro_batch, said.what) == ("forward", "aten.div", "layers.1.mlp", 0, "NaN")
+    assert (said.phase, said.op, said.module, said.micro_batch, said.what) == (
+        "forward",
+        "aten.div",
+        "layers.1.mlp",
+        0,
+        "NaN",
+    )
     assert said.sample_ids == (11,)
     assert said.verdict == "first NaN: aten.div in layers.1.mlp, forward, micro-batch 0"
     assert said.output is not None and (said.output.nan, said.output.inf) == (1, 0)
     assert said.output.shape == (3, LENGTH, 2 * DIM) and said.output.dtype == str(dtype).removeprefix("torch.")
     assert [(one.name, one.bad) for one in said.inputs] == [("self", 0), ("other", 0)]
     assert {one.name for one in said.gradients} >= {"embed.weight", "layers.1.mlp.down.weight"}
-    assert set(found.tensors) == {"output", "input.self", "input.other"} and bool(found.tensors["output"][1, 2, 0].isnan())
+    assert set(found.tensors) == {"output", "input.self", "input.other"} and bool(
+        found.tensors["output"][1, 2, 0].isnan()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -227,7 +252,9 @@ class Steep(torch.autograd.Function):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_gradient_that_only_overflows_is_named_by_the_backward_of_its_module(dtype: Any, recompute: bool, device: str) -> None:
+def test_a_gradient_that_only_overflows_is_named_by_the_backward_of_its_module(
+    dtype: Any, recompute: bool, device: str
+) -> None:
     model = made(dtype, device, recompute=recompute)
     model.layers[1].mlp.trick = Steep.apply
     said = report_of(model, loss=3.2)
@@ -251,7 +278,12 @@ def test_a_sum_of_gradients_that_overflows_names_the_parameter() -> None:
     model = made()
     model.layers[0].mlp.down.weight.register_hook(lambda gradient: torch.full_like(gradient, 2e38))
     said = report_of(model, loss=3.2)
-    assert (said.phase, said.op, said.parameter, said.micro_batch) == ("gradient", "aten.add_", "layers.0.mlp.down.weight", 1)
+    assert (said.phase, said.op, said.parameter, said.micro_batch) == (
+        "gradient",
+        "aten.add_",
+        "layers.0.mlp.down.weight",
+        1,
+    )
     assert [one.name for one in said.gradients] == ["layers.0.mlp.down.weight"]
     assert said.inputs[0].absmax == pytest.approx(2e38) and said.inputs[0].bad == 0
 
@@ -342,7 +374,15 @@ def test_statistics_count_exactly_and_leave_the_bad_out_of_the_range(dtype: Any)
     tensor = torch.arange(-4.0, 8.0).to(dtype).reshape(3, 4)
     tensor[0, 0], tensor[1, 1], tensor[2, 2], tensor[2, 3] = math.nan, math.inf, -math.inf, math.nan
     found = statistics.describe("x", tensor.t())
-    assert (found.shape, found.nan, found.inf, found.min, found.max, found.absmax, found.count) == ((4, 3), 2, 2, -3, 5, 5, 12)
+    assert (found.shape, found.nan, found.inf, found.min, found.max, found.absmax, found.count) == (
+        (4, 3),
+        2,
+        2,
+        -3,
+        5,
+        5,
+        12,
+    )
     empty = statistics.describe("x", torch.full((2,), math.nan))
     assert (empty.min, empty.absmax) == (None, None)
 
@@ -382,13 +422,17 @@ def test_a_drill_that_makes_no_sense_is_refused() -> None:
         (torch.float32, "inf:", "layers.2.mlp.down"), (torch.float32, "", "embed"), (torch.float32, "inf:", "layers.0.attention.q_norm"),
     ],
 )  # fmt: skip
-def test_an_injected_value_is_found_where_it_was_put_and_only_at_its_step_and_rank(dtype: Any, kind: str, where: str) -> None:
+def test_an_injected_value_is_found_where_it_was_put_and_only_at_its_step_and_rank(
+    dtype: Any, kind: str, where: str
+) -> None:
     model = made(dtype)
     drill = inject.Drill(inject.parse(f"{kind}{where}@12@0"), model, 0)
     assert report_of(model).phase == "clean"
     drill.step = 12
     said = report_of(model)
-    assert (said.phase, said.module, said.what, said.step) == ("forward", where, "Inf" if kind else "NaN", 12), said.verdict
+    assert (said.phase, said.module, said.what, said.step) == ("forward", where, "Inf" if kind else "NaN", 12), (
+        said.verdict
+    )
     other = made(dtype)
     inject.Drill(inject.parse(f"{kind}{where}@12@0"), other, 1).step = 12
     assert report_of(other).phase == "clean"
@@ -400,7 +444,9 @@ def test_an_injected_gradient_names_the_parameter(dtype: Any) -> None:
     drill = inject.Drill(inject.parse("grad:layers.0.mlp.down.weight@5"), model, 0)
     sound = batches(model)
     drill.step = 5
-    said = report_of(model, Replay(sound.micro_batches, after=drill.spoil_gradients), step=5, loss=3.2, grad_norm=math.inf)
+    said = report_of(
+        model, Replay(sound.micro_batches, after=drill.spoil_gradients), step=5, loss=3.2, grad_norm=math.inf
+    )
     assert (said.phase, said.parameter, said.what) == ("gradient", "layers.0.mlp.down.weight", "Inf"), said.verdict
     assert [(one.name, one.inf) for one in said.gradients] == [("layers.0.mlp.down.weight", 1)]
     assert decide([said]).summary.startswith("step 5: Inf first in the gradient of layers.0.mlp.down.weight")
@@ -410,8 +456,24 @@ def test_an_injected_gradient_names_the_parameter(dtype: Any) -> None:
 
 
 def told(rank: int, phase: str, **more: Any) -> Report:
-    given = {"op": "aten.bmm", "module": "layers.3.attention", "what": "NaN", "sample_ids": (17, 18)} if phase in ("forward", "backward") else {}
-    return Report(**{"step": 12, "rank": rank, "world": 4, "label": f"GPU {rank}", "loss": math.nan, "grad_norm": math.nan, "phase": phase, **given, **more})
+    given = (
+        {"op": "aten.bmm", "module": "layers.3.attention", "what": "NaN", "sample_ids": (17, 18)}
+        if phase in ("forward", "backward")
+        else {}
+    )
+    return Report(
+        **{
+            "step": 12,
+            "rank": rank,
+            "world": 4,
+            "label": f"GPU {rank}",
+            "loss": math.nan,
+            "grad_norm": math.nan,
+            "phase": phase,
+            **given,
+            **more,
+        }
+    )
 
 
 def test_the_rank_whose_forward_went_bad_is_the_guilty_one() -> None:
@@ -421,11 +483,24 @@ def test_the_rank_whose_forward_went_bad_is_the_guilty_one() -> None:
 
 
 def test_several_guilty_ranks_are_all_named() -> None:
-    found = decide([told(3, "forward", sample_ids=(40,), module="head", op="aten.mm"), told(0, "clean"), told(1, "forward"), told(2, "gradient")])
+    found = decide(
+        [
+            told(3, "forward", sample_ids=(40,), module="head", op="aten.mm"),
+            told(0, "clean"),
+            told(1, "forward"),
+            told(2, "gradient"),
+        ]
+    )
     assert found.ranks == (1, 3)
-    assert "on ranks 1, 3, samples 17, 18 (rank 1); sample 40 (rank 3); on rank 3 in aten.mm of head (forward)" in found.summary
+    assert (
+        "on ranks 1, 3, samples 17, 18 (rank 1); sample 40 (rank 3); on rank 3 in aten.mm of head (forward)"
+        in found.summary
+    )
     everybody = decide([told(rank, "parameters", parameter="head.weight", what="NaN") for rank in range(4)])
-    assert everybody.summary == "step 12: NaN first in parameter head.weight, which held it before the step began on rank 0 and all others"
+    assert (
+        everybody.summary
+        == "step 12: NaN first in parameter head.weight, which held it before the step began on rank 0 and all others"
+    )
 
 
 def test_a_step_nobody_can_reproduce_is_said_to_be_that() -> None:
@@ -434,7 +509,12 @@ def test_a_step_nobody_can_reproduce_is_said_to_be_that() -> None:
 
 
 def test_a_report_survives_json_strictly() -> None:
-    one = told(2, "forward", output=TensorStats("output", (2, 3), "bfloat16", 6, 1, 0, -1.0, 2.0, 2.0), inputs=(TensorStats("self", (2,), "float32", 2, 2, 0),))
+    one = told(
+        2,
+        "forward",
+        output=TensorStats("output", (2, 3), "bfloat16", 6, 1, 0, -1.0, 2.0, 2.0),
+        inputs=(TensorStats("self", (2,), "float32", 2, 2, 0),),
+    )
     text = json.dumps(one.to_json(), allow_nan=False)
     back = Report.from_json(json.loads(text))
     assert math.isnan(back.loss) and back.to_json() == one.to_json() and back.output == one.output
@@ -448,7 +528,13 @@ def ended(rank: int, message: str, time: float) -> RankEnd:
 def test_the_verdict_is_the_summary_and_its_rank_the_one_it_names() -> None:
     message = decide([told(0, "clean"), told(1, "clean"), told(2, "forward")]).summary
     found = judge(Evidence(3, tuple(ended(rank, message, 5.0 + rank) for rank in range(3))))
-    assert (found.cause, found.rank, found.gpu, found.retryable, found.summary) == ("nan.traced", 2, "GPU2", False, message)
+    assert (found.cause, found.rank, found.gpu, found.retryable, found.summary) == (
+        "nan.traced",
+        2,
+        "GPU2",
+        False,
+        message,
+    )
     assert "stoker nan" in found.fix[0] and any("--preset stable" in line for line in found.fix)
     nobody = judge(Evidence(2, (ended(1, decide([told(0, "clean")]).summary, 5.0), ended(0, "x", 6.0))))
     assert (nobody.cause, nobody.rank) == ("nan.traced", 1)
@@ -462,7 +548,9 @@ def dumped(folder: Path, dtype: Any = torch.bfloat16, **more: Any) -> str:
     model.layers[1].mlp.trick = one_nan
     replay = batches(model)
     found = look(model, replay, label="GPU 6", **more)
-    return dump.write(str(folder), found, model, replay, decode=lambda tokens: "".join(chr(97 + token % 26) for token in tokens))
+    return dump.write(
+        str(folder), found, model, replay, decode=lambda tokens: "".join(chr(97 + token % 26) for token in tokens)
+    )
 
 
 def test_the_dump_can_be_read_by_safetensors_and_holds_what_was_bad(tmp_path: Path) -> None:
@@ -470,16 +558,28 @@ def test_the_dump_can_be_read_by_safetensors_and_holds_what_was_bad(tmp_path: Pa
     where = Path(dumped(tmp_path))
     assert where == tmp_path / "nan_step_12" / "rank-0" and [one.name for one in where.parent.iterdir()] == ["rank-0"]
     model = made(torch.bfloat16)
-    weights, gradients, kept = (load(where / f"{name}.safetensors") for name in ("parameters", "gradients", "activations"))
+    weights, gradients, kept = (
+        load(where / f"{name}.safetensors") for name in ("parameters", "gradients", "activations")
+    )
     assert weights.keys() == gradients.keys() == {name for name, _ in model.named_parameters()}
-    assert all(torch.equal(weights[name], parameter) and weights[name].dtype == torch.bfloat16 for name, parameter in model.named_parameters())
+    assert all(
+        torch.equal(weights[name], parameter) and weights[name].dtype == torch.bfloat16
+        for name, parameter in model.named_parameters()
+    )
     assert bool(gradients["embed.weight"].isnan().any()) and bool(kept["output"][1, 2, 0].isnan())
     batch = json.loads((where / "batch.json").read_text())
-    assert [one["id"] for one in batch["samples"]] == [10, 11, 12, 20, 21, 22] and len(batch["samples"][0]["tokens"]) == len(batch["samples"][0]["text"]) == LENGTH
-    assert json.loads((where / "report.json").read_text(), parse_constant=pytest.fail)["report"]["module"] == "layers.1.mlp"
+    assert [one["id"] for one in batch["samples"]] == [10, 11, 12, 20, 21, 22] and len(
+        batch["samples"][0]["tokens"]
+    ) == len(batch["samples"][0]["text"]) == LENGTH
+    assert (
+        json.loads((where / "report.json").read_text(), parse_constant=pytest.fail)["report"]["module"]
+        == "layers.1.mlp"
+    )
 
 
-def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     where = Path(dumped(tmp_path))
     first = (where / "report.json").stat().st_ino
     dumped(tmp_path)
@@ -494,12 +594,17 @@ def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leav
     assert [one.name for one in where.parent.iterdir()] == ["rank-0"] and (where / "parameters.safetensors").exists()
 
 
-def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(dump, "SPARE", 1 << 62)
     monkeypatch.setattr(tensorfile, "bytes_of", lambda tensors: 1 << 60)
     where = dumped(tmp_path)
     (found,) = reading.ranks(where)
-    assert set(found.left_out) == {"parameters.safetensors", "gradients.safetensors"} and "GB free" in found.left_out["parameters.safetensors"]
+    assert (
+        set(found.left_out) == {"parameters.safetensors", "gradients.safetensors"}
+        and "GB free" in found.left_out["parameters.safetensors"]
+    )
 
 
 def test_a_large_tensor_is_cut_around_its_first_bad_value() -> None:
@@ -515,8 +620,19 @@ def test_the_banner_has_the_notes_layout_and_the_origin_before_its_consequences(
     where = Path(dumped(tmp_path))
     text = (where / "banner.txt").read_text()
     lines = text.splitlines()
-    assert lines[:6] == ["=" * 80, "NaN GRADIENT DETECTED [GPU 6]", "=" * 80, "Step: 12", "Loss: nan", "Gradient Norm: nan"]
-    assert text.index("first NaN: aten.div in layers.1.mlp") < text.index("PROBLEMATIC TENSORS:") < text.index("Total layers with NaN gradients:")
+    assert lines[:6] == [
+        "=" * 80,
+        "NaN GRADIENT DETECTED [GPU 6]",
+        "=" * 80,
+        "Step: 12",
+        "Loss: nan",
+        "Gradient Norm: nan",
+    ]
+    assert (
+        text.index("first NaN: aten.div in layers.1.mlp")
+        < text.index("PROBLEMATIC TENSORS:")
+        < text.index("Total layers with NaN gradients:")
+    )
     assert f"Debug tensors saved: {where}" in text
     assert "Inf LOSS DETECTED" in banner(told(0, "forward", loss=math.inf, grad_norm=1.0))
 
@@ -534,7 +650,10 @@ def test_stoker_nan_prints_the_origin_the_tensors_and_the_text(stoker: Stoker) -
     for words in (("trial",), (), (str(run / "nan_step_12"),), (where,), (str(run), "--rank", "0")):
         done = stoker("nan", *words)
         assert done.code == 0, done.err
-        assert "first NaN: aten.div in layers.1.mlp, forward, micro-batch 0" in done.out and "NaN GRADIENT DETECTED [GPU 6]" in done.out
+        assert (
+            "first NaN: aten.div in layers.1.mlp, forward, micro-batch 0" in done.out
+            and "NaN GRADIENT DETECTED [GPU 6]" in done.out
+        )
     sample = json.loads((Path(where) / "batch.json").read_text())["samples"][1]
     assert f'11 (micro-batch 0, 8 targets): "{sample["text"]}"' in done.out and "  12 (micro" not in done.out
     assert "step 12: NaN first in aten.div of layers.1.mlp (forward) on rank 0, sample 11" in done.out
@@ -548,11 +667,17 @@ def test_stoker_nan_shows_a_tensor_and_its_first_bad_places(stoker: Stoker, dtyp
     done = stoker("nan", "nan_step_12", "--tensor", "output")
     assert done.code == 0 and "[1, 2, 0] = nan" in done.out, done.err
     exact = json.loads(stoker("nan", "nan_step_12", "--tensor", "gradients/embed.weight", "--json").out)["stats"]
-    (held,) = [one for one in reading.ranks(str(stoker.cwd / "nan_step_12"))[0].report.gradients if one.name == "embed.weight"]
+    (held,) = [
+        one for one in reading.ranks(str(stoker.cwd / "nan_step_12"))[0].report.gradients if one.name == "embed.weight"
+    ]
     assert (exact["nan"], exact["inf"], exact["min"], exact["max"]) == (held.nan, held.inf, held.min, held.max)
     sound = json.loads(stoker("nan", "nan_step_12", "--tensor", "parameters/head.weight", "--json").out)
     weight = made(dtype).head.weight.detach().float()
-    assert (sound["stats"]["min"], sound["stats"]["max"], sound["bad"]) == (float(weight.min()), float(weight.max()), [])
+    assert (sound["stats"]["min"], sound["stats"]["max"], sound["bad"]) == (
+        float(weight.min()),
+        float(weight.max()),
+        [],
+    )
 
 
 def test_stoker_nan_refuses_what_is_not_there_or_damaged(stoker: Stoker) -> None:
@@ -597,10 +722,19 @@ def test_ranks_that_share_a_sharded_model_agree_on_whose_gradient_overflowed(sto
     """Under FSDP the reduction spreads an Inf to every rank inside the backward: only one of them made it."""
     done = stoker.torch("run", "--nproc-per-node", "2", stoker.script("train.py", RANKS), str(Path(__file__).parent))
     summary = "step 12: Inf first in aten.mul of layers.1.mlp (backward) on rank 1, samples 10, 11, 12"
-    assert (done.verdict["cause"], done.verdict["rank"], done.verdict["summary"]) == ("nan.traced", 1, summary), done.out[-3000:]
+    assert (done.verdict["cause"], done.verdict["rank"], done.verdict["summary"]) == ("nan.traced", 1, summary), (
+        done.out[-3000:]
+    )
     shown = stoker("nan").out
-    assert "first Inf: aten.mul in the backward of layers.1.mlp" in shown and "rank 0 [CPU 0]: fine here" in shown and summary in shown
-    halves = [json.loads(stoker("nan", "--rank", rank, "--tensor", "parameters/head.weight", "--json").out)["stats"]["shape"] for rank in "01"]
+    assert (
+        "first Inf: aten.mul in the backward of layers.1.mlp" in shown
+        and "rank 0 [CPU 0]: fine here" in shown
+        and summary in shown
+    )
+    halves = [
+        json.loads(stoker("nan", "--rank", rank, "--tensor", "parameters/head.weight", "--json").out)["stats"]["shape"]
+        for rank in "01"
+    ]
     assert halves == [[VOCAB // 2, DIM], [VOCAB // 2, DIM]]
 
 

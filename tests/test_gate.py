@@ -36,9 +36,17 @@ def test_everybody_goes_before_the_store_gives_up() -> None:
 
 def test_memory_decides_the_default() -> None:
     def slots(ranks: int, available: float, asked: str | None = None) -> int:
-        return _slots(asked, Choice((), ranks, ""), machine_from_json(machine_json(0, memory_available=int(available * 10**9))))
+        return _slots(
+            asked, Choice((), ranks, ""), machine_from_json(machine_json(0, memory_available=int(available * 10**9)))
+        )
 
-    assert slots(4, 24) == 4 and slots(4, 2) == 0 and slots(1, 0.1) == 1 and slots(8, 500, "3") == 3 and slots(2, 1, "9") == 2
+    assert (
+        slots(4, 24) == 4
+        and slots(4, 2) == 0
+        and slots(1, 0.1) == 1
+        and slots(8, 500, "3") == 3
+        and slots(2, 1, "9") == 2
+    )
 
 
 LOADER = """
@@ -84,7 +92,8 @@ def test_a_dead_rank_gives_its_slot_back_and_ends_the_job(stoker: Stoker) -> Non
 
 def test_ram_limit_stops_the_job_with_a_verdict(stoker: Stoker) -> None:
     script = stoker.script(
-        "eat.py", "import os, time\nif os.environ['RANK'] == '1':\n    kept = []\n    while True: kept.append(bytearray(b'x' * 20_000_000)); time.sleep(0.01)\ntime.sleep(60)\n"
+        "eat.py",
+        "import os, time\nif os.environ['RANK'] == '1':\n    kept = []\n    while True: kept.append(bytearray(b'x' * 20_000_000)); time.sleep(0.01)\ntime.sleep(60)\n",
     )
     done = stoker("run", "--nproc-per-node", "2", "--ram-limit", "400MB", script)
     assert done.code == 70 and done.verdict["cause"] == "oom.ram-limit" and done.verdict["rank"] == 1

@@ -25,7 +25,18 @@ from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 
-LLAMA = ModelConfig(layers=2, dim=32, heads=4, kv_heads=4, head_dim=8, ff=48, vocab_size=96, rope_theta=500.0, norm_eps=1e-5, init_std=0.3)
+LLAMA = ModelConfig(
+    layers=2,
+    dim=32,
+    heads=4,
+    kv_heads=4,
+    head_dim=8,
+    ff=48,
+    vocab_size=96,
+    rope_theta=500.0,
+    norm_eps=1e-5,
+    init_std=0.3,
+)
 SHAPES = {
     "llama": LLAMA,
     "qwen3": replace(LLAMA, qk_norm=True, kv_heads=2, head_dim=16, tied=False, rope_theta=1e6),
@@ -77,8 +88,12 @@ def test_the_likeliest_tokens_are_those_of_a_loop_without_a_cache(c: ModelConfig
         assert Engine(model, rows=rows, length=70).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
     assert graphed(model, 4, 192).generate(prompts(), new_tokens=40, stop=STOP, temperature=0) == want
     tight = Engine(model, rows=4, length=35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0)
-    assert graphed(model, 4, 35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0) == tight, "30 tokens are filled up to 32; 35 have room for 3 more"
-    assert graphed(model, 4, 31).generate(prompts(), new_tokens=1, stop=STOP, temperature=0) == [one[:1] for one in tight], "filled up past what there is room for"
+    assert graphed(model, 4, 35).generate(prompts(), new_tokens=5, stop=STOP, temperature=0) == tight, (
+        "30 tokens are filled up to 32; 35 have room for 3 more"
+    )
+    assert graphed(model, 4, 31).generate(prompts(), new_tokens=1, stop=STOP, temperature=0) == [
+        one[:1] for one in tight
+    ], "filled up past what there is room for"
 
 
 def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
@@ -92,7 +107,10 @@ def test_an_answer_ends_with_its_stop_token_or_has_all_its_tokens() -> None:
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7}], ids=str)
 def test_drawn_answers_depend_on_seed_and_index_and_not_on_the_batch(how: dict[str, Any]) -> None:
     model = made(SHAPES["qwen3"])
-    alone, together = (Engine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=11, **how) for rows in (1, 7))
+    alone, together = (
+        Engine(model, rows=rows, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=11, **how)
+        for rows in (1, 7)
+    )
     assert alone == together == graphed(model, 3, 192).generate(prompts(), new_tokens=40, stop=STOP, seed=11, **how)
     assert Engine(model, rows=7, length=100).generate(prompts(), new_tokens=40, stop=STOP, seed=12, **how) != alone
 
@@ -166,7 +184,9 @@ def test_after_a_refresh_the_new_weights_write(dtype: torch.dtype) -> None:
 
 
 def test_ids_beyond_the_vocabulary_are_never_written() -> None:
-    answers = Engine(made(LLAMA), rows=4, length=100, vocab=20).generate(prompts(), new_tokens=50, stop=(), temperature=3.0)
+    answers = Engine(made(LLAMA), rows=4, length=100, vocab=20).generate(
+        prompts(), new_tokens=50, stop=(), temperature=3.0
+    )
     assert max(max(answer) for answer in answers) == 19
 
 
@@ -214,15 +234,41 @@ def test_transformers_writes_the_same(c: ModelConfig, tmp_path: Path) -> None:
     ours = Engine(model, rows=4, length=100).generate(prompts(), new_tokens=25, stop=STOP, temperature=0)
     for prompt, answer in zip(prompts(), ours, strict=True):
         ids = torch.tensor([prompt])
-        whole = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=25, do_sample=False, eos_token_id=sorted(STOP), pad_token_id=0)
+        whole = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=25,
+            do_sample=False,
+            eos_token_id=sorted(STOP),
+            pad_token_id=0,
+        )
         assert whole[0, len(prompt) :].tolist() == answer
 
 
 def test_the_benchmark_of_generation_runs(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     program = Path(__file__).resolve().parent.parent / "benchmarks" / "grpo.py"
-    command = [sys.executable, str(program), "--size", "T", "--parts", "generate", "--repeats", "1", "--json", str(tmp_path / "cells.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False, timeout=300)
+    command = [
+        sys.executable,
+        str(program),
+        "--size",
+        "T",
+        "--parts",
+        "generate",
+        "--repeats",
+        "1",
+        "--json",
+        str(tmp_path / "cells.jsonl"),
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     ours, theirs = (json.loads(line) for line in (tmp_path / "cells.jsonl").read_text().splitlines())
     assert (ours["peer"], theirs["peer"]) == ("stoker", "transformers") and ours["greedy"] == theirs["greedy"]
@@ -269,13 +315,24 @@ print("as plain")
 def test_the_kernels_compute_what_plain_torch_does() -> None:
     """On a GPU as they are; without one in Triton's interpreter."""
     pytest.importorskip("triton")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path), **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})}
-    done = subprocess.run([sys.executable, "-c", KERNELS], env=env, capture_output=True, text=True, check=False, timeout=300)
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        **({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", KERNELS], env=env, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.stdout == "as plain\n", done.stdout + done.stderr
 
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU here")
-WIDE = {"llama": replace(LLAMA, head_dim=16), "qwen3": SHAPES["qwen3"], "no power of two": replace(SHAPES["qwen3"], head_dim=24)}
+WIDE = {
+    "llama": replace(LLAMA, head_dim=16),
+    "qwen3": SHAPES["qwen3"],
+    "no power of two": replace(SHAPES["qwen3"], head_dim=24),
+}
 
 
 @gpu
@@ -290,12 +347,17 @@ def test_graphs_write_what_a_loop_without_a_cache_does(c: ModelConfig) -> None:
     assert one != two and one == engine.generate(prompts(), new_tokens=60, stop=STOP, seed=1)
     there = made(c)
     there.load_state_dict(model.state_dict())
-    assert one == Engine(there, rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), "the CPU draws the same"
+    assert one == Engine(there, rows=4, length=192).generate(prompts(), new_tokens=60, stop=STOP, seed=1), (
+        "the CPU draws the same"
+    )
 
 
 @gpu
 def test_graphs_see_refreshed_weights_in_bf16() -> None:
-    model, other = made(SHAPES["qwen3"], torch.bfloat16, device="cuda"), made(SHAPES["qwen3"], torch.bfloat16, seed=8, device="cuda")
+    model, other = (
+        made(SHAPES["qwen3"], torch.bfloat16, device="cuda"),
+        made(SHAPES["qwen3"], torch.bfloat16, seed=8, device="cuda"),
+    )
     engine = Engine(model, rows=4, length=192)
     told: dict[str, Any] = {"new_tokens": 40, "stop": STOP, "temperature": 0}
     before = engine.generate(prompts(), **told)

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-from goodput_simulator import DAY, Estimate, Job, Launcher, exact_goodput, first_order_waste, mean_detection, simulate, young_interval
+from goodput_simulator import (
+    DAY,
+    Estimate,
+    Job,
+    Launcher,
+    exact_goodput,
+    first_order_waste,
+    mean_detection,
+    simulate,
+    young_interval,
+)
 
 SWIFT = Launcher("swift", crash_s=0.0, silent_s=0.0, restart_s=600.0)
 SLOW = Launcher("slow", crash_s=5.0, silent_s=1800.0, restart_s=300.0)
@@ -71,7 +81,10 @@ def test_the_first_order_waste_is_its_limit(mtbf_h: float) -> None:
     mtbf = mtbf_h * 3600
     job = Job(mtbf, 60, young_interval(60, mtbf), 0.2)
     waste = first_order_waste(job, SLOW)
-    small = max(job.interval_s + job.checkpoint_s, SLOW.restart_s, mean_detection(job, SLOW)) / mtbf + job.checkpoint_s / job.interval_s
+    small = (
+        max(job.interval_s + job.checkpoint_s, SLOW.restart_s, mean_detection(job, SLOW)) / mtbf
+        + job.checkpoint_s / job.interval_s
+    )
     assert 1 / exact_goodput(job, SLOW) - 1 == pytest.approx(waste, abs=2 * small**2)
     found = found_for(job, SLOW, runs=1000)
     assert 1 / found.goodput - 1 == pytest.approx(waste, abs=2 * small**2 + SIGMAS * found.error)

@@ -12,12 +12,23 @@ from stoker.control.launch.gpus import choose
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.model import machine_from_json
 
-FULL = {"memory_used": 47_900_000_000, "holders": [{"pid": 77, "memory": 47 * 10**9, "command": "python other.py", "user": "ann", "run": None}]}
+FULL = {
+    "memory_used": 47_900_000_000,
+    "holders": [{"pid": 77, "memory": 47 * 10**9, "command": "python other.py", "user": "ann", "run": None}],
+}
 MIG = [gpu_json(0, uuid=f"MIG-{n}", mig=n, mig_parent="GPU-0000") for n in range(2)] + [gpu_json(1)]
 
 
-def pick(cards: Any, env: dict[str, str] | None = None, held: dict[str, str] | None = None, machine: dict[str, Any] | None = None, **options: Any) -> Any:
-    return choose(RunOptions(**options), env or {}, machine_from_json(machine_json(cards, **(machine or {}))), held or {})
+def pick(
+    cards: Any,
+    env: dict[str, str] | None = None,
+    held: dict[str, str] | None = None,
+    machine: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    return choose(
+        RunOptions(**options), env or {}, machine_from_json(machine_json(cards, **(machine or {}))), held or {}
+    )
 
 
 def indices(choice: Any) -> list[int]:
@@ -66,7 +77,13 @@ def test_choice(gpus: Any, options: dict[str, Any], env: dict[str, str], want: l
         (0, {}, {"NPROC_PER_NODE": "2"}, 2, "2 CPU ranks"),
         (0, {"nproc_per_node": "auto"}, {}, 8, "8 CPU ranks"),
         (4, {"nproc_per_node": "cpu"}, {}, 8, "As asked for: 8 CPU ranks"),
-        (4, {"nproc_per_node": "2"}, {"CUDA_VISIBLE_DEVICES": ""}, 2, "CUDA_VISIBLE_DEVICES hides the GPUs: 2 CPU ranks"),
+        (
+            4,
+            {"nproc_per_node": "2"},
+            {"CUDA_VISIBLE_DEVICES": ""},
+            2,
+            "CUDA_VISIBLE_DEVICES hides the GPUs: 2 CPU ranks",
+        ),
     ],
 )
 def test_cpu_ranks(gpus: int, options: dict[str, Any], env: dict[str, str], ranks: int, line: str) -> None:
@@ -101,7 +118,9 @@ def test_cpu_ranks(gpus: int, options: dict[str, Any], env: dict[str, str], rank
         (2, {"gpus": "any:3"}, {}, {}, 69, "3 ranks asked for"),
     ],
 )  # fmt: skip
-def test_refusal(gpus: Any, options: dict[str, Any], env: dict[str, str], machine: dict[str, Any], code: int, says: str) -> None:
+def test_refusal(
+    gpus: Any, options: dict[str, Any], env: dict[str, str], machine: dict[str, Any], code: int, says: str
+) -> None:
     with pytest.raises(Refusal) as refused:
         pick(gpus, env, machine=machine, **options)
     assert refused.value.code == code and says in refused.value.line

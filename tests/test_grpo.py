@@ -54,16 +54,22 @@ SHAPE = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vo
 def test_advantages_are_normalised_within_their_group_and_constant_groups_give_zero() -> None:
     rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.1, 0.1, 0.1, 0.1], [0.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
     scaled = advantages(rewards, True)
-    torch.testing.assert_close(scaled[0], torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64) * 0.5 / (0.5 + 1e-4))
+    torch.testing.assert_close(
+        scaled[0], torch.tensor([1.0, -1.0, -1.0, 1.0], dtype=torch.float64) * 0.5 / (0.5 + 1e-4)
+    )
     assert scaled[1].tolist() == [0.0] * 4, "not even the rounding of their mean is learned from"
-    assert scaled[2, 3] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4)) and float(scaled[2].sum()) == pytest.approx(0, abs=1e-12)
+    assert scaled[2, 3] == pytest.approx(0.75 / (0.1875**0.5 + 1e-4)) and float(scaled[2].sum()) == pytest.approx(
+        0, abs=1e-12
+    )
     assert advantages(rewards, False)[2].tolist() == [-0.25, -0.25, -0.25, 0.75]
     assert advantages(torch.zeros(0, 4, dtype=torch.float64), True).shape == (0, 4), "a rank may have no prompts"
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(temperature: float, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(
+    temperature: float, tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Right-padded micro-batches, answers only, chunks of three tokens, against whole logits row by row."""
     monkeypatch.setattr(chunked, "chunk_rows", lambda tokens, vocabulary, itemsize: min(tokens, 3))
     model = Decoder(replace(SHAPE, tied=tied), 64)
@@ -73,13 +79,20 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(temperature: f
     def ids(count: int) -> tuple[int, ...]:
         return tuple(int(one) for one in draw.integers(0, 260, count))
 
-    rows = [Row(ids(before), ids(after), float(draw.normal())) for before, after in ((5, 3), (17, 1), (2, 20), (9, 9), (30, 4))]
+    rows = [
+        Row(ids(before), ids(after), float(draw.normal()))
+        for before, after in ((5, 3), (17, 1), (2, 20), (9, 9), (30, 4))
+    ]
     batches = []
     for batch in arrange(rows, 2, 64, CPU):
         with torch.no_grad():
-            far = [torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5 for n in (1, 2)]
+            far = [
+                torch.randn(len(batch.targets), generator=torch.Generator().manual_seed(n)) * 0.4 - 5.5 for n in (1, 2)
+            ]
         batches.append(replace(batch, old=far[0], reference=far[1]))
-    assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 32), (2, 32), (1, 48)], "sorted by length, padded to multiples of 16"
+    assert [tuple(batch.inputs.shape) for batch in batches] == [(2, 32), (2, 32), (1, 48)], (
+        "sorted by length, padded to multiples of 16"
+    )
     policy = Policy(model, temperature=temperature, clip_ratio=0.2, kl=0.3)
     tokens = sum(len(row.answer) for row in rows)
     loss = sum(policy(batch, 1 / tokens)[0] for batch in batches)
@@ -90,7 +103,10 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(temperature: f
     model.zero_grad()
     total, divergence, entropy = torch.zeros(()), torch.zeros(()), torch.zeros(())
     ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
-    at = {id(row): (number // 2, sum(len(before.answer) for before in ordered[number // 2 * 2 : number])) for number, row in enumerate(ordered)}
+    at = {
+        id(row): (number // 2, sum(len(before.answer) for before in ordered[number // 2 * 2 : number]))
+        for number, row in enumerate(ordered)
+    }
     for row in ordered:
         number, begin = at[id(row)]
         fixed = slice(begin, begin + len(row.answer))
@@ -107,7 +123,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_plain_formula(temperature: f
     assert loss.item() == pytest.approx(total.item() / tokens, rel=1e-5)
     assert seen.tolist() == pytest.approx([divergence.item(), entropy.item()], rel=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(ours[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_a_rank_without_answers_has_a_gradient_of_zero_for_every_parameter() -> None:
@@ -133,10 +151,23 @@ def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> Non
     model.start(1)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     optimizer = Optimizer(model, OptimConfig())
-    updater = Updater(model, None, optimizer, Group(ParallelConfig(device="cpu")), GrpoConfig(), temperature=1.0, micro=2, attention="auto")
+    updater = Updater(
+        model,
+        None,
+        optimizer,
+        Group(ParallelConfig(device="cpu")),
+        GrpoConfig(),
+        temperature=1.0,
+        micro=2,
+        attention="auto",
+    )
     answers = [Answer(place, asking.Prompt(0, "?", (1, 2, 3), "7"), (55, 258), "7", True) for place in range(3)]
     bad = updater.learn(answers, [1.0, math.nan, -1.0], [2, 2, 2], 1.0)
-    assert not bad.finite and updater.done == 0 and all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert (
+        not bad.finite
+        and updater.done == 0
+        and all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    )
     good = updater.learn(answers, [1.0, 0.5, -1.0], [2, 2, 2], 1.0)
     assert good.finite and updater.done == 1 and not torch.equal(model.embed.weight, before["embed.weight"])
 
@@ -166,17 +197,36 @@ def test_all_alike_every_prompt_is_drawn_equally_often_also_where_a_step_has_mor
 def test_prompts_come_as_text_messages_or_gsm8k_and_few_bad_ones_are_named_and_left_out() -> None:
     tokenizer = bytes_tokenizer()
     good = [
-        {"prompt": "What is 2 + 3?", "answer": "5"}, {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 3?"}], "answer": 5},
+        {"prompt": "What is 2 + 3?", "answer": "5"},
+        {"prompt": [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 3?"}], "answer": 5},
         {"question": "How many?", "answer": "5 of them\n#### 5"},
-    ]  # fmt: skip
+    ]
     rows = [*(good * 200)[:598], {"prompt": "x" * 200, "answer": "5"}, {"prompt": "no answer"}]
     found, lines = asking.read(rows, tokenizer, 100, "p.jsonl")
-    assert len(found) == 598 and found[1].answer == "5" and tokenizer.decode(found[0].ids) == "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
-    assert len(lines) == 2 and "1 of 600 rows longer than" in lines[0] and "(row 599): left out" in lines[0] and "without an answer (row 600)" in lines[1]
+    assert (
+        len(found) == 598
+        and found[1].answer == "5"
+        and tokenizer.decode(found[0].ids) == "<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (
+        len(lines) == 2
+        and "1 of 600 rows longer than" in lines[0]
+        and "(row 599): left out" in lines[0]
+        and "without an answer (row 600)" in lines[1]
+    )
     with pytest.raises(Refusal) as refused:
         asking.read([*good, *[{"prompt": "x" * 200, "answer": "5"}] * 5], tokenizer, 100, "p.jsonl")
-    assert refused.value.code == EX_DATAERR and "5 of 8 rows" in refused.value.line and "rows 4, 5, 6, …" in refused.value.line and "100 tokens fit" in refused.value.line
-    for bad, words in (([{"role": "robot", "content": "?"}], "a role other than"), ([{"role": "assistant", "content": "?"}], "last message"), ([], "without a prompt")):
+    assert (
+        refused.value.code == EX_DATAERR
+        and "5 of 8 rows" in refused.value.line
+        and "rows 4, 5, 6, …" in refused.value.line
+        and "100 tokens fit" in refused.value.line
+    )
+    for bad, words in (
+        ([{"role": "robot", "content": "?"}], "a role other than"),
+        ([{"role": "assistant", "content": "?"}], "last message"),
+        ([], "without a prompt"),
+    ):
         with pytest.raises(Refusal, match=words):
             asking.read([{"prompt": bad, "answer": "5"}], tokenizer, 100, "p.jsonl")
 
@@ -184,9 +234,19 @@ def test_prompts_come_as_text_messages_or_gsm8k_and_few_bad_ones_are_named_and_l
 def test_a_system_message_is_said_before_prompts_that_have_none() -> None:
     tokenizer = bytes_tokenizer()
     own = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 3?"}]
-    found, _ = asking.read([{"prompt": "2 + 3?", "answer": "5"}, {"prompt": own, "answer": "5"}], tokenizer, 200, "p.jsonl", "End with ####.")
+    found, _ = asking.read(
+        [{"prompt": "2 + 3?", "answer": "5"}, {"prompt": own, "answer": "5"}],
+        tokenizer,
+        200,
+        "p.jsonl",
+        "End with ####.",
+    )
     shown = [tokenizer.decode(one.ids) for one in found]
-    assert shown[0].startswith("<|im_start|>system\nEnd with ####.<|im_end|>\n<|im_start|>user\n2 + 3?") and "####" not in shown[1] and "Be short." in shown[1]
+    assert (
+        shown[0].startswith("<|im_start|>system\nEnd with ####.<|im_end|>\n<|im_start|>user\n2 + 3?")
+        and "####" not in shown[1]
+        and "Be short." in shown[1]
+    )
 
 
 def test_a_reward_models_scores_count_within_a_prompt_whatever_their_level() -> None:
@@ -203,9 +263,13 @@ def test_weights_of_another_file_are_refused() -> None:
     right = [{"index": 1, "weight": 0.5}, {"index": 0, "weight": 1.5}]
     assert asking.weights(right, 2, "w.jsonl").tolist() == [1.5, 0.5]
     for rows, count, words in (
-        (right, 3, "weights of 2 prompts and grpo.prompts 3 rows"), ([*right, right[0]], 2, "3 prompts"), ([right[0], right[0]], 2, "belong together"),
-        ([{"index": 0, "weight": -1}], 1, "row 1: an index and a weight"), ([{"index": 0, "weight": float("nan")}], 1, "row 1"), ([{"weight": 1}], 1, "row 1"),
-    ):  # fmt: skip
+        (right, 3, "weights of 2 prompts and grpo.prompts 3 rows"),
+        ([*right, right[0]], 2, "3 prompts"),
+        ([right[0], right[0]], 2, "belong together"),
+        ([{"index": 0, "weight": -1}], 1, "row 1: an index and a weight"),
+        ([{"index": 0, "weight": float("nan")}], 1, "row 1"),
+        ([{"weight": 1}], 1, "row 1"),
+    ):
         with pytest.raises(Refusal, match=words) as refused:
             asking.weights(rows, count, "w.jsonl")
         assert refused.value.code == EX_DATAERR
@@ -263,7 +327,14 @@ def test_the_breaker(name: str, seen: list[Seen], c: GrpoConfig, words: tuple[st
 
 
 def test_a_step_that_looks_broken_is_not_worth_a_checkpoint() -> None:
-    for told, troubled in (({}, False), ({"kl": 11.0}, True), ({"entropy": 0.0}, True), ({"length": 1.0}, True), ({"finite": False}, True), ({"reward": 0.0, "spread": 0.0}, False)):
+    for told, troubled in (
+        ({}, False),
+        ({"kl": 11.0}, True),
+        ({"entropy": 0.0}, True),
+        ({"length": 1.0}, True),
+        ({"finite": False}, True),
+        ({"reward": 0.0, "spread": 0.0}, False),
+    ):
         assert History(GrpoConfig(), SOUND[:FIRST], [*SOUND[-9:], *steps(1, **told)]).troubled() == troubled, told
 
 
@@ -312,7 +383,11 @@ def model_that_answers_with_a_digit(folder: Path) -> None:
         rows = []
         for _ in range(16):
             asked, digit = torch.randint(10, 100, (1,)), int(torch.randint(0, 10, (1,)))
-            rows.append(chat.chat(tokenizer, [("user", str(int(asked)).encode()), ("assistant", str(digit).encode())])[0][:-1].astype(np.int64))
+            rows.append(
+                chat.chat(tokenizer, [("user", str(int(asked)).encode()), ("assistant", str(digit).encode())])[0][
+                    :-1
+                ].astype(np.int64)
+            )
         ids = torch.from_numpy(np.stack(rows))
         targets = ids[:, 1:].clone()
         targets[:, :-2] = -100
@@ -321,7 +396,9 @@ def model_that_answers_with_a_digit(folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     hf.save(model, str(folder / "hf"), tokenizer_folder=str(folder / "tokenizer"), say=lambda line: None)
-    (folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": str(number), "answer": "7", "kind": "seven"}) + "\n" for number in range(10, 50)))
+    (folder / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": str(number), "answer": "7", "kind": "seven"}) + "\n" for number in range(10, 50))
+    )
 
 
 @pytest.fixture(scope="module")
@@ -337,18 +414,53 @@ class Forks:
 
     def words(self, *more: str) -> list[str]:
         return [
-            "--preset", "small", "--model.load", str(self._given / "hf"), "--grpo.prompts", str(self._given / "prompts.jsonl"), "--context_length", "48",
-            "--generate.new_tokens", "4", "--generate.rows", "16", "--grpo.prompts_per_step", "6", "--grpo.group", "8", "--learning_rate", "3e-3", "--warmup_ratio", "0",
-            "--schedule", "constant", "--weight_decay", "0", "--log_every", "1", "--batch.micro", "16", "--batch.tokens", "0", "--timeout", "60s",
-            "--cache", str(self._given / "cache"), *more,
-        ]  # fmt: skip
+            "--preset",
+            "small",
+            "--model.load",
+            str(self._given / "hf"),
+            "--grpo.prompts",
+            str(self._given / "prompts.jsonl"),
+            "--context_length",
+            "48",
+            "--generate.new_tokens",
+            "4",
+            "--generate.rows",
+            "16",
+            "--grpo.prompts_per_step",
+            "6",
+            "--grpo.group",
+            "8",
+            "--learning_rate",
+            "3e-3",
+            "--warmup_ratio",
+            "0",
+            "--schedule",
+            "constant",
+            "--weight_decay",
+            "0",
+            "--log_every",
+            "1",
+            "--batch.micro",
+            "16",
+            "--batch.tokens",
+            "0",
+            "--timeout",
+            "60s",
+            "--cache",
+            str(self._given / "cache"),
+            *more,
+        ]
 
-    def __call__(self, ranks: int, folder: Path, *more: str, stop_after: int | None = None, by: int = signal.SIGTERM) -> Job:
+    def __call__(
+        self, ranks: int, folder: Path, *more: str, stop_after: int | None = None, by: int = signal.SIGTERM
+    ) -> Job:
         """`stop_after`: a signal to all ranks once that step's line is written."""
         pids = self._ranks.begin(ranks, folder, words=self.words(*more))
         if stop_after is not None:
             path = folder / "run" / "metrics.jsonl"
-            reached = wait_for(lambda: True if path.exists() and path.read_text().count("\n") > stop_after else None, 60)
+            reached = wait_for(
+                lambda: True if path.exists() and path.read_text().count("\n") > stop_after else None, 60
+            )
             for pid in pids:
                 os.kill(pid, by)
             assert reached, (folder / "rank-0.log").read_text()
@@ -374,18 +486,46 @@ def whole(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> Job:
 def test_the_reward_rises_and_the_result_tells_it(whole: Job, given: Path) -> None:
     rewards = [line["reward"] for line in whole.metrics]
     assert len(rewards) == STEPS and sum(rewards[:3]) / 3 < 0.25 and sum(rewards[-3:]) / 3 > 0.5, rewards
-    assert {"step", "loss", "reward", "correct", "reward_std", "kl", "entropy", "length", "cut", "tokens", "grad_norm", "lr"} <= whole.metrics[0].keys()
+    assert {
+        "step",
+        "loss",
+        "reward",
+        "correct",
+        "reward_std",
+        "kl",
+        "entropy",
+        "length",
+        "cut",
+        "tokens",
+        "grad_norm",
+        "lr",
+    } <= whole.metrics[0].keys()
     (last,) = (whole.run / "checkpoints").glob(f"step-{STEPS:08d}")
     exporting.export(Found(str(last), True), str(whole.run / "exported"), None, None, lambda line: None)
     saved, exported = (load_file(whole.run / name / "model.safetensors") for name in ("hf", "exported"))
-    assert saved.keys() == exported.keys() and all(torch.equal(saved[name].float(), exported[name].float()) for name in saved), "a checkpoint is a model, too"
+    assert saved.keys() == exported.keys() and all(
+        torch.equal(saved[name].float(), exported[name].float()) for name in saved
+    ), "a checkpoint is a model, too"
     found = whole.result
-    assert (found["stage"], found["model"], found["metrics"]["steps"], found["metrics"]["stopped"]) == ("grpo", "hf", STEPS, None)
+    assert (found["stage"], found["model"], found["metrics"]["steps"], found["metrics"]["stopped"]) == (
+        "grpo",
+        "hf",
+        STEPS,
+        None,
+    )
     cut = [row["cut"] for row in whole.metrics]
-    assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"]["cut_last"] == pytest.approx(sum(cut[-5:]) / 5)
-    assert found["metrics"]["reward_first"] == pytest.approx(sum(rewards[:5]) / 5) and found["metrics"]["reward_last"] == pytest.approx(sum(rewards[-5:]) / 5)
-    assert found["metrics"]["kl_last"] > 0 and found["metrics"]["entropy_last"] > 0 and found["metrics"]["length_last"] > 1
-    assert f"Step [3/{STEPS}] | Reward: " in whole.said() and " | Right: " in whole.said() and " | ETA: " in whole.said()
+    assert found["metrics"]["cut_first"] == pytest.approx(sum(cut[:5]) / 5) and found["metrics"][
+        "cut_last"
+    ] == pytest.approx(sum(cut[-5:]) / 5)
+    assert found["metrics"]["reward_first"] == pytest.approx(sum(rewards[:5]) / 5) and found["metrics"][
+        "reward_last"
+    ] == pytest.approx(sum(rewards[-5:]) / 5)
+    assert (
+        found["metrics"]["kl_last"] > 0 and found["metrics"]["entropy_last"] > 0 and found["metrics"]["length_last"] > 1
+    )
+    assert (
+        f"Step [3/{STEPS}] | Reward: " in whole.said() and " | Right: " in whole.said() and " | ETA: " in whole.said()
+    )
     assert (whole.run / "hf" / "tokenizer.json").read_bytes() == (given / "hf" / "tokenizer.json").read_bytes()
     model = Decoder(hf.shape_of(str(whole.run / "hf")), 48)
     hf.load(model, str(whole.run / "hf"), lambda line: None)
@@ -407,7 +547,9 @@ def test_a_rank_without_prompts_takes_part(forks: Forks, tmp_path: Path) -> None
     few = ("--max-steps", "3", "--grpo.prompts_per_step", "1", "--export", "false")
     one, two = forks(1, tmp_path / "1", *few), forks(2, tmp_path / "2", *few)
     assert one.codes == [0] and two.codes == [0, 0], two.said(1)
-    assert [line["loss"] for line in two.metrics] == pytest.approx([line["loss"] for line in one.metrics], rel=1e-4, abs=1e-7)
+    assert [line["loss"] for line in two.metrics] == pytest.approx(
+        [line["loss"] for line in one.metrics], rel=1e-4, abs=1e-7
+    )
 
 
 def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: Forks, tmp_path: Path) -> None:
@@ -419,10 +561,17 @@ def test_several_updates_a_step_learn_too_and_do_not_depend_on_the_ranks(forks: 
     assert one.metrics[-1]["reward"] > one.metrics[0]["reward"]
 
 
-def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninterrupted_run(forks: Forks, whole: Job, tmp_path: Path) -> None:
+def test_stopped_by_sigterm_and_started_again_it_gives_the_metrics_of_an_uninterrupted_run(
+    forks: Forks, whole: Job, tmp_path: Path
+) -> None:
     more = ("--max-steps", str(STEPS), "--every_steps", "4")
     first = forks(1, tmp_path, *more, stop_after=5)
-    assert first.codes == [0] and 5 < len(first.metrics) < STEPS and not (first.run / "result.json").exists() and "stopped: " in first.said()
+    assert (
+        first.codes == [0]
+        and 5 < len(first.metrics) < STEPS
+        and not (first.run / "result.json").exists()
+        and "stopped: " in first.said()
+    )
     second = forks(1, tmp_path, *more)
     assert second.codes == [0] and "resumes at step" in second.said()
     assert second.metrics == whole.metrics and second.result["metrics"] == whole.result["metrics"]
@@ -439,15 +588,40 @@ def test_two_ranks_killed_in_the_middle_go_on_bit_for_bit(forks: Forks, tmp_path
     assert rest.codes == alone.codes == [0, 0] and rest.metrics == alone.metrics
 
 
-def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_checkpoint(forks: Forks, given: Path, tmp_path: Path) -> None:
+def test_the_breaker_stops_with_its_line_a_code_a_result_and_the_last_good_checkpoint(
+    forks: Forks, given: Path, tmp_path: Path
+) -> None:
     prompts = tmp_path / "never.jsonl"
     prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
-    job = forks(2, tmp_path / "job", "--grpo.prompts", str(prompts), "--grpo.breaker_steps", "3", "--every_steps", "1", "--max-steps", "9", "--grpo.prompts_per_step", "4")
+    job = forks(
+        2,
+        tmp_path / "job",
+        "--grpo.prompts",
+        str(prompts),
+        "--grpo.breaker_steps",
+        "3",
+        "--every_steps",
+        "1",
+        "--max-steps",
+        "9",
+        "--grpo.prompts_per_step",
+        "4",
+    )
     assert job.codes == [EX_SOFTWARE] * 2
     for rank in (0, 1):
-        assert "GRPO stopped itself: the reward was exactly 0 for every answer for 3 steps (since step 0)" in job.said(rank) and "Traceback" not in job.said(rank)
-    assert job.result["model"] is None and job.result["metrics"]["steps"] == 3 and "exactly 0" in job.result["metrics"]["stopped"]
-    assert "the last good checkpoint is" in job.result["metrics"]["stopped"] and list((job.run / "checkpoints").glob("step-*")) and not (job.run / "hf").exists()
+        assert "GRPO stopped itself: the reward was exactly 0 for every answer for 3 steps (since step 0)" in job.said(
+            rank
+        ) and "Traceback" not in job.said(rank)
+    assert (
+        job.result["model"] is None
+        and job.result["metrics"]["steps"] == 3
+        and "exactly 0" in job.result["metrics"]["stopped"]
+    )
+    assert (
+        "the last good checkpoint is" in job.result["metrics"]["stopped"]
+        and list((job.run / "checkpoints").glob("step-*"))
+        and not (job.run / "hf").exists()
+    )
 
 
 def test_solved_prompts_end_the_run_early_and_well(forks: Forks, tmp_path: Path) -> None:
@@ -461,16 +635,32 @@ def test_solved_prompts_end_the_run_early_and_well(forks: Forks, tmp_path: Path)
 
 def test_weights_of_the_density_stage_choose_the_prompts(forks: Forks, tmp_path: Path) -> None:
     weights = tmp_path / "weights.jsonl"
-    weights.write_text("".join(json.dumps({"index": n, "weight": 40.0 if n == 3 else 0.0, "density": 1.0, "cluster": 0}) + "\n" for n in range(40)))
+    weights.write_text(
+        "".join(
+            json.dumps({"index": n, "weight": 40.0 if n == 3 else 0.0, "density": 1.0, "cluster": 0}) + "\n"
+            for n in range(40)
+        )
+    )
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{n + 10}", "answer": "7" if n == 3 else "no model says this"}) + "\n" for n in range(40)))
+    prompts.write_text(
+        "".join(
+            json.dumps({"prompt": f"{n + 10}", "answer": "7" if n == 3 else "no model says this"}) + "\n"
+            for n in range(40)
+        )
+    )
     more = ("--max-steps", "2", "--grpo.weights", str(weights), "--export", "false")
     job = forks(1, tmp_path, *more, "--grpo.prompts", str(prompts))
     same = forks(1, tmp_path / "same", *more, "--grpo.prompts", str(prompts))
-    assert job.codes == [0] and sum(line["correct"] for line in job.metrics) > 0 and job.metrics == same.metrics, "only the one that can be answered was asked"
+    assert job.codes == [0] and sum(line["correct"] for line in job.metrics) > 0 and job.metrics == same.metrics, (
+        "only the one that can be answered was asked"
+    )
     weights.write_text(weights.read_text().splitlines()[0] + "\n")
     short = forks(1, tmp_path / "short", "--max-steps", "2", "--grpo.weights", str(weights))
-    assert short.codes == [EX_DATAERR] and "weights of 1 prompts and grpo.prompts 40 rows" in short.said() and "Traceback" not in short.said()
+    assert (
+        short.codes == [EX_DATAERR]
+        and "weights of 1 prompts and grpo.prompts 40 rows" in short.said()
+        and "Traceback" not in short.said()
+    )
 
 
 def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path) -> None:
@@ -481,7 +671,18 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
     with torch.no_grad():
         judge.score.normal_(generator=torch.Generator().manual_seed(0))
     save(judge, str(tmp_path / "reward"), str(given / "tokenizer"), lambda line: None, True)
-    job = forks(1, tmp_path, "--max-steps", "2", "--grpo.reward_model", str(tmp_path / "reward"), "--grpo.reward_weight", "0.5", "--export", "false")
+    job = forks(
+        1,
+        tmp_path,
+        "--max-steps",
+        "2",
+        "--grpo.reward_model",
+        str(tmp_path / "reward"),
+        "--grpo.reward_weight",
+        "0.5",
+        "--export",
+        "false",
+    )
     assert job.codes == [0], job.said()
     assert all(0 < line["reward"] - line["correct"] < 0.5 for line in job.metrics)
     none = forks(1, tmp_path / "none", "--max-steps", "2", "--grpo.reward_model", str(given / "hf"))
@@ -493,21 +694,34 @@ def test_a_reward_model_adds_its_share(forks: Forks, given: Path, tmp_path: Path
 
 
 def test_max_samples_are_the_first_prompts(forks: Forks, tmp_path: Path) -> None:
-    job = forks(1, tmp_path / "job", "--max-steps", "1", "--data.max_samples", "5", "--grpo.prompts_per_step", "4", "--export", "false")
+    job = forks(
+        1,
+        tmp_path / "job",
+        "--max-steps",
+        "1",
+        "--data.max_samples",
+        "5",
+        "--grpo.prompts_per_step",
+        "4",
+        "--export",
+        "false",
+    )
     assert job.codes == [0] and "prompts: 5, 4 a step" in job.said()
 
 
 def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"prompt": "x" * 60, "answer": "7"}) + "\n")
-    for number, (words, code, line) in enumerate((
-        (("--grpo.prompts", str(tmp_path / "none.jsonl")), EX_NOINPUT, "none.jsonl can't be read"),
-        (("--grpo.prompts", str(long)), EX_DATAERR, "1 of 1 rows longer than"),
-        (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
-        (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
-        (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
-        (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
-    )):  # fmt: skip
+    for number, (words, code, line) in enumerate(
+        (
+            (("--grpo.prompts", str(tmp_path / "none.jsonl")), EX_NOINPUT, "none.jsonl can't be read"),
+            (("--grpo.prompts", str(long)), EX_DATAERR, "1 of 1 rows longer than"),
+            (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
+            (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
+            (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
+            (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),
+        )
+    ):
         job = forks(1, tmp_path / str(number), "--max-steps", "2", *words)
         assert job.codes == [code] and line in job.said() and "Traceback" not in job.said(), job.said()
 
@@ -515,7 +729,11 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
 def test_under_the_launcher_the_verdict_is_the_breakers_line(stoker: Stoker, forks: Forks, tmp_path: Path) -> None:
     prompts = tmp_path / "never.jsonl"
     prompts.write_text('{"prompt": "11", "answer": "no model says this"}\n')
-    words = forks.words("--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4")
+    words = forks.words(
+        "--grpo.prompts", str(prompts), "--grpo.breaker_steps", "2", "--max-steps", "9", "--grpo.prompts_per_step", "4"
+    )
     done = stoker.torch("run", "--nproc-per-node", "1", "--no-preflight", "-m", "stoker.training.recipes.grpo", *words)
-    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), done.out[-3000:] + done.err[-2000:]
+    assert (done.code, done.verdict["cause"], done.verdict["retryable"]) == (EX_SOFTWARE, "grpo.broken", False), (
+        done.out[-3000:] + done.err[-2000:]
+    )
     assert "the reward was exactly 0 for every answer for 2 steps" in done.verdict["summary"]

@@ -18,7 +18,9 @@ HANG_TIMEOUT = "20s"  # above the longest of them and what two cores need to imp
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.in_ci], ids=lambda shape: shape.name)
 def test_it_is_left_alone(stoker: Stoker, shape: Shape) -> None:
-    done = stoker.torch("run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *shape.command(seed=1, scale=SCALE))
+    done = stoker.torch(
+        "run", "--nproc-per-node", str(shape.ranks), "--hang-timeout", HANG_TIMEOUT, *shape.command(seed=1, scale=SCALE)
+    )
     assert done.code == 0, done.out + done.err
     assert outcome(done.run_dir).wrong(shape.straggler) == []
 
@@ -33,7 +35,12 @@ def test_a_wrong_outcome_is_seen() -> None:
 
 
 def test_every_script_is_in_the_table() -> None:
-    scripts = {path.name for path in Path(HERE).glob("*.py")} - {"__init__.py", "shapes.py", "outcome.py", "training.py"}
+    scripts = {path.name for path in Path(HERE).glob("*.py")} - {
+        "__init__.py",
+        "shapes.py",
+        "outcome.py",
+        "training.py",
+    }
     assert {shape.script for shape in SHAPES} == scripts
     assert len({shape.name for shape in SHAPES}) == len(SHAPES)
 
@@ -42,6 +49,10 @@ def test_every_script_is_in_the_table() -> None:
 def test_its_arguments_are_ones_its_script_takes(shape: Shape) -> None:
     """A wrong flag would end the run at once, and a benchmark of 15 minutes with it."""
     tree = ast.parse((HERE / shape.script).read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "arguments"]
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "arguments"
+    ]
     taken = {str(keyword.arg) for keyword in calls[0].keywords}
     assert {word[2:].replace("-", "_") for word in shape.args.split() if word.startswith("--")} <= taken

@@ -34,13 +34,26 @@ from stoker.training.model.hf_config import shape_of
 from stoker.training.model.hf_files import check
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
-LLAMA = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, rope_theta=500.0, norm_eps=1e-5, init_std=0.3)
+LLAMA = ModelConfig(
+    layers=2,
+    dim=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    ff=48,
+    vocab_size=96,
+    rope_theta=500.0,
+    norm_eps=1e-5,
+    init_std=0.3,
+)
 SHAPES = {
     "llama tied": LLAMA,
     "llama untied": replace(LLAMA, tied=False),
     "llama with as many key heads": replace(LLAMA, kv_heads=4),
     "llama with heads that don't divide its width": replace(LLAMA, heads=6),
-    "llama 3.1": replace(LLAMA, head_dim=16, rope_theta=5e5, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original=64),
+    "llama 3.1": replace(
+        LLAMA, head_dim=16, rope_theta=5e5, rope_factor=8.0, rope_low=1.0, rope_high=4.0, rope_original=64
+    ),
     "qwen3 with wide heads": replace(LLAMA, qk_norm=True, head_dim=24, rope_theta=1e6, norm_eps=1e-6),
     "qwen3 untied": replace(LLAMA, qk_norm=True, head_dim=24, tied=False),
 }
@@ -57,7 +70,11 @@ def made(c: ModelConfig, seed: int = 3) -> Decoder:
     with torch.no_grad():
         for parameter in model.parameters():  # norms that are all one would hide one taken for another
             if parameter.dim() == 1:
-                parameter.copy_(torch.empty(parameter.shape).uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(parameter) + seed)))
+                parameter.copy_(
+                    torch.empty(parameter.shape).uniform_(
+                        0.5, 1.5, generator=torch.Generator().manual_seed(len(parameter) + seed)
+                    )
+                )
     return model.eval()
 
 
@@ -109,8 +126,16 @@ def test_an_export_has_the_same_logits_in_transformers(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "llama of 4.x", "mistral"])
 def test_a_folder_of_transformers_has_the_same_logits_here(kind: str, tmp_path: Path) -> None:
     torch.manual_seed(5)
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96,
-            "initializer_range": 0.3, "rope_parameters": {"rope_type": "default", "rope_theta": 777.0}}  # fmt: skip
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "initializer_range": 0.3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
+    }
     if kind == "qwen3":
         model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**size, head_dim=24, tie_word_embeddings=True))
     elif kind == "mistral":
@@ -123,7 +148,9 @@ def test_a_folder_of_transformers_has_the_same_logits_here(kind: str, tmp_path: 
         told = json.loads(path.read_text())
         del told["rope_parameters"], told["dtype"], told["head_dim"]
         path.write_text(json.dumps({**told, "rope_theta": 777.0, "rope_scaling": None, "torch_dtype": "float32"}))
-    torch.testing.assert_close(logits_of_ours(tmp_path / "theirs"), logits_of_theirs(tmp_path / "theirs"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of_ours(tmp_path / "theirs"), logits_of_theirs(tmp_path / "theirs"), atol=1e-4, rtol=0
+    )
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -169,10 +196,21 @@ def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkey
 
 
 def test_shards_that_transformers_wrote_load(tmp_path: Path) -> None:
-    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 96, "initializer_range": 0.3}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "vocab_size": 96,
+        "initializer_range": 0.3,
+    }
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**size)).save_pretrained(
+        tmp_path / "theirs", max_shard_size="20KB"
+    )
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
-    torch.testing.assert_close(logits_of_ours(tmp_path / "theirs"), logits_of_theirs(tmp_path / "theirs"), atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        logits_of_ours(tmp_path / "theirs"), logits_of_theirs(tmp_path / "theirs"), atol=1e-4, rtol=0
+    )
 
 
 def test_the_tokenizer_lies_beside_and_says_which_token_ends_a_text(tmp_path: Path) -> None:
@@ -215,15 +253,27 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "no architecture": ({"architectures": None, "model_type": "gpt2"}, "'gpt2'"),
     "attention bias": ({"attention_bias": True}, "attention_bias"),
     "mlp bias": ({"mlp_bias": True}, "mlp_bias"),
-    "llama 3.1's rotary embedding without its numbers": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+    "llama 3.1's rotary embedding without its numbers": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        "low_freq_factor",
+    ),
     "another scaling": ({"rope_parameters": {"rope_type": "yarn", "factor": 8.0, "rope_theta": 5e5}}, "yarn"),
     "an older scaling": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
     "partly turned heads": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "a sliding window": (
-        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_sliding_window": True, "sliding_window": 1024, "max_window_layers": 1},
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "use_sliding_window": True,
+            "sliding_window": 1024,
+            "max_window_layers": 1,
+        },
         "sliding window of 1024",
     ),
-    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 512}, "sliding window of 512"),
+    "sliding layers": (
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 512},
+        "sliding window of 512",
+    ),
     "mistral's window": ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding window of 4096"),
     "quantised": ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
     "another activation": ({"hidden_act": "gelu"}, "gelu"),
@@ -282,7 +332,9 @@ def _untied(tensors: dict[str, Tensor]) -> None:
         (_untied, "lm_head.weight differs"),
     ],
 )
-def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(edit: Callable[[dict[str, Tensor]], None], word: str, folder: Path) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name_and_change_nothing(
+    edit: Callable[[dict[str, Tensor]], None], word: str, folder: Path
+) -> None:
     rewrite(folder, edit)
     model = made(LLAMA, seed=9)
     before = [parameter.clone() for parameter in model.parameters()]
@@ -410,7 +462,13 @@ def test_ranks_of_a_sharded_model_load_and_save_together(folder: Path) -> None:
     work = folder.parent
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", SHARDED, str(rank), str(work)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", SHARDED, str(rank), str(work)],
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         for rank in range(2)
     ]
     said = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -434,9 +492,14 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def _answer(self, whole: bool) -> None:
         path = self.path.partition("?")[0]
         name = path.rpartition("/")[2]
-        entries = [{"type": "file", "path": one.name, "size": one.stat().st_size, "oid": "1" * 40} for one in self.folder.iterdir()]
+        entries = [
+            {"type": "file", "path": one.name, "size": one.stat().st_size, "oid": "1" * 40}
+            for one in self.folder.iterdir()
+        ]
         if path.startswith("/api/models/maker/small/revision/"):
-            body = json.dumps({"id": "maker/small", "sha": self.commit, "siblings": [{"rfilename": one["path"]} for one in entries]}).encode()
+            body = json.dumps(
+                {"id": "maker/small", "sha": self.commit, "siblings": [{"rfilename": one["path"]} for one in entries]}
+            ).encode()
         elif path.startswith("/api/models/maker/small/tree/"):
             body = json.dumps(entries).encode()
         elif path.startswith("/maker/small/resolve/") and (self.folder / name).exists():
@@ -479,12 +542,28 @@ def test_a_hub_id_is_fetched_once_and_refused_in_one_line_where_that_fails(folde
     (folder / "pytorch_model.bin").write_text("never fetched")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), type("Serving", (Hub,), {"folder": folder}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    gone = ("HF_TOKEN", "HF_HUB_OFFLINE", "HF_HUB_CACHE", "HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy", "ALL_PROXY", "all_proxy")
+    gone = (
+        "HF_TOKEN",
+        "HF_HUB_OFFLINE",
+        "HF_HUB_CACHE",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "http_proxy",
+        "https_proxy",
+        "ALL_PROXY",
+        "all_proxy",
+    )
     env = {key: value for key, value in os.environ.items() if key not in gone}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    env |= {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+    }
 
     def ask(*names: str) -> list[str]:
-        done = subprocess.run([sys.executable, "-c", HUB, *names], env=env, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", HUB, *names], env=env, capture_output=True, text=True, timeout=100, check=False
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
@@ -516,4 +595,8 @@ def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -
     shutil.copy(tmp_path / "words" / "tokenizer.json", tmp_path / "hf")
     _check_weights(str(tmp_path / "hf"), 0, ready("words"))
     line = refused(lambda: _check_weights(str(tmp_path / "hf"), 0, ready("bytes")))
-    assert "the data's tokenizer is not that of" in line and " here; " in line and f"--tokenizer.path {tmp_path / 'hf'}" in line
+    assert (
+        "the data's tokenizer is not that of" in line
+        and " here; " in line
+        and f"--tokenizer.path {tmp_path / 'hf'}" in line
+    )

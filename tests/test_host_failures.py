@@ -31,8 +31,10 @@ def test_five_host_failures_end_in_finished_runs_or_true_verdicts_and_leave_noth
 def made(*attempts: range) -> list[dict[str, Any]]:
     curve = host_failures.reference(100)
     return [
-        {"attempt": n, "step": step, "ids": curve[step][0], "loss": curve[step][1], "time": 0.0} for n, steps in enumerate(attempts) for step in steps
-    ]  # fmt: skip
+        {"attempt": n, "step": step, "ids": curve[step][0], "loss": curve[step][1], "time": 0.0}
+        for n, steps in enumerate(attempts)
+        for step in steps
+    ]
 
 
 class Ended:
@@ -61,8 +63,22 @@ LOST = {"status": "failed", "cause": "host.lost", "host": "b", "summary": "host 
     [
         (Ended(GOOD), ""),
         (Ended(GOOD, 70, **LOST), ""),
-        (Ended(GOOD, 137, **{**LOST, "cause": "rank.killed", "summary": "rank 1 was killed; then 1 of 3 hosts left, and --min-hosts is 2"}), ""),
-        (Ended(GOOD, 137, **{**LOST, "cause": "rank.killed", "summary": "rank 1 was killed"}), "the verdict is rank.killed"),
+        (
+            Ended(
+                GOOD,
+                137,
+                **{
+                    **LOST,
+                    "cause": "rank.killed",
+                    "summary": "rank 1 was killed; then 1 of 3 hosts left, and --min-hosts is 2",
+                },
+            ),
+            "",
+        ),
+        (
+            Ended(GOOD, 137, **{**LOST, "cause": "rank.killed", "summary": "rank 1 was killed"}),
+            "the verdict is rank.killed",
+        ),
         (Ended([*GOOD[:5], {**GOOD[5], "loss": GOOD[5]["loss"] * 1.00001}, *GOOD[6:]]), "a lone process has"),
         (Ended([*GOOD[:5], {**GOOD[5], "ids": GOOD[4]["ids"]}, *GOOD[6:]]), "a lone process has"),
         (Ended([*GOOD[:5], GOOD[4], *GOOD[5:]]), "step 4 after step 4"),

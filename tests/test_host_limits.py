@@ -33,7 +33,12 @@ def test_the_tightest_of_the_cgroups_around_a_process_counts(tmp_path: Path, mon
     task.mkdir(parents=True)
     (root / "cgroup.controllers").write_text("cpu memory")
     told.write_text("0::/job_7/step_0/user/task_0\n")
-    for folder, limit in ((task, "max"), (task.parent, "max"), (root / "job_7" / "step_0", "8000000000"), (root / "job_7", "9000000000")):
+    for folder, limit in (
+        (task, "max"),
+        (task.parent, "max"),
+        (root / "job_7" / "step_0", "8000000000"),
+        (root / "job_7", "9000000000"),
+    ):
         (folder / "memory.max").write_text(limit)
         (folder / "memory.current").write_text("3000000000")
         (folder / "memory.stat").write_text("inactive_file 1000000000\n")
@@ -59,12 +64,25 @@ def test_torchruns_output_flags_count_local_ranks_and_a_tee_is_shown(stoker: Sto
     script = stoker.script("prints.py", PRINTS)
     done = stoker("run", "--nproc-per-node", "2", "-r", "3", "-t", "1", "--log-dir", "logs", script)
     assert done.code == 0 and done.out.count("to stdout") == 2 and "to stderr" not in done.out + done.err, done.out
-    where = ("--nnodes", "2", "--node-rank", "1", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port", "29519")
+    where = (
+        "--nnodes",
+        "2",
+        "--node-rank",
+        "1",
+        "--nproc-per-node",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "29519",
+    )
     done = stoker("run", *where, "--local-ranks-filter", "0", script)
     assert done.code == 0 and done.out.count("to stdout") == 1, done.out + done.err
     done = stoker("run", *where, "-r", "0:3", "--log-dir", "ld", script)
     assert done.code == 0 and done.out.count("to stdout") == 1
-    assert [path.read_text() for path in sorted((stoker.cwd / "ld").glob("*/attempt_0/0/stdout.log"))] == ["to stdout\n"]
+    assert [path.read_text() for path in sorted((stoker.cwd / "ld").glob("*/attempt_0/0/stdout.log"))] == [
+        "to stdout\n"
+    ]
 
 
 def test_another_python_may_have_the_module(stoker: Stoker) -> None:

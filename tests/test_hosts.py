@@ -46,18 +46,44 @@ hosts:
 """,
     )
     read = hosts.read(path, ("-v",))
-    assert read.ssh_config == str(tmp_path / "my config") and read.ssh_options == ("-v", "-oCompression=yes") and read.path == path
-    assert read.env == {"NCCL_ALGO": "Ring", "NCCL_NSOCKS_PERTHREAD": "4"} and read.names == ("192.0.2.100", "node-b", "node-c", "node-d")
+    assert (
+        read.ssh_config == str(tmp_path / "my config")
+        and read.ssh_options == ("-v", "-oCompression=yes")
+        and read.path == path
+    )
+    assert read.env == {"NCCL_ALGO": "Ring", "NCCL_NSOCKS_PERTHREAD": "4"} and read.names == (
+        "192.0.2.100",
+        "node-b",
+        "node-c",
+        "node-d",
+    )
     a, b, c, d = read.hosts
-    assert (a.target, a.user, a.slots, a.address, a.python, a.workdir) == ("192.0.2.100", "train", 2, "10.9.9.1", "~/venv/bin/python", "~/my train's")
+    assert (a.target, a.user, a.slots, a.address, a.python, a.workdir) == (
+        "192.0.2.100",
+        "train",
+        2,
+        "10.9.9.1",
+        "~/venv/bin/python",
+        "~/my train's",
+    )
     assert a.identity == str(tmp_path / "key") and not a.here and a.gpus is None
-    assert (b.user, b.python, b.interface, b.gpus, b.port) == ("other", "/opt/it's here/bin/python", "eth1", "0,3", 2222)
+    assert (b.user, b.python, b.interface, b.gpus, b.port) == (
+        "other",
+        "/opt/it's here/bin/python",
+        "eth1",
+        "0,3",
+        2222,
+    )
     assert (c.user, c.name, d.gpus, d.here) == ("other", "node-c", "any:2", True)
 
 
 def test_names_on_the_command_line() -> None:
     read = hosts.read("a, train@b ,fd00::1", ("-p2222",))
-    assert [(host.name, host.user) for host in read.hosts] == [("a", None), ("b", "train"), ("fd00::1", None)] and read.ssh_options == ("-p2222",)
+    assert [(host.name, host.user) for host in read.hosts] == [
+        ("a", None),
+        ("b", "train"),
+        ("fd00::1", None),
+    ] and read.ssh_options == ("-p2222",)
 
 
 def test_this_very_machine_is_known_by_its_addresses(tmp_path: Path) -> None:
@@ -117,10 +143,33 @@ def test_what_a_hosts_file_may_not_say(tmp_path: Path, text: str, says: str) -> 
     path = _file(tmp_path, text)
     with pytest.raises(Refusal) as refused:
         hosts.read(path)
-    assert says in refused.value.line and refused.value.line.startswith(path) and "\n" not in refused.value.line and refused.value.code == EX_CONFIG
+    assert (
+        says in refused.value.line
+        and refused.value.line.startswith(path)
+        and "\n" not in refused.value.line
+        and refused.value.code == EX_CONFIG
+    )
 
 
-@pytest.mark.parametrize("user", ["-oProxyCommand=x", "a b", "$(id)", "a;b", "a`id`", 'a"b', "a'b", "a\nb", "a&b", "a|b", "~root", "%h", "a,b", "a/b"])
+@pytest.mark.parametrize(
+    "user",
+    [
+        "-oProxyCommand=x",
+        "a b",
+        "$(id)",
+        "a;b",
+        "a`id`",
+        'a"b',
+        "a'b",
+        "a\nb",
+        "a&b",
+        "a|b",
+        "~root",
+        "%h",
+        "a,b",
+        "a/b",
+    ],
+)
 def test_a_user_a_shell_would_act_on_is_refused_by_name(tmp_path: Path, user: str) -> None:
     for entry in ({"host": "a", "user": user}, {"host": user}):
         with pytest.raises(Refusal) as refused:
@@ -140,7 +189,10 @@ def test_what_the_flag_may_not_say(told: str, says: str, code: int) -> None:
 
 
 def test_files_it_names_must_be_there(tmp_path: Path) -> None:
-    for text, says in (("ssh_config: /no/config\nhosts: [a]", "ssh_config: no file /no/config"), ("hosts: [{host: a, identity: key}]", f"host a: identity: no file {tmp_path}/key")):
+    for text, says in (
+        ("ssh_config: /no/config\nhosts: [a]", "ssh_config: no file /no/config"),
+        ("hosts: [{host: a, identity: key}]", f"host a: identity: no file {tmp_path}/key"),
+    ):
         with pytest.raises(Refusal) as refused:
             hosts.read(_file(tmp_path, text))
         assert says in refused.value.line and refused.value.code == EX_NOINPUT
@@ -152,28 +204,52 @@ def test_files_it_names_must_be_there(tmp_path: Path) -> None:
 def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
     words = ["printf", "%s\\0", "it's", "$(id)", "~/x", "a b", "new\nline", '"', "`id`", "!!", "\\", ""]
     for shell in ("sh", "bash", "dash"):
-        out = subprocess.run([shell, "-c", transport.remote_line(words)], capture_output=True, text=True, check=True).stdout
+        out = subprocess.run(
+            [shell, "-c", transport.remote_line(words)], capture_output=True, text=True, check=True
+        ).stdout
         assert out.split("\0")[:-1] == words[2:]
     program = tmp_path / "my venv's" / "run it"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho ran $1\n")
     program.chmod(0o755)
     line = transport.remote_line(["~/my venv's/run it", "~/x"])
-    assert subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=True, env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]}).stdout == "ran ~/x\n"
+    assert (
+        subprocess.run(
+            ["sh", "-c", line],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"HOME": str(tmp_path), "PATH": os.environ["PATH"]},
+        ).stdout
+        == "ran ~/x\n"
+    )
 
 
 def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
     line = bundle.unpack()
-    assert "\n" not in line and not set(line) & set("!\\$`\"") and compile(line, "unpack", "exec")
+    assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
     read = hosts.read(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
     argv = transport.ssh_command(read.hosts[0], read, ["true"])
-    assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(f"-oConnectTimeout={transport.CONNECT_S}")
-    asked = subprocess.run([argv[0], "-G", *argv[1:-2], "b"], capture_output=True, text=True, check=True).stdout.splitlines()
-    for line in ("user u", "port 7", "connecttimeout 99", "batchmode yes", f"identityfile {tmp_path}/k", "identitiesonly yes", "controlmaster auto", "controlpersist 5"):
+    assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(
+        f"-oConnectTimeout={transport.CONNECT_S}"
+    )
+    asked = subprocess.run(
+        [argv[0], "-G", *argv[1:-2], "b"], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    for line in (
+        "user u",
+        "port 7",
+        "connecttimeout 99",
+        "batchmode yes",
+        f"identityfile {tmp_path}/k",
+        "identitiesonly yes",
+        "controlmaster auto",
+        "controlpersist 5",
+    ):
         assert line in asked, line
     control = next(line for line in asked if line.startswith("controlpath ")).split()[1]
     assert os.stat(os.path.dirname(control)).st_mode & 0o777 == 0o700 and len(control) < 90
@@ -183,13 +259,23 @@ def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -
     read = hosts.read(str(netcluster.file()))
     seen = []
     for words in (["sh", "-c", "echo $SSH_CONNECTION"], ["echo", "it's $(id)"], ["sh", "-c", "echo $SSH_CONNECTION"]):
-        seen.append(subprocess.run(transport.ssh_command(read.hosts[1], read, words), capture_output=True, text=True, check=True).stdout.strip())
+        seen.append(
+            subprocess.run(
+                transport.ssh_command(read.hosts[1], read, words), capture_output=True, text=True, check=True
+            ).stdout.strip()
+        )
     assert seen[0] == seen[2] and netcluster.hosts[1].address in seen[0] and seen[1] == "it's $(id)"
 
 
-def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read = hosts.read(_file(tmp_path, "hosts: [{host: b}]"))
-    for name, says in (("open", "is somebody else's, or open to others"), ("no/where", "can't be made (No such file or directory)"), ("own", "")):
+    for name, says in (
+        ("open", "is somebody else's, or open to others"),
+        ("no/where", "can't be made (No such file or directory)"),
+        ("own", ""),
+    ):
         folder = tmp_path / name
         if name == "open":
             folder.mkdir(mode=0o755)
@@ -209,17 +295,26 @@ def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: 
     copying.sync(hosts.read(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
     assert (host.workdir / "a.py").read_text() == "1"
     read = hosts.read(str(netcluster.file((1,))))
-    said = subprocess.run(transport.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        transport.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True
+    )
     assert "Welcome" in said.stdout, "the shell there is chatty"
 
 
 def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster) -> None:
     near, far = netcluster.hosts[0], netcluster.hosts[1]
     config = netcluster.folder / "ssh_config"
-    config.write_text(f"Host far\n  HostName {far.address}\n  ProxyJump {near.address}\n{config.read_text()}  IdentityFile \"{netcluster.identity}\"\n")
+    config.write_text(
+        f'Host far\n  HostName {far.address}\n  ProxyJump {near.address}\n{config.read_text()}  IdentityFile "{netcluster.identity}"\n'
+    )
     netcluster.block(None, 1, "22")
     read = hosts.from_mapping({"ssh_config": str(config), "hosts": ["far"]}, str(netcluster.folder / "c.yaml"))
-    done = subprocess.run(transport.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        transport.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split()[::2] == [near.address, far.address]
 
 
@@ -294,15 +389,32 @@ def test_each_host_that_fails_is_named_and_nothing_is_started(stoker: Stoker, ne
     netcluster.cut(2)
     assert names(refused(netcluster.file()), c.name, "no ")
     netcluster.mend(2)
-    assert names(refused(netcluster.file(per_host=[{"python": "/no/such/python"}])), a.name, "no Python: /no/such/python is not there")
-    assert names(refused(netcluster.file(per_host=[{}, {"python": _fake_old_python(netcluster.folder)}])), b.name, "its Python is 3.6, too old")
+    assert names(
+        refused(netcluster.file(per_host=[{"python": "/no/such/python"}])),
+        a.name,
+        "no Python: /no/such/python is not there",
+    )
+    assert names(
+        refused(netcluster.file(per_host=[{}, {"python": _fake_old_python(netcluster.folder)}])),
+        b.name,
+        "its Python is 3.6, too old",
+    )
     key = netcluster.folder / "open"
     key.write_bytes(netcluster.identity.read_bytes())
     key.chmod(0o644)
-    assert names(refused(netcluster.file(per_host=[{"identity": str(key)}])), a.name, f"permission denied: the private key {key} has permissions 0644")
+    assert names(
+        refused(netcluster.file(per_host=[{"identity": str(key)}])),
+        a.name,
+        f"permission denied: the private key {key} has permissions 0644",
+    )
     netcluster.change_host_key(2)
     assert names(refused(netcluster.file()), c.name, "its host key changed")
-    flags = [f"--ssh-option=-F{netcluster.folder}/ssh_config", f"--ssh-option=-i{netcluster.identity}", "--python", sys.executable]
+    flags = [
+        f"--ssh-option=-F{netcluster.folder}/ssh_config",
+        f"--ssh-option=-i{netcluster.identity}",
+        "--python",
+        sys.executable,
+    ]
     done = stoker("run", "--hosts", f"{a.name},no-such-host.invalid", *flags, script)
     assert done.code == 69 and names(done.err, "no-such-host.invalid", "unknown host")
 
@@ -322,7 +434,9 @@ def _fake_venv(home: Path, name: str, torch: str | None) -> None:
         (site / "torch").mkdir()
         (site / "torch" / "__init__.py").write_text("raise SystemExit('imported')\n")
         (site / f"torch-{torch}.dist-info").mkdir()
-        (site / f"torch-{torch}.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n")
+        (site / f"torch-{torch}.dist-info" / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch\nVersion: {torch}\n"
+        )
 
 
 def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, netcluster: NetCluster) -> None:
@@ -334,22 +448,38 @@ def test_init_asks_the_hosts_and_writes_a_file_that_reads_back(stoker: Stoker, n
     box.write_text(json.dumps(machine_json(2)))
     for n, machine in enumerate((box, stoker.env["STOKER_MACHINE"], stoker.env["STOKER_MACHINE"])):
         netcluster.set_env(n, STOKER_MACHINE=str(machine))
-    done = stoker("cluster", "init", a.name, b.name, f"root@{c.name}", "--workdir", "~/my train", *_reaching(netcluster))
+    done = stoker(
+        "cluster", "init", a.name, b.name, f"root@{c.name}", "--workdir", "~/my train", *_reaching(netcluster)
+    )
     assert done.code == 0, done.err
     read = hosts.read(str(stoker.cwd / "cluster.yaml"))
-    assert [(host.slots, host.interface, host.workdir) for host in read.hosts] == [(2, "eth0", "~/my train"), (1, "eth0", "~/my train"), (1, "eth0", "~/my train")]
-    assert [host.python for host in read.hosts[:2]] == ["~/venv/bin/python", "~/.venv/bin/python"] and read.hosts[2].user == "root"
+    assert [(host.slots, host.interface, host.workdir) for host in read.hosts] == [
+        (2, "eth0", "~/my train"),
+        (1, "eth0", "~/my train"),
+        (1, "eth0", "~/my train"),
+    ]
+    assert [host.python for host in read.hosts[:2]] == ["~/venv/bin/python", "~/.venv/bin/python"] and read.hosts[
+        2
+    ].user == "root"
     text = (stoker.cwd / "cluster.yaml").read_text()
     assert "# 2 × NVIDIA A40, torch 2.9.1" in text and "# no GPU: one CPU rank, torch 2.10.0" in text
     again = stoker("cluster", "init", a.name, *_reaching(netcluster))
-    assert again.code == 73 and "cluster.yaml is there already: --force" in again.err and (stoker.cwd / "cluster.yaml").read_text() == text
+    assert (
+        again.code == 73
+        and "cluster.yaml is there already: --force" in again.err
+        and (stoker.cwd / "cluster.yaml").read_text() == text
+    )
     (stoker.cwd / "sub").mkdir()
     for name in ("ssh_config", "id"):
         shutil.copy(netcluster.folder / name, stoker.cwd / name)
     beside = stoker("cluster", "init", a.name, "--ssh-config", "ssh_config", "--identity", "id", "--out", "sub/c.yaml")
-    assert beside.code == 0 and hosts.read(str(stoker.cwd / "sub" / "c.yaml")).ssh_config == str(stoker.cwd / "ssh_config"), beside.err
+    assert beside.code == 0 and hosts.read(str(stoker.cwd / "sub" / "c.yaml")).ssh_config == str(
+        stoker.cwd / "ssh_config"
+    ), beside.err
     forced = stoker("cluster", "init", a.name, "--force", "--python", sys.executable, *_reaching(netcluster))
-    assert forced.code == 0 and hosts.read(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, forced.err
+    assert forced.code == 0 and hosts.read(str(stoker.cwd / "cluster.yaml")).hosts[0].python == sys.executable, (
+        forced.err
+    )
 
 
 def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: Stoker, netcluster: NetCluster) -> None:
@@ -357,9 +487,18 @@ def test_init_names_every_host_that_does_not_answer_and_writes_nothing(stoker: S
     netcluster.stop_sshd(1)
     netcluster.change_host_key(2)
     done = stoker("cluster", "init", a.name, b.name, c.name, *_reaching(netcluster))
-    assert done.code == 69 and f"host {b.name}: connection refused" in done.err and f"host {c.name}: its host key changed" in done.err
+    assert (
+        done.code == 69
+        and f"host {b.name}: connection refused" in done.err
+        and f"host {c.name}: its host key changed" in done.err
+    )
     assert not (stoker.cwd / "cluster.yaml").exists() and a.name not in done.err
-    for words, says in ((["a", "a"], "host a is there twice"), (["-x"], ""), (["a;b"], "';'"), (["a", "--out", "no/where.yaml"], "no folder")):
+    for words, says in (
+        (["a", "a"], "host a is there twice"),
+        (["-x"], ""),
+        (["a;b"], "';'"),
+        (["a", "--out", "no/where.yaml"], "no folder"),
+    ):
         refused = stoker("cluster", "init", *words)
         assert refused.code in (64, 73, 78) and says in refused.err and "Traceback" not in refused.err, refused.err
 
@@ -370,4 +509,7 @@ def test_a_written_file_quotes_what_yaml_would_misread() -> None:
 
     data = yaml.safe_load(init.text([answer], {"workdir": "~/it's, {here}"}, {"ssh_config": "/a #b"}))
     assert data["hosts"] == [{"host": "1e3", "slots": 1, "user": "no", "interface": "eth0", "address": "10.1"}]
-    assert data["defaults"] == {"workdir": "~/it's, {here}", "python": "~/my venv: x/bin/python"} and data["ssh_config"] == "/a #b"
+    assert (
+        data["defaults"] == {"workdir": "~/it's, {here}", "python": "~/my venv: x/bin/python"}
+        and data["ssh_config"] == "/a #b"
+    )

@@ -22,7 +22,9 @@ from stoker.control.launch.ladder import Climbed, Plan, command_words, rung_word
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 
-STEP = "import os, sys, time, stoker\ntime.sleep(0.1)\nfor i in range(10**6):\n    time.sleep(0.02); stoker.beat(step=i)\n"
+STEP = (
+    "import os, sys, time, stoker\ntime.sleep(0.1)\nfor i in range(10**6):\n    time.sleep(0.02); stoker.beat(step=i)\n"
+)
 # Through the real entry, whether or not the command is listed there yet.
 COMMAND = "import sys\nfrom stoker.cli import main\nmain.COMMANDS.setdefault('ladder', '')\nsys.exit(main.main(['ladder', *sys.argv[1:]]))"
 BEFORE = (
@@ -34,9 +36,14 @@ BEFORE = (
 
 def drive(stoker: Stoker, code: str, *args: str, env: dict[str, str] | None = None) -> Done:
     done = subprocess.run(
-        [sys.executable, "-c", code, *args], cwd=stoker.cwd, env={**stoker.env, **(env or {})}, capture_output=True, timeout=120, stdin=subprocess.DEVNULL,
+        [sys.executable, "-c", code, *args],
+        cwd=stoker.cwd,
+        env={**stoker.env, **(env or {})},
+        capture_output=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
         check=False,
-    )  # fmt: skip
+    )
     return Done(done.returncode, done.stdout, done.stderr, stoker.cwd)
 
 
@@ -45,19 +52,27 @@ def climb(stoker: Stoker, *args: str, env: dict[str, str] | None = None) -> Done
 
 
 def records(stoker: Stoker) -> list[str]:
-    return [path.name.split("-", 2)[2] for path in sorted((stoker.cwd / "runs").glob("2*"))] if (stoker.cwd / "runs").exists() else []
+    return (
+        [path.name.split("-", 2)[2] for path in sorted((stoker.cwd / "runs").glob("2*"))]
+        if (stoker.cwd / "runs").exists()
+        else []
+    )
 
 
 # ---- planning ----
 
 
-@pytest.mark.parametrize(("world", "expected"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 4, 8))])
+@pytest.mark.parametrize(
+    ("world", "expected"), [(1, (1,)), (2, (1, 2)), (3, (1, 3)), (4, (1, 2, 4)), (5, (1, 2, 5)), (8, (1, 4, 8))]
+)
 def test_rungs(world: int, expected: tuple[int, ...]) -> None:
     assert rungs(world) == expected
 
 
 def test_wanted_by_environment() -> None:
-    assert wanted_by_environment({}) == set() == wanted_by_environment({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
+    assert (
+        wanted_by_environment({}) == set() == wanted_by_environment({"RUN_IMPORT_TEST": "0", "RUN_SINGLE_GPU_TEST": ""})
+    )
     assert wanted_by_environment({"RUN_IMPORT_TEST": "1"}) == {"imports"}
     assert wanted_by_environment({"RUN_IMPORT_TEST": "true", "RUN_SINGLE_GPU_TEST": "1"}) == {"imports", "single"}
 
@@ -83,29 +98,84 @@ def test_imports_are_read_from_the_text() -> None:
 def test_options_survive_being_written_as_flags() -> None:
     from stoker.cli.run import parse
 
-    words = ["--grace", "1m30s", "--ram-limit", "1.5GB", "--ssh-option=-p2222", "--env", "A=b c", "--env=B=--x", "--isolate", "-m", "--nproc-per-node", "2", "pkg.mod", "--", "--", "-x"]
+    words = [
+        "--grace",
+        "1m30s",
+        "--ram-limit",
+        "1.5GB",
+        "--ssh-option=-p2222",
+        "--env",
+        "A=b c",
+        "--env=B=--x",
+        "--isolate",
+        "-m",
+        "--nproc-per-node",
+        "2",
+        "pkg.mod",
+        "--",
+        "--",
+        "-x",
+    ]
     asked = parse(words)
     again = parse(command_words({name: getattr(asked.options, name) for name in asked.given}, asked.script, asked.args))
-    assert again == asked and again.options.grace == 90.0 and again.options.env == ("A=b c", "B=--x") and again.args == ("--", "-x")
+    assert (
+        again == asked
+        and again.options.grace == 90.0
+        and again.options.env == ("A=b c", "B=--x")
+        and again.args == ("--", "-x")
+    )
 
 
 def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
-    told = {"gpus": "any:4", "detach": True, "notify": "mail", "max_restarts": 3, "json": True, "name": "exp", "isolate": True, "env": ("A=1",)}
+    told = {
+        "gpus": "any:4",
+        "detach": True,
+        "notify": "mail",
+        "max_restarts": 3,
+        "json": True,
+        "name": "exp",
+        "isolate": True,
+        "env": ("A=1",),
+    }
     request = Request(build(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
     words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False, ()), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]
-    assert flags == {"--gpus=GPU-a,GPU-b", "--nproc-per-node=2", "--stop-after-steps=20", "--name=exp-ladder-2", "--show=none", "--quiet", "--isolate", "--env=A=1", "--env=STOKER_LADDER=now"}
+    assert flags == {
+        "--gpus=GPU-a,GPU-b",
+        "--nproc-per-node=2",
+        "--stop-after-steps=20",
+        "--name=exp-ladder-2",
+        "--show=none",
+        "--quiet",
+        "--isolate",
+        "--env=A=1",
+        "--env=STOKER_LADDER=now",
+    }
 
 
 def test_what_scales() -> None:
     one = Climbed(1, 0, steps_per_s=10.0, rss=10**9, rss_all=10**9, host_used=3 * 10**9, host_total=16 * 10**9)
-    good = scaling((one, Climbed(4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9)), 4)
-    assert (good.throughput, good.memory, good.memory_needed, good.memory_others) == ("scales", "scales", 35 * 10**8, 2 * 10**9)
+    good = scaling(
+        (
+            one,
+            Climbed(4, 0, steps_per_s=9.0, rss=10**9, rss_all=35 * 10**8, host_used=55 * 10**8, host_total=16 * 10**9),
+        ),
+        4,
+    )
+    assert (good.throughput, good.memory, good.memory_needed, good.memory_others) == (
+        "scales",
+        "scales",
+        35 * 10**8,
+        2 * 10**9,
+    )
     assert good.efficiency == pytest.approx(0.9)
     foretold = scaling((one, Climbed(4, 137)), 15)
     assert (foretold.efficiency, foretold.memory, foretold.memory_needed) == (None, "does not scale", 15 * 10**9)
-    assert ladder.memory_line(foretold, 15) == "memory does not scale: 15 ranks will need 15.0 GB of 16.0 GB host memory, and 2.0 GB of it is in use by others"
+    assert (
+        ladder.memory_line(foretold, 15)
+        == "memory does not scale: 15 ranks will need 15.0 GB of 16.0 GB host memory, and 2.0 GB of it is in use by others"
+    )
     assert scaling((one, Climbed(2, 0, steps_per_s=7.9)), 2).throughput == "does not scale"
     assert scaling((Climbed(1, 0),), 4) == ladder.Scaling()
 
@@ -115,18 +185,47 @@ def test_what_scales() -> None:
 
 def test_all_rungs_hold(stoker: Stoker) -> None:
     stoker.script("mine.py", "import os\nprint('noise')\nblob = bytearray(os.urandom(1 << 20)) * 30\n")
-    done = climb(stoker, "--nproc-per-node", "4", "--steps", "5", "--json", stoker.script("t.py", "import mine, yaml\n" + STEP), "--", "--steps", "99")
+    done = climb(
+        stoker,
+        "--nproc-per-node",
+        "4",
+        "--steps",
+        "5",
+        "--json",
+        stoker.script("t.py", "import mine, yaml\n" + STEP),
+        "--",
+        "--steps",
+        "99",
+    )
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert (found["schema"], found["status"], found["rungs"], found["steps"], found["world_size"]) == (1, "passed", [1, 2, 4], 5, 4)
+    assert (found["schema"], found["status"], found["rungs"], found["steps"], found["world_size"]) == (
+        1,
+        "passed",
+        [1, 2, 4],
+        5,
+        4,
+    )
     mine, yaml, _ = found["imports"]
-    assert (mine["name"], yaml["name"]) == ("mine", "yaml") and 30e6 < mine["grew"] < 60e6 and yaml["rss"] > mine["rss"] and mine["seconds"] > 0
+    assert (
+        (mine["name"], yaml["name"]) == ("mine", "yaml")
+        and 30e6 < mine["grew"] < 60e6
+        and yaml["rss"] > mine["rss"]
+        and mine["seconds"] > 0
+    )
     for rung, ranks in zip(found["climbed"], (1, 2, 4), strict=True):
         run = json.loads((Path(stoker.cwd, rung["dir"]) / "run.json").read_text())
-        assert (rung["ranks"], run["name"], run["plan"]["world_size"], run["args"]) == (ranks, f"t-ladder-{ranks}", ranks, ["--steps", "99"])
+        assert (rung["ranks"], run["name"], run["plan"]["world_size"], run["args"]) == (
+            ranks,
+            f"t-ladder-{ranks}",
+            ranks,
+            ["--steps", "99"],
+        )
         assert rung["steps"] >= 5 and 0.1 < rung["first_step_s"] < 10 and 5 < rung["steps_per_s"] < 51
         assert rung["rss"] > 30e6 and rung["rss_all"] >= ranks * 30e6 and rung["gpu"] is None
-    assert found["scaling"]["memory"] == "scales" and found["scaling"]["memory_needed"] == found["climbed"][2]["rss_all"]
+    assert (
+        found["scaling"]["memory"] == "scales" and found["scaling"]["memory_needed"] == found["climbed"][2]["rss_all"]
+    )
     assert "noise" not in done.err and "rung 2 of 3: 2 ranks, 5 steps" in done.err
 
 
@@ -148,12 +247,22 @@ def test_a_script_that_never_steps_runs_to_its_end(stoker: Stoker) -> None:
 
 
 def test_the_first_rung_that_fails_ends_it(stoker: Stoker) -> None:
-    script = stoker.script("t.py", STEP.replace("time.sleep(0.1)", "if os.environ['WORLD_SIZE'] == '2' and os.environ['RANK'] == '1': sys.exit(9)", 1))
+    script = stoker.script(
+        "t.py",
+        STEP.replace(
+            "time.sleep(0.1)", "if os.environ['WORLD_SIZE'] == '2' and os.environ['RANK'] == '1': sys.exit(9)", 1
+        ),
+    )
     done = climb(stoker, "--nproc-per-node", "4", "--steps", "5", "--max-restarts", "2", script)
     assert done.code == 9 and records(stoker) == ["t-ladder-1", "t-ladder-2"]
     assert done.verdict["cause"] == "rank.exit" and done.verdict["rank"] == 1
     end = done.out[done.out.index("✗") :]
-    assert "with 2 ranks: rank.exit, exit code 9" in end and done.verdict["summary"] in end and all(fix in end for fix in done.verdict["fix"]) and "stoker why" in end
+    assert (
+        "with 2 ranks: rank.exit, exit code 9" in end
+        and done.verdict["summary"] in end
+        and all(fix in end for fix in done.verdict["fix"])
+        and "stoker why" in end
+    )
     assert "4 ranks will need" in done.out
 
 
@@ -171,13 +280,25 @@ def test_an_import_that_fails(stoker: Stoker, module: str, code: int, says: str)
     stoker.script("bad.py", module + "\n")
     done = climb(stoker, "--json", stoker.script("t.py", "import yaml\nimport bad\nimport never\n" + STEP))
     found = json.loads(done.out)
-    assert (done.code, found["status"], found["verdict"]["cause"], records(stoker)) == (code, "failed", "env.import", [])
-    assert "import bad" in found["verdict"]["summary"] and "t.py:2" in found["verdict"]["summary"] and says in found["verdict"]["summary"]
+    assert (done.code, found["status"], found["verdict"]["cause"], records(stoker)) == (
+        code,
+        "failed",
+        "env.import",
+        [],
+    )
+    assert (
+        "import bad" in found["verdict"]["summary"]
+        and "t.py:2" in found["verdict"]["summary"]
+        and says in found["verdict"]["summary"]
+    )
     assert found["verdict"]["fix"] and [one["name"] for one in found["imports"]] == ["yaml"] and found["climbed"] == []
 
 
 def test_an_import_that_hangs_is_named_and_leaves_nothing(stoker: Stoker, monkeypatch: pytest.MonkeyPatch) -> None:
-    stoker.script("slow.py", "import subprocess, time\nchild = subprocess.Popen(['sleep', '60'])\nopen('pid', 'w').write(str(child.pid))\ntime.sleep(60)\n")
+    stoker.script(
+        "slow.py",
+        "import subprocess, time\nchild = subprocess.Popen(['sleep', '60'])\nopen('pid', 'w').write(str(child.pid))\ntime.sleep(60)\n",
+    )
     stoker.script("t.py", "import slow\n")
     monkeypatch.chdir(stoker.cwd)
     monkeypatch.setattr(imports, "IMPORT_S", 1.0)
@@ -200,7 +321,12 @@ def test_optional_imports_and_the_scripts_own_path(stoker: Stoker) -> None:
     (stoker.cwd / "lib" / "hidden.py").write_text("import sys\nassert sys.argv[1:] == ['--x']\n")
     text = "try:\n    import nope_a\nexcept ImportError: pass\nimport sys\nsys.path.insert(0, 'lib')\nimport hidden\n"
     done = climb(stoker, "--env", "PYTHONPATH=elsewhere", stoker.script("t.py", text), "--x")
-    assert done.code == 0 and "nope_a" in done.out and "the script tries it" in done.out and "the script changes sys.path first" in done.out
+    assert (
+        done.code == 0
+        and "nope_a" in done.out
+        and "the script tries it" in done.out
+        and "the script changes sys.path first" in done.out
+    )
 
 
 def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
@@ -209,8 +335,12 @@ def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict
     done = climb(stoker, "--gpus", "any:2", "--notify", "touch told", script, env={**env, "PET_MAX_RESTARTS": "3"})
     assert done.code == 0, done.out
     assert records(stoker) == ["t-ladder-1", "t-ladder-2"] and not (stoker.cwd / "told").exists()
-    first, last = (stoker.cwd / "runs" / name for name in sorted(os.listdir(stoker.cwd / "runs")) if name.startswith("2"))
-    assert (first / "attempt-0/rank-0.log").read_text().count("GPU-") == 1 and (last / "attempt-0/rank-1.log").read_text().count("GPU-") == 2
+    first, last = (
+        stoker.cwd / "runs" / name for name in sorted(os.listdir(stoker.cwd / "runs")) if name.startswith("2")
+    )
+    assert (first / "attempt-0/rank-0.log").read_text().count("GPU-") == 1 and (
+        last / "attempt-0/rank-1.log"
+    ).read_text().count("GPU-") == 2
     cpu = climb(stoker, "--nproc-per-node", "cpu", "--dry-run", "--json", script, env=env)
     assert json.loads(cpu.out) == {"schema": 1, "imports": [], "rungs": [1, 4, 8], "steps": 20}
     few = climb(stoker, "--nproc-per-node", "9", script, env=env)
@@ -219,7 +349,13 @@ def test_gpus_are_those_of_the_whole_run(stoker: Stoker, box: Callable[..., dict
 
 def test_cpu_ranks_where_there_are_gpus(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     (stoker.cwd / "o.yaml").write_text("nproc_per_node: cpu\n")
-    done = climb(stoker, "--config", "o.yaml", stoker.script("t.py", "import os\nprint(repr(os.environ['CUDA_VISIBLE_DEVICES']))"), env=box(2, cores=2))
+    done = climb(
+        stoker,
+        "--config",
+        "o.yaml",
+        stoker.script("t.py", "import os\nprint(repr(os.environ['CUDA_VISIBLE_DEVICES']))"),
+        env=box(2, cores=2),
+    )
     assert done.code == 0 and records(stoker) == ["t-ladder-1", "t-ladder-2"]
     assert done.log(1) == b"''\n"
 
@@ -228,8 +364,24 @@ def test_before_a_run(stoker: Stoker) -> None:
     stoker.script("t.py", "import yaml\n" + STEP)
     only = drive(stoker, BEFORE, "imports", "t.py")
     assert only.code == 0 and records(stoker) == [] and "yaml" in only.err and not only.out
-    single = drive(stoker, BEFORE, "single", "--nproc-per-node", "4", "--stop-after-steps", "3", "t.py", env={"RUN_SINGLE_GPU_TEST": "1"})
-    assert single.code == 0 and records(stoker) == ["t-ladder-1"] and "4 ranks will need" in single.err and "yaml" not in single.err and not single.out
+    single = drive(
+        stoker,
+        BEFORE,
+        "single",
+        "--nproc-per-node",
+        "4",
+        "--stop-after-steps",
+        "3",
+        "t.py",
+        env={"RUN_SINGLE_GPU_TEST": "1"},
+    )
+    assert (
+        single.code == 0
+        and records(stoker) == ["t-ladder-1"]
+        and "4 ranks will need" in single.err
+        and "yaml" not in single.err
+        and not single.out
+    )
     assert "3 steps" in single.err
     missing = drive(stoker, BEFORE, "all", "--name", "x", "nothere.py")
     assert missing.code == 66 and "no script nothere.py" in missing.err
@@ -248,7 +400,13 @@ def test_refusals(stoker: Stoker, words: list[str], code: int, says: str) -> Non
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
 def test_stopped_on_the_way_leaves_nothing(stoker: Stoker, signum: int) -> None:
     stoker.script("t.py", "import time\nopen('up', 'w').close()\ntime.sleep(60)")
-    run = subprocess.Popen([sys.executable, "-c", COMMAND, "--nproc-per-node", "2", "t.py"], cwd=stoker.cwd, env=stoker.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "--nproc-per-node", "2", "t.py"],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert wait_for(lambda: True if (stoker.cwd / "up").exists() else None, 20)
     began = time.monotonic()
     run.send_signal(signum)

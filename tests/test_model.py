@@ -41,7 +41,9 @@ def made(c: ModelConfig = SMALL, seed: int = 1, dtype: torch.dtype = torch.float
     return model
 
 
-def loss_and_gradients(how: str, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def loss_and_gradients(
+    how: str, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
     value = linear_cross_entropy(a, b, targets, scale, how)
     value.backward()
@@ -51,7 +53,9 @@ def loss_and_gradients(how: str, x: Tensor, weight: Tensor, targets: Tensor, sca
 
 @pytest.mark.parametrize("scale", [None, 0.01])
 @pytest.mark.parametrize("masked", ["none", "some", "all of a chunk"])
-def test_the_loss_in_chunks_is_the_plain_one_with_its_gradients(masked: str, scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_in_chunks_is_the_plain_one_with_its_gradients(
+    masked: str, scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loss, "CHUNK_BYTES", 1)
     rows, words = 700, 50
     assert chunk_rows(rows, words, 4) == 256  # three chunks, the last one short
@@ -61,12 +65,19 @@ def test_the_loss_in_chunks_is_the_plain_one_with_its_gradients(masked: str, sca
     elif masked == "all of a chunk":
         targets[256:512] = IGNORED
     factor = None if scale is None else torch.tensor(scale)
-    for got, want in zip(loss_and_gradients("auto", x, weight, targets, factor), loss_and_gradients("plain", x, weight, targets, factor), strict=True):
+    for got, want in zip(
+        loss_and_gradients("auto", x, weight, targets, factor),
+        loss_and_gradients("plain", x, weight, targets, factor),
+        strict=True,
+    ):
         assert want.abs().max() > 0
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(
-            linear_cross_entropy(x, weight, targets, factor), linear_cross_entropy(x, weight, targets, factor, "plain"), rtol=1e-5, atol=0
+            linear_cross_entropy(x, weight, targets, factor),
+            linear_cross_entropy(x, weight, targets, factor, "plain"),
+            rtol=1e-5,
+            atol=0,
         )
 
 
@@ -82,7 +93,11 @@ def test_chunks_hold_as_many_rows_as_fit_but_never_more_than_there_are() -> None
     assert chunk_rows(1 << 20, 1 << 29, 4) == 256
 
 
-@pytest.mark.parametrize("c", [SMALL, replace(SMALL, tied=False), replace(SMALL, qk_norm=True, head_dim=24)], ids=["tied", "untied", "qk-norm"])
+@pytest.mark.parametrize(
+    "c",
+    [SMALL, replace(SMALL, tied=False), replace(SMALL, qk_norm=True, head_dim=24)],
+    ids=["tied", "untied", "qk-norm"],
+)
 def test_a_training_step_has_the_gradients_of_the_plain_loss(c: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss, "CHUNK_BYTES", 1)
     inputs, targets = tokens(8, 40, seed=4), tokens(8, 40, seed=5)
@@ -93,12 +108,16 @@ def test_a_training_step_has_the_gradients_of_the_plain_loss(c: ModelConfig, mon
         model.loss = how
         value = model(inputs, targets, torch.tensor(1 / 313))
         value.backward()
-        found.append((value.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None}))
+        found.append(
+            (value.detach(), {name: one.grad for name, one in model.named_parameters() if one.grad is not None})
+        )
     (value, gradients), (want, expected) = found
     torch.testing.assert_close(value, want, rtol=1e-5, atol=0)
     assert gradients.keys() == expected.keys() == dict(made(c).named_parameters()).keys()
     for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            gradient, expected[name], rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_the_loss_of_a_batch_is_the_sum_over_its_logits() -> None:
@@ -148,7 +167,9 @@ def test_attention_sees_the_past_of_its_own_segment_and_shares_grouped_heads() -
                 own = [at for at in range(place + 1) if segments[row, at] == segments[row, place]]
                 for got, seen in ((plain, list(range(place + 1))), (packed, own)):
                     weights = (k[row, seen, head // 2] @ q[row, place, head] / 8**0.5).softmax(0)
-                    torch.testing.assert_close(got[row, place, head], weights @ v[row, seen, head // 2], rtol=1e-4, atol=1e-5)
+                    torch.testing.assert_close(
+                        got[row, place, head], weights @ v[row, seen, head // 2], rtol=1e-4, atol=1e-5
+                    )
 
 
 @pytest.mark.parametrize("qk_norm", [False, True])
@@ -200,7 +221,9 @@ def test_bf16_activations_leave_the_weights_and_their_gradients_in_fp32() -> Non
     value = model(inputs, targets, torch.tensor(1 / 32))
     value.backward()
     assert value.dtype == torch.float32
-    assert {(one.dtype, one.grad.dtype) for one in model.parameters() if one.grad is not None} == {(torch.float32, torch.float32)}
+    assert {(one.dtype, one.grad.dtype) for one in model.parameters() if one.grad is not None} == {
+        (torch.float32, torch.float32)
+    }
     torch.testing.assert_close(value, made()(inputs, targets, torch.tensor(1 / 32)), rtol=0.02, atol=0)
 
 
@@ -215,7 +238,11 @@ def test_flops_of_a_token_are_those_counted_by_hand() -> None:
 
 def test_matmul_parameters_are_the_models_own_without_norms_and_lookups() -> None:
     for c in (SMALL, replace(SMALL, tied=False), replace(SMALL, qk_norm=True, head_dim=24)):
-        matrices = sum(one.numel() for name, one in Decoder(c, 8).named_parameters() if one.dim() == 2 and (c.tied or name != "embed.weight"))
+        matrices = sum(
+            one.numel()
+            for name, one in Decoder(c, 8).named_parameters()
+            if one.dim() == 2 and (c.tied or name != "embed.weight")
+        )
         assert matmul_parameters(c) == matrices
 
 
@@ -276,7 +303,9 @@ def _added_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> 
     return out, out * rstd[:, None] * weight, rstd
 
 
-def _norm_gradient(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _norm_gradient(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     unit, inner = x * rstd[:, None], g * weight
     dx = (inner - unit * (inner * unit).mean(-1, keepdim=True)) * rstd[:, None]
     return dx if onward is None else dx + onward, unit * weight, (g * unit).sum(0)
@@ -285,10 +314,14 @@ def _norm_gradient(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: T
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
-    kernels_ = types.SimpleNamespace(add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu._forward)
+    kernels_ = types.SimpleNamespace(
+        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu._forward
+    )
     package = "stoker.training.model"
     monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", cast(Any, kernels_))
-    monkeypatch.setitem(sys.modules, f"{package}.swiglu_kernel", cast(Any, types.SimpleNamespace(backward=swiglu._backward)))
+    monkeypatch.setitem(
+        sys.modules, f"{package}.swiglu_kernel", cast(Any, types.SimpleNamespace(backward=swiglu._backward))
+    )
     monkeypatch.delitem(sys.modules, f"{package}.fused", raising=False)
     monkeypatch.setattr(sys.modules[package], "fused_kernel", kernels_, raising=False)
     inputs = tokens(2, 16, seed=3)
@@ -325,7 +358,10 @@ def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, p
         model.zero_grad()
         value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 512, device=device), segments)
         value.backward()
-        found.append({"loss": value.detach()} | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        found.append(
+            {"loss": value.detach()}
+            | {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
     assert len(found[0]) == 1 + len(list(model.parameters()))
     for name, want in found[0].items():
         assert ((found[1][name] - want).norm() / want.norm()).item() < 1e-4, name

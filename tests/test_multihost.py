@@ -71,50 +71,102 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return losses(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout)
 
 
-def test_three_hosts_with_unlike_slots_give_the_one_process_loss_curve(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+def test_three_hosts_with_unlike_slots_give_the_one_process_loss_curve(
+    stoker: Stoker, netcluster: NetCluster, alone: Any
+) -> None:
     script = stoker.script("ddp.py", DDP)
     done = stoker.torch("run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
     assert done.code == 0, done.err
     first, second, third = (host.name for host in netcluster.hosts)
-    assert [event["label"] for event in sorted((e for e in done.events if e["event"] == "rank-up"), key=lambda e: e["rank"])] == [
-        f"{first}/CPU0", f"{first}/CPU1", f"{second}/CPU0", f"{third}/CPU0"
-    ]  # fmt: skip
+    assert [
+        event["label"] for event in sorted((e for e in done.events if e["event"] == "rank-up"), key=lambda e: e["rank"])
+    ] == [f"{first}/CPU0", f"{first}/CPU1", f"{second}/CPU0", f"{third}/CPU0"]
     assert losses(done.log(0).decode()) == pytest.approx(alone, rel=1e-9)
     names = {netcluster.run_in(n, ["hostname"]).stdout.strip() for n in range(3)}
-    assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, "one name for all, which resolves nowhere"
+    assert len(names) == 1 and netcluster.run_in(1, ["getent", "hosts", *names]).returncode != 0, (
+        "one name for all, which resolves nowhere"
+    )
 
 
 def test_our_recipes_run_on_the_hosts_with_the_coordinators_own_stoker(stoker: Stoker, netcluster: NetCluster) -> None:
     stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
-    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--context_length", "32", "--batch.tokens", "256", "--max-steps", "4")
-    done = stoker.torch("train", "pretrain", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), *words, "--balance", "auto", "--parallel.device", "cpu")
+    words = (
+        "--preset",
+        "debug",
+        "--data",
+        "book.txt",
+        "--tokenizer.path",
+        "bytes",
+        "--context_length",
+        "32",
+        "--batch.tokens",
+        "256",
+        "--max-steps",
+        "4",
+    )
+    done = stoker.torch(
+        "train",
+        "pretrain",
+        "--hosts",
+        str(netcluster.file(workdir=str(stoker.cwd))),
+        *words,
+        "--balance",
+        "auto",
+        "--parallel.device",
+        "cpu",
+    )
     assert done.code == 0, done.err
-    assert (done.run_dir / "hf" / "config.json").exists() and len((done.run_dir / "metrics.jsonl").read_text().splitlines()) >= 4
+    assert (done.run_dir / "hf" / "config.json").exists() and len(
+        (done.run_dir / "metrics.jsonl").read_text().splitlines()
+    ) >= 4
     assert f"{netcluster.hosts[2].name}/CPU0:" in done.out and "on 4 × cpu" in done.out
-    script = stoker.script("where.py", "from stoker import balance\nimport stoker.training\nprint(balance.__file__, stoker.training.__file__)")
+    script = stoker.script(
+        "where.py",
+        "from stoker import balance\nimport stoker.training\nprint(balance.__file__, stoker.training.__file__)",
+    )
     done = stoker("run", "--no-preflight", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
     assert done.code == 0 and done.out.count("/.cache/stoker/agent-") == 8, done.out + done.err
 
 
-def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(stoker: Stoker, netcluster: NetCluster) -> None:
+def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
     for host in netcluster.hosts:
         (host.workdir / "tell.py").write_text(TELL)
     file = netcluster.file(per_host=[{}, {"interface": "lo"}, {}])
     env = {"NCCL_X": "travels", "HF_TOKEN": "hf_secretsecretsecretsecret", "CUDA_VISIBLE_DEVICES": ""}
     (meet := stoker.cwd / "meet").mkdir()
-    done = stoker("run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "--env", f"MEET={meet}", "tell.py", env=env)
+    done = stoker(
+        "run", "--no-preflight", "--hosts", str(file), "--env", "MY_OWN=2", "--env", f"MEET={meet}", "tell.py", env=env
+    )
     second = netcluster.hosts[1].name
     assert done.code == 5, done.err
-    assert (done.verdict["rank"], done.verdict["host"], done.verdict["cause"], done.verdict["exit_code"]) == (2, second, "rank.exit", 5)
+    assert (done.verdict["rank"], done.verdict["host"], done.verdict["cause"], done.verdict["exit_code"]) == (
+        2,
+        second,
+        "rank.exit",
+        5,
+    )
     told = [json.loads(done.log(rank)) for rank in range(4)]
     assert [one["cwd"] for one in told] == [str(netcluster.hosts[n].workdir) for n in (0, 0, 1, 2)]
-    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) for one in told] == [("0", "2", "0"), ("1", "2", "0"), ("0", "1", "1"), ("0", "1", "2")]
+    assert [(one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"], one["GROUP_RANK"]) for one in told] == [
+        ("0", "2", "0"),
+        ("1", "2", "0"),
+        ("0", "1", "1"),
+        ("0", "1", "2"),
+    ]
     assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[0].address}
-    assert [one["GLOO_SOCKET_IFNAME"] for one in told] == ["eth0", "eth0", "lo", "eth0"] == [one["NCCL_SOCKET_IFNAME"] for one in told]
-    assert [one["OMP_NUM_THREADS"] for one in told] == ["4", "4", "8", "8"], "8 cores, shared by the ranks of the same host"
+    assert (
+        [one["GLOO_SOCKET_IFNAME"] for one in told]
+        == ["eth0", "eth0", "lo", "eth0"]
+        == [one["NCCL_SOCKET_IFNAME"] for one in told]
+    )
+    assert [one["OMP_NUM_THREADS"] for one in told] == ["4", "4", "8", "8"], (
+        "8 cores, shared by the ranks of the same host"
+    )
     assert {(one["NCCL_X"], one["HF_TOKEN"], one["MY_OWN"], one["CUDA_VISIBLE_DEVICES"]) for one in told} == {
         ("travels", "hf_secretsecretsecretsecret", "2", None)
-    }  # fmt: skip
+    }
     assert f"{second}/CPU0:" in done.out
     assert "hf_secret" not in (done.run_dir / "run.json").read_text()
 
@@ -122,10 +174,16 @@ def test_every_rank_is_given_its_hosts_own_and_a_failure_names_host_and_rank(sto
 def test_hosts_that_cant_be_used_are_named_together_and_nothing_starts(stoker: Stoker, netcluster: NetCluster) -> None:
     netcluster.stop_sshd(1)
     netcluster.change_host_key(2)
-    done = stoker("run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), stoker.script("s.py", "print('ran')"))
+    done = stoker(
+        "run", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), stoker.script("s.py", "print('ran')")
+    )
     assert done.code == 69 and not (stoker.cwd / "runs").exists()
     last = done.err.splitlines()[-1]
-    assert last.startswith("stoker: 2 of 3 hosts can't be used: ") and "connection refused" in last and "its host key changed" in last, done.err
+    assert (
+        last.startswith("stoker: 2 of 3 hosts can't be used: ")
+        and "connection refused" in last
+        and "its host key changed" in last
+    ), done.err
     assert netcluster.hosts[1].name in last and netcluster.hosts[2].name in last and "ran" not in done.out
 
 
@@ -145,7 +203,11 @@ def test_what_a_host_lacks_is_named_before_any_rank_starts(stoker: Stoker, netcl
     netcluster.hosts[1].workdir.joinpath("s.py").write_text("print('ran another')")
     missing = str(netcluster.hosts[2].folder / "nowhere")
     done = stoker("run", "--hosts", str(netcluster.file(per_host=[{}, {}, {"workdir": missing}])), "s.py")
-    assert done.code == 69 and f"host {netcluster.hosts[2].name}: no folder {missing}" in done.err and not (stoker.cwd / "runs").exists()
+    assert (
+        done.code == 69
+        and f"host {netcluster.hosts[2].name}: no folder {missing}" in done.err
+        and not (stoker.cwd / "runs").exists()
+    )
     done = stoker("run", "--hosts", str(netcluster.file(slots=(1, 1))), "s.py")
     assert done.code == 69 and f"host {netcluster.hosts[1].name}: s.py differs" in done.err and "ran" not in done.out
 
@@ -154,21 +216,40 @@ def by_hand(stoker: Stoker, cluster: NetCluster, script: str, flags: list[list[s
     """`stoker run` on each machine; their run directories. `nodes`: for --nnodes, where it is not just their number."""
     runs = []
     for n, more in enumerate(flags):
-        argv = [sys.executable, "-m", "stoker", "run", "--nnodes", nodes or str(len(flags)), *more, "--name", f"n{n}", script]
+        argv = [
+            sys.executable,
+            "-m",
+            "stoker",
+            "run",
+            "--nnodes",
+            nodes or str(len(flags)),
+            *more,
+            "--name",
+            f"n{n}",
+            script,
+        ]
         with open(stoker.cwd / f"console{n}", "wb") as out:
             runs.append(cluster.start_in(n, argv, cwd=stoker.cwd, env=stoker.env, stdout=out, stderr=out))
-    assert [run.wait(120) for run in runs] == [0] * len(flags), "".join((stoker.cwd / f"console{n}").read_text() for n in range(len(flags)))
+    assert [run.wait(120) for run in runs] == [0] * len(flags), "".join(
+        (stoker.cwd / f"console{n}").read_text() for n in range(len(flags))
+    )
     return [next((stoker.cwd / "runs").glob(f"*-n{n}")) / "attempt-0" for n in range(len(flags))]
 
 
 def test_started_by_hand_on_each_machine_with_node_ranks(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
     where = ["--master-addr", netcluster.hosts[0].address, "--master-port", "29511"]
-    first, second = by_hand(stoker, netcluster, stoker.script("ddp.py", DDP), [["--node-rank", str(n), *where] for n in range(2)])
+    first, second = by_hand(
+        stoker, netcluster, stoker.script("ddp.py", DDP), [["--node-rank", str(n), *where] for n in range(2)]
+    )
     assert losses((first / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
-    assert (second / "rank-1.log").exists() and not (second / "rank-0.log").exists(), "ranks have the whole job's numbers"
+    assert (second / "rank-1.log").exists() and not (second / "rank-0.log").exists(), (
+        "ranks have the whole job's numbers"
+    )
 
 
-def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
+def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(
+    stoker: Stoker, netcluster: NetCluster, alone: Any
+) -> None:
     dies = "if rank == 1 and len(losses) == 3 and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n        os._exit(3)\n    losses.append"
     script = stoker.script("dies.py", DDP.replace("losses.append", dies))
     where = ["--max-restarts", "1", "--master-addr", netcluster.hosts[0].address, "--master-port", "29513"]
@@ -179,16 +260,32 @@ def test_started_by_hand_a_rank_that_dies_has_all_machines_start_again(stoker: S
 
 def test_machines_that_meet_at_an_endpoint_are_numbered_there(stoker: Stoker, netcluster: NetCluster) -> None:
     where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netcluster.hosts[1].address}:29512", "--rdzv-id", "job"]
-    found = by_hand(stoker, netcluster, stoker.script("tell.py", TELL), [["--nproc-per-node", str(n + 1), *where] for n in range(3)])
-    told = sorted((json.loads(log.read_text()) for folder in found for log in folder.glob("rank-*.log")), key=lambda one: int(one["RANK"]))
-    assert [one["RANK"] for one in told] == [str(rank) for rank in range(6)] and {one["WORLD_SIZE"] for one in told} == {"6"}
+    found = by_hand(
+        stoker, netcluster, stoker.script("tell.py", TELL), [["--nproc-per-node", str(n + 1), *where] for n in range(3)]
+    )
+    told = sorted(
+        (json.loads(log.read_text()) for folder in found for log in folder.glob("rank-*.log")),
+        key=lambda one: int(one["RANK"]),
+    )
+    assert [one["RANK"] for one in told] == [str(rank) for rank in range(6)] and {
+        one["WORLD_SIZE"] for one in told
+    } == {"6"}
     assert [one["GROUP_RANK"] for one in told][:2] == ["0", "0"], "who owns the address is number 0, with its two ranks"
-    assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[1].address} and {one["GLOO_SOCKET_IFNAME"] for one in told} == {"eth0"}
+    assert {one["MASTER_ADDR"] for one in told} == {netcluster.hosts[1].address} and {
+        one["GLOO_SOCKET_IFNAME"] for one in told
+    } == {"eth0"}
 
 
 def test_machines_of_which_one_would_do_meet_all_the_same(stoker: Stoker, netcluster: NetCluster, alone: Any) -> None:
     """Two that train alone, each believing to be the job, would write one checkpoint."""
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{netcluster.hosts[0].address}:29514", "--rdzv-conf", "last_call_timeout=60"]
+    where = [
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"{netcluster.hosts[0].address}:29514",
+        "--rdzv-conf",
+        "last_call_timeout=60",
+    ]
     first, _ = by_hand(stoker, netcluster, stoker.script("ddp.py", DDP), [where, where], "1:2")
     assert losses((first / "rank-0.log").read_text()) == pytest.approx(alone, rel=1e-9)
     assert "machine 1 of 2: ranks 1 to 1 of 2" in (stoker.cwd / "console1").read_text()
@@ -226,12 +323,24 @@ def test_machines_that_dont_add_up_are_refused_in_one_line(stoker: Stoker, flags
 
 
 def test_a_killed_coordinator_leaves_nothing_on_any_host(stoker: Stoker, netcluster: NetCluster) -> None:
-    script = stoker.script("s.py", "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '100'])\nprint('ready', flush=True)\ntime.sleep(100)\n")
+    script = stoker.script(
+        "s.py",
+        "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '100'])\nprint('ready', flush=True)\ntime.sleep(100)\n",
+    )
     run = stoker.start("run", "--no-preflight", "--hosts", str(netcluster.file(workdir=str(stoker.cwd))), script)
-    assert wait_for(lambda: True if sum(b"ready" in log.read_bytes() for log in Path(stoker.cwd).glob("runs/2*/attempt-0/*.log")) == 4 else None, 30)
+    assert wait_for(
+        lambda: (
+            True
+            if sum(b"ready" in log.read_bytes() for log in Path(stoker.cwd).glob("runs/2*/attempt-0/*.log")) == 4
+            else None
+        ),
+        30,
+    )
     os.kill(run.pid, 9)
     run.wait()
-    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), [netcluster.pids(n) for n in range(3)]
+    assert wait_for(lambda: True if not any(netcluster.pids(n) for n in range(3)) else None, 15), [
+        netcluster.pids(n) for n in range(3)
+    ]
 
 
 def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
@@ -240,15 +349,29 @@ def test_what_a_host_is_asked_before_its_ranks_start(tmp_path: Path) -> None:
     shared, apart = tmp_path / "shared", tmp_path / "apart" / "deep"
     shared.mkdir()
     (shared / "token").touch()
-    assert ready(str(tmp_path), sys.executable, str(shared), "token") == {"problems": [], "shared": True, "unwritable": ""}
+    assert ready(str(tmp_path), sys.executable, str(shared), "token") == {
+        "problems": [],
+        "shared": True,
+        "unwritable": "",
+    }
     found = ready(str(tmp_path / "no"), "no-such-python", str(apart), "token")
-    assert not found["shared"] and apart.is_dir() and [problem.split(" ")[1] for problem in found["problems"]] == ["folder", "program"]
+    assert (
+        not found["shared"]
+        and apart.is_dir()
+        and [problem.split(" ")[1] for problem in found["problems"]] == ["folder", "program"]
+    )
     (tmp_path / "file").touch()
     assert "Not a directory" in ready(str(tmp_path), "sh", str(tmp_path / "file" / "x"), "token")["unwritable"]
 
 
 def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str, Any]:
-    return {"routes": {to: {"interface": name, "source": "10.0.0.9"} if name else {"error": "No route to host"} for to, name in ways}, "reached_at": reached}
+    return {
+        "routes": {
+            to: {"interface": name, "source": "10.0.0.9"} if name else {"error": "No route to host"}
+            for to, name in ways
+        },
+        "reached_at": reached,
+    }
 
 
 def test_addresses_and_interfaces_are_found_without_names() -> None:
@@ -256,7 +379,12 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
     from stoker.control.cluster.hosts import Host
     from stoker.control.launch import addresses
 
-    hosts = [Host("here", "localhost", here=True), Host("10.0.0.2", "10.0.0.2"), Host("alias", "alias"), Host("told", "told", "10.0.0.4", interface="ib0")]
+    hosts = [
+        Host("here", "localhost", here=True),
+        Host("10.0.0.2", "10.0.0.2"),
+        Host("alias", "alias"),
+        Host("told", "told", "10.0.0.4", interface="ib0"),
+    ]
     known = addresses.known(hosts)
     assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
     known = addresses.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
@@ -264,7 +392,12 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
     whole = addresses.complete(hosts, answers, known)
     assert whole == {**known, "alias": "10.0.0.3", "here": "10.0.0.9"}
     answers = {host.name: route(*((to, "eth0") for to in whole.values())) for host in hosts}
-    assert addresses.interfaces(hosts, answers, whole) == {"here": "eth0", "10.0.0.2": "eth0", "alias": "eth0", "told": "ib0"}
+    assert addresses.interfaces(hosts, answers, whole) == {
+        "here": "eth0",
+        "10.0.0.2": "eth0",
+        "alias": "eth0",
+        "told": "ib0",
+    }
     answers["alias"] = route(("10.0.0.9", None))
     with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
         addresses.interfaces(hosts, answers, whole)
@@ -274,5 +407,13 @@ def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetC
     first = netcluster.hosts[0].address
     with open(netcluster.folder / "ssh_config", "a") as file:
         file.write(f"Host gpua\n  HostName {first}\n")
-    done = stoker("run", "--hosts", str(netcluster.file((1, 1), per_host=[{}, {"host": "gpua"}], workdir=str(stoker.cwd))), stoker.script("t.py", "print('ran')"))
-    assert (done.code, done.out) == (69, "") and f"{first} and gpua are one machine, {first}; name it once in the hosts file" in done.err, done.err
+    done = stoker(
+        "run",
+        "--hosts",
+        str(netcluster.file((1, 1), per_host=[{}, {"host": "gpua"}], workdir=str(stoker.cwd))),
+        stoker.script("t.py", "print('ran')"),
+    )
+    assert (done.code, done.out) == (
+        69,
+        "",
+    ) and f"{first} and gpua are one machine, {first}; name it once in the hosts file" in done.err, done.err

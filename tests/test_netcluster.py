@@ -36,27 +36,58 @@ except OSError as problem:
 
 
 def _listen(cluster: NetCluster, i: int, port: int) -> None:
-    server = cluster.start_in(i, [sys.executable, "-S", "-c", _LISTEN, cluster.hosts[i].address, str(port)], stdout=subprocess.PIPE)
+    server = cluster.start_in(
+        i, [sys.executable, "-S", "-c", _LISTEN, cluster.hosts[i].address, str(port)], stdout=subprocess.PIPE
+    )
     assert server.stdout is not None and server.stdout.readline() == b"listening\n"
 
 
 def _send(cluster: NetCluster, source: int, target: int, port: int, size: int, seconds: float = 20) -> list[str]:
-    return cluster.run_in(source, [sys.executable, "-S", "-c", _SEND, cluster.hosts[target].address, str(port), str(size), str(seconds)]).stdout.split()
+    return cluster.run_in(
+        source, [sys.executable, "-S", "-c", _SEND, cluster.hosts[target].address, str(port), str(size), str(seconds)]
+    ).stdout.split()
 
 
 def _ssh(cluster: NetCluster, i: int, command: str) -> subprocess.CompletedProcess[str]:
-    argv = ["ssh", "-F", str(cluster.folder / "ssh_config"), "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-i", str(cluster.identity), cluster.hosts[i].address, command]
+    argv = [
+        "ssh",
+        "-F",
+        str(cluster.folder / "ssh_config"),
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ConnectTimeout=5",
+        "-i",
+        str(cluster.identity),
+        cluster.hosts[i].address,
+        command,
+    ]
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=30)
 
 
 def test_each_host_is_reached_by_ssh_and_is_a_host_of_its_own(netcluster: NetCluster) -> None:
-    seen = [_ssh(netcluster, n, f"echo $HOME $(cat /proc/sys/kernel/hostname) $(ls /sys/class/net | tr '\\n' ' '); {sys.executable} -c 'import os; print(os.stat(\"/proc/self/ns/net\").st_ino)'") for n in range(3)]
+    seen = [
+        _ssh(
+            netcluster,
+            n,
+            f"echo $HOME $(cat /proc/sys/kernel/hostname) $(ls /sys/class/net | tr '\\n' ' '); {sys.executable} -c 'import os; print(os.stat(\"/proc/self/ns/net\").st_ino)'",
+        )
+        for n in range(3)
+    ]
     lines = [one.stdout.splitlines() for one in seen]
     assert [line[0] for line in lines] == [f"{host.home} stk-clone eth0 lo" for host in netcluster.hosts], seen
     assert len({line[1] for line in lines}) == 3
     for n in range(3):
         assert connects(netcluster, n, (n + 1) % 3, SSH_PORT) == "yes"
-        told = netcluster.run_in(n, [sys.executable, "-S", "-c", "import socket\ntry: print(socket.gethostbyname('stk-clone'))\nexcept OSError: print('unknown')"])
+        told = netcluster.run_in(
+            n,
+            [
+                sys.executable,
+                "-S",
+                "-c",
+                "import socket\ntry: print(socket.gethostbyname('stk-clone'))\nexcept OSError: print('unknown')",
+            ],
+        )
         assert told.stdout == "unknown\n", told
 
 
@@ -83,7 +114,11 @@ def test_a_block_is_silent_and_in_one_direction(netcluster: NetCluster) -> None:
     assert connects(netcluster, 0, 1, 5000) == "yes"
     netcluster.block(0, 1)
     assert connects(netcluster, 0, 1, 5000, 1.0) == "timed out"
-    assert connects(netcluster, 1, 0, 5000) == "yes" and connects(netcluster, 2, 1, 5000) == "yes" and connects(netcluster, 0, 1, SSH_PORT) == "yes"
+    assert (
+        connects(netcluster, 1, 0, 5000) == "yes"
+        and connects(netcluster, 2, 1, 5000) == "yes"
+        and connects(netcluster, 0, 1, SSH_PORT) == "yes"
+    )
     netcluster.heal(1)
     assert connects(netcluster, 0, 1, 5000) == "yes"
 
@@ -140,6 +175,10 @@ def test_nothing_of_a_cluster_is_left(netcluster: NetCluster) -> None:
     child = cluster.start_in(0, ["sleep", "100"])
     cluster.close()
     assert child.returncode == -9
-    for look in (["ip", "netns", "list"], ["ip", "-o", "link"], *([["nft", "list", "tables"]] if os.path.exists("/usr/sbin/nft") else [])):
+    for look in (
+        ["ip", "netns", "list"],
+        ["ip", "-o", "link"],
+        *([["nft", "list", "tables"]] if os.path.exists("/usr/sbin/nft") else []),
+    ):
         assert cluster.tag not in subprocess.run(look, capture_output=True, text=True, check=True).stdout
     assert not list(Path("/etc/netns").glob(f"{cluster.tag}*"))

@@ -33,7 +33,13 @@ int nvmlEventSetFree(void *s) { return 0; }
 @pytest.fixture
 def half_a_card(stoker: Stoker) -> Stoker:
     (stoker.cwd / "fake.c").write_text(SOURCE)
-    built = subprocess.run(["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "fake.c"], cwd=stoker.cwd, capture_output=True, text=True, check=False)
+    built = subprocess.run(
+        ["cc", "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "fake.c"],
+        cwd=stoker.cwd,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if built.returncode:
         pytest.skip(f"no C compiler: {built.stderr.strip()[:100]}")
     stoker.env.pop("STOKER_MACHINE")
@@ -45,19 +51,30 @@ def test_unsupported_fields_are_none_and_a_lost_card_is_named(half_a_card: Stoke
     done = half_a_card("doctor", "--json", "--only", "gpu.")
     told = json.loads(done.out)
     first, second = told["examination"]["machine"]["gpus"]
-    assert (first["name"], first["memory_total"], first["utilization"], first["compute_mode"], first["holders"]) == ("Half a Card", 8 * 10**9, None, None, None)
+    assert (first["name"], first["memory_total"], first["utilization"], first["compute_mode"], first["holders"]) == (
+        "Half a Card",
+        8 * 10**9,
+        None,
+        None,
+        None,
+    )
     assert "Lost" in second["error"] or "lost" in second["error"]
     health = told["examination"]["health"]["GPU-fake-0"]
-    assert health["temperature"] is None and health["throttle"] is None and health["nvlinks"] is None and health["xids"] == [79]
+    assert (
+        health["temperature"] is None
+        and health["throttle"] is None
+        and health["nvlinks"] is None
+        and health["xids"] == [79]
+    )
     said = {(finding["id"], finding["gpu"]) for finding in told["findings"]}
     assert {("gpu.driver", 1), ("gpu.xid", 0)} <= said and done.code == 2
     assert told["examination"]["probes"]["GPU-fake-0"]["outcome"] == "absent"  # there is no libcuda beside it
 
 
 def test_a_run_uses_the_half_card_and_leaves_the_lost_one_out(half_a_card: Stoker) -> None:
-    script = half_a_card.script("ok.py", "import os; print('ran on', os.environ['GPU_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])")
+    script = half_a_card.script(
+        "ok.py", "import os; print('ran on', os.environ['GPU_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
     done = half_a_card("run", script)
     assert done.code == 0 and done.out == "ran on 0 GPU-fake-0\n", done.err
     assert "Found 2 GPU(s), using 1 GPUs: GPU 0; left out: GPU 1 does not answer" in done.err
-
-

@@ -41,7 +41,10 @@ def test_warm_up_rises_in_a_line_from_above_nothing_to_the_peak() -> None:
     for kind in ("cosine", "linear", "constant", "wsd"):
         found = curve(100, schedule=kind, warmup_steps=4)
         assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0]), kind
-    assert warmup(OptimConfig(warmup_steps=0, warmup_ratio=0.1), 50) == 5 and warmup(OptimConfig(warmup_steps=3, warmup_ratio=0.1), 50) == 3
+    assert (
+        warmup(OptimConfig(warmup_steps=0, warmup_ratio=0.1), 50) == 5
+        and warmup(OptimConfig(warmup_steps=3, warmup_ratio=0.1), 50) == 3
+    )
     assert all(0 < one <= 1 for one in curve(3, warmup_steps=10)), "a warm-up longer than the run"
 
 
@@ -51,7 +54,9 @@ def test_cosine_and_linear_fall_from_the_peak_towards_their_share_of_it(kind: st
     assert found[0] == 1.0 and found[500] == pytest.approx(0.55) and found[-1] == pytest.approx(0.1, abs=1e-3)
     assert all(later < earlier for earlier, later in itertools.pairwise(found))
     assert found[250] == pytest.approx(0.1 + 0.9 * (0.5 + 0.5 * math.cos(math.pi / 4)) if kind == "cosine" else 0.775)
-    assert share(OptimConfig(schedule=kind, min_ratio=0.1), 5000, 1000) == pytest.approx(0.1), "behind its end it stays there"
+    assert share(OptimConfig(schedule=kind, min_ratio=0.1), 5000, 1000) == pytest.approx(0.1), (
+        "behind its end it stays there"
+    )
 
 
 def test_wsd_holds_and_then_falls_over_its_last_part_and_constant_never_falls() -> None:
@@ -105,8 +110,9 @@ def test_adamw_is_torchs_with_clipping_before_it(scale: float, limit: float) -> 
     mine, _, losses = train(c, 5, scale)
     model = Small()
     groups: list[dict[str, Any]] = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1}, {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-    ]  # fmt: skip
+        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
     theirs = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, fused=True)
     for step in range(5):
         loss = loss_of(model, step, scale)
@@ -117,7 +123,9 @@ def test_adamw_is_torchs_with_clipping_before_it(scale: float, limit: float) -> 
         theirs.step()
         theirs.zero_grad()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(mine.get_parameter(name), parameter, rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            mine.get_parameter(name), parameter, rtol=2e-6, atol=2e-7, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -173,12 +181,16 @@ def test_eight_bits_learn_a_regression_nearly_as_well_as_thirty_two() -> None:
         torch.manual_seed(0)
         x = torch.randn(512, 20)
         y = (x @ torch.randn(20, 8)).tanh() + 0.05 * torch.randn(512, 8)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 64, bias=False), torch.nn.Tanh(), torch.nn.Linear(64, 8, bias=False)
+        )
         optimizer = Optimizer(model, OptimConfig(kind=kind, learning_rate=5e-3, weight_decay=0.0))
         for step in range(300):
             loss = (model(x) - y).square().mean()
             loss.backward()
-            optimizer.step(share(OptimConfig(warmup_ratio=0.0), step, 300), gradient_norm(optimizer.parameters), torch.zeros(()))
+            optimizer.step(
+                share(OptimConfig(warmup_ratio=0.0), step, 300), gradient_norm(optimizer.parameters), torch.zeros(())
+            )
             optimizer.zero()
         return float((model(x) - y).square().mean().detach())
 
@@ -200,10 +212,14 @@ def test_packed_moments_keep_sign_zero_and_order_of_magnitude() -> None:
     x[:, ::7] = 0
     first = unpack_first(*pack_first(x))
     assert torch.equal(first[:, ::7], x[:, ::7]) and bool(((first == 0) | (first.sign() == x.sign())).all())
-    assert float(((first - x).abs() / x.abs().amax(-1, keepdim=True)).max()) < 0.01, "within a hundredth of the block's largest"
+    assert float(((first - x).abs() / x.abs().amax(-1, keepdim=True)).max()) < 0.01, (
+        "within a hundredth of the block's largest"
+    )
     squares = x.square()
     second = [unpack_second(*pack_second(squares, torch.tensor(float(step)))) for step in range(64)]
-    assert all(torch.equal(one == 0, squares == 0) for one in second), "never 0 where there was something: the step would be infinite"
+    assert all(torch.equal(one == 0, squares == 0) for one in second), (
+        "never 0 where there was something: the step would be infinite"
+    )
     large = squares > squares.amax(-1, keepdim=True) * 1e-3
     assert max(float(((one / squares)[large] - 1).abs().max()) for one in second) < 0.1
     mean = torch.stack(second).mean(0)
@@ -246,7 +262,10 @@ def test_the_parts_of_a_fused_matrix_are_maps_of_their_own() -> None:
         one = plain["fused.weight"][begin:end]
         torch.testing.assert_close(loud["fused.weight"][begin:end], one, rtol=1e-3, atol=1e-5)
         values = torch.linalg.svdvals(one) / 0.02
-        assert float(values[:12].min()) > 0.4 and float(values.max()) < 1.3, (begin, values)  # 17 words: the gradient has no higher rank
+        assert float(values[:12].min()) > 0.4 and float(values.max()) < 1.3, (
+            begin,
+            values,
+        )  # 17 words: the gradient has no higher rank
     # Embedding, head and norms are AdamW's: its first step is the learning rate in every coordinate that has a gradient.
     for name in ("embed.weight", "head.weight", "norm.weight"):
         moved = plain[name].abs()

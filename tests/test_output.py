@@ -116,7 +116,9 @@ def test_stdout_and_stderr_stay_apart_where_the_caller_keeps_them_apart(stoker: 
     ],
 )
 def test_what_the_console_gets(stoker: Stoker, flags: list[str], out: set[str], err: set[str]) -> None:
-    script = stoker.script("say.py", "import os, sys\nr = os.environ['RANK']\nprint(r, 'out')\nprint(r, 'err', file=sys.stderr)\n")
+    script = stoker.script(
+        "say.py", "import os, sys\nr = os.environ['RANK']\nprint(r, 'out')\nprint(r, 'err', file=sys.stderr)\n"
+    )
     done = stoker("run", "--nproc-per-node", "2", *flags, script)
     assert {line.partition(":")[2] for line in done.out.splitlines()} == out
     assert {line.partition(":")[2] for line in done.err.splitlines() if line.startswith("CPU")} == err
@@ -125,7 +127,10 @@ def test_what_the_console_gets(stoker: Stoker, flags: list[str], out: set[str], 
 
 def test_unbuffered_streams_are_not_torn_in_the_file(stoker: Stoker) -> None:
     """print() writes piece by piece with PYTHONUNBUFFERED; two pipes must not mix the pieces of two lines."""
-    script = stoker.script("u.py", "import sys\nfor i in range(300): print('out', i, 'of', 300); print('err', i, 'of', 300, file=sys.stderr)\n")
+    script = stoker.script(
+        "u.py",
+        "import sys\nfor i in range(300): print('out', i, 'of', 300); print('err', i, 'of', 300, file=sys.stderr)\n",
+    )
     done = stoker("run", "--nproc-per-node", "2", "--tee", "3", script, env={"PYTHONUNBUFFERED": "1"})
     for rank in (0, 1):
         lines = done.log(rank).decode().splitlines()
@@ -173,9 +178,13 @@ def test_a_flood_blocks_nobody_and_loses_no_byte(stoker: Stoker) -> None:
 
 
 def test_a_dead_console_does_not_end_the_run(stoker: Stoker) -> None:
-    script = stoker.script("many.py", "import time\nfor i in range(200): print('line', i, flush=True); time.sleep(0.005)\n")
+    script = stoker.script(
+        "many.py", "import time\nfor i in range(200): print('line', i, flush=True); time.sleep(0.005)\n"
+    )
     command = f"{sys.executable} -m stoker run {script} 2>/dev/null | head -1"
-    done = subprocess.run(["sh", "-c", command], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=60, check=True)
+    done = subprocess.run(
+        ["sh", "-c", command], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=60, check=True
+    )
     assert done.stdout == b"line 0\n"
     assert wait_for(lambda: True if (stoker.cwd / "runs/latest/verdict.json").exists() else None, 20)
     assert stoker.result().verdict["status"] == "completed"

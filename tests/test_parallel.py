@@ -27,18 +27,26 @@ def test_every_sample_is_computed_by_exactly_one_rank_in_exactly_one_micro_batch
         assert all(len(row) <= micro for row in rows)
         sizes = {share.end - share.begin for share in shares}
         assert max(sizes) - min(sizes) <= 1, "as even as can be"
-        assert min(share.micro_steps for share in shares) >= 1, "the exchange of gradients needs all ranks, also one that has nothing to compute"
+        assert min(share.micro_steps for share in shares) >= 1, (
+            "the exchange of gradients needs all ranks, also one that has nothing to compute"
+        )
         if equal:
             assert len({share.micro_steps for share in shares}) == 1, "FSDP's gathers need as many calls on every rank"
         else:
-            assert all(share.micro_steps == max(-(-(share.end - share.begin) // micro), 1) for share in shares), "no micro-step for nothing"
+            assert all(share.micro_steps == max(-(-(share.end - share.begin) // micro), 1) for share in shares), (
+                "no micro-step for nothing"
+            )
 
 
 def test_ranks_without_a_sample_are_refused_with_what_would_do() -> None:
     assert [largest_share(samples, ranks) for samples, ranks in ((1, 1), (7, 7), (8, 7), (16, 3))] == [1, 1, 2, 6]
     with pytest.raises(Refusal) as refused:
         largest_share(2, 3)
-    assert refused.value.code == EX_USAGE and "2 samples can't be split over 3 ranks" in refused.value.line and "use 2 ranks" in refused.value.line
+    assert (
+        refused.value.code == EX_USAGE
+        and "2 samples can't be split over 3 ranks" in refused.value.line
+        and "use 2 ranks" in refused.value.line
+    )
 
 
 def test_the_micro_batch_wastes_as_little_as_can_be_and_never_grows() -> None:
@@ -46,7 +54,9 @@ def test_the_micro_batch_wastes_as_little_as_can_be_and_never_grows() -> None:
     for share, most in itertools.product(range(1, 60), range(1, 20)):
         micro = even_micro(share, most)
         steps = -(-share // micro)
-        assert 1 <= micro <= most and steps == -(-share // most), "not larger than asked for, and not one micro-step more"
+        assert 1 <= micro <= most and steps == -(-share // most), (
+            "not larger than asked for, and not one micro-step more"
+        )
         assert steps * micro - share < steps, "less than one row of padding per micro-step"
 
 
@@ -54,16 +64,24 @@ def test_a_course_covers_each_epoch_once_and_ends_with_what_is_left() -> None:
     order, course = Order(10, seed=3), Course(batch=4, start=0, total=20)
     steps = [course.of_step(number) for number in range(5)]
     ids = np.concatenate([order.ids(*step) for step in steps])
-    assert steps[-1] == (16, 20) and sorted(ids[:10]) == sorted(ids[10:]) == list(range(10)) and list(ids[:10]) != list(ids[10:])
+    assert (
+        steps[-1] == (16, 20)
+        and sorted(ids[:10]) == sorted(ids[10:]) == list(range(10))
+        and list(ids[:10]) != list(ids[10:])
+    )
     assert Course(4, 0, 18).of_step(4) == (16, 18), "the last step of a share of an epoch is smaller"
     later = Course(batch=3, start=8, total=20)  # another batch after a resume: goes on where the other was
     assert [later.of_step(number) for number in range(4)] == [(8, 11), (11, 14), (14, 17), (17, 20)]
     assert Course(4, 0, 0).of_step(100) == (400, 404), "without a total it has no end"
 
 
-@pytest.mark.parametrize(("samples", "ranks", "micro"), [(11, 3, 2), (11, 5, 2), (11, 7, 1), (3, 7, 2), (16, 16, 4), (9, 2, 8)])
+@pytest.mark.parametrize(
+    ("samples", "ranks", "micro"), [(11, 3, 2), (11, 5, 2), (11, 7, 1), (3, 7, 2), (16, 16, 4), (9, 2, 8)]
+)
 @pytest.mark.parametrize("equal", [False, True], ids=["ddp", "fsdp"])
-def test_weighted_by_tokens_an_uneven_split_gives_the_gradient_of_one_process(samples: int, ranks: int, micro: int, equal: bool) -> None:
+def test_weighted_by_tokens_an_uneven_split_gives_the_gradient_of_one_process(
+    samples: int, ranks: int, micro: int, equal: bool
+) -> None:
     """Each rank: the sum of ranks ÷ all labels × its token losses, over its micro-batches, padded and masked; then the mean over ranks, as DDP takes it."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(6, 4, dtype=torch.float64, generator=generator)
@@ -74,7 +92,9 @@ def test_weighted_by_tokens_an_uneven_split_gives_the_gradient_of_one_process(sa
 
     def gradient(inputs: torch.Tensor, targets: torch.Tensor, scale: float) -> torch.Tensor:
         own = weight.clone().requires_grad_()
-        loss = torch.nn.functional.cross_entropy((inputs @ own.T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            (inputs @ own.T).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
         (loss * scale).backward()
         assert own.grad is not None
         return own.grad

@@ -85,7 +85,9 @@ def under_torchrun(folder: Path) -> Path:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else ()
+    lines = (
+        map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if (run / "metrics.jsonl").exists() else ()
+    )
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
@@ -93,13 +95,22 @@ class Forks:
     def __init__(self, ranks: Server, data: Path) -> None:
         self._ranks, self._data = ranks, data
 
-    def __call__(self, ranks: int, folder: Path, *words: str, stop_after: int | None = None, meanwhile: Callable[[list[int]], None] | None = None) -> Trained:
+    def __call__(
+        self,
+        ranks: int,
+        folder: Path,
+        *words: str,
+        stop_after: int | None = None,
+        meanwhile: Callable[[list[int]], None] | None = None,
+    ) -> Trained:
         """`stop_after`: SIGTERM to all ranks once that step's line is written. `meanwhile`: what to do with the running ranks' pids."""
         given = ["--data", str(self._data), "--cache", str(self._data.parent / "cache"), *TINY, *words]
         pids = self._ranks.begin(ranks, folder, words=given)
         try:
             if stop_after is not None:
-                assert wait_for(lambda: True if max(losses_so_far(under_torchrun(folder)), default=-1) >= stop_after else None, 60), (folder / "rank-0.log").read_text()
+                assert wait_for(
+                    lambda: True if max(losses_so_far(under_torchrun(folder)), default=-1) >= stop_after else None, 60
+                ), (folder / "rank-0.log").read_text()
                 send(signal.SIGTERM, pids)
             if meanwhile is not None:
                 meanwhile(pids)
@@ -121,7 +132,18 @@ def send(number: int, pids: list[int]) -> None:
 
 
 def command(*words: str, data: Path) -> tuple[str, ...]:
-    return ("train", "pretrain", "--data", str(data), "--cache", str(data.parent / "cache"), *TINY, "--quiet", "--no-preflight", *words)
+    return (
+        "train",
+        "pretrain",
+        "--data",
+        str(data),
+        "--cache",
+        str(data.parent / "cache"),
+        *TINY,
+        "--quiet",
+        "--no-preflight",
+        *words,
+    )
 
 
 def losses_so_far(run: Path) -> list[int]:
@@ -166,17 +188,30 @@ def test_every_number_of_ranks_gives_the_same_loss_curve(forks: Forks, tmp_path:
     assert found[1][11] < found[1][0] - 0.5, "and it learns"
 
 
-def test_four_ranks_then_three_then_one_see_each_sample_once_an_epoch(forks: Forks, whole: Trained, tmp_path: Path) -> None:
+def test_four_ranks_then_three_then_one_see_each_sample_once_an_epoch(
+    forks: Forks, whole: Trained, tmp_path: Path
+) -> None:
     kept = str(tmp_path / "checkpoints")
     ids: dict[int, list[int]] = {}
     curve: dict[int, float] = {}
     for ranks, stop_after in ((4, 9), (3, 24), (1, None)):
-        job = forks(ranks, tmp_path / f"{ranks}", *EPOCHS, "--log_samples", "true", "--checkpoint.folder", kept, stop_after=stop_after)
+        job = forks(
+            ranks,
+            tmp_path / f"{ranks}",
+            *EPOCHS,
+            "--log_samples",
+            "true",
+            "--checkpoint.folder",
+            kept,
+            stop_after=stop_after,
+        )
         assert job.codes == [0] * ranks, job.said()
         assert not ids.keys() & job.ids().keys() and (ranks == 4) == ("resumes at step" not in job.said())
         ids |= job.ids()
         curve |= job.losses
-    assert sorted(ids) == list(range(STEPS)) and {step: sorted(one) for step, one in ids.items()} == {step: sorted(one) for step, one in whole.ids().items()}
+    assert sorted(ids) == list(range(STEPS)) and {step: sorted(one) for step, one in ids.items()} == {
+        step: sorted(one) for step, one in whole.ids().items()
+    }
     seen = [one for step in sorted(ids) for one in ids[step]]
     assert sorted(seen) == sorted([*range(201)] * 2), "none twice in an epoch, none missed"
     assert all(len(one) == 7 for step, one in ids.items() if step < STEPS - 1) and len(ids[STEPS - 1]) == 3
@@ -189,14 +224,25 @@ def test_ddp_goes_on_sharded_over_other_ranks_and_back(forks: Forks, whole: Trai
     kept = str(tmp_path / "checkpoints")
     curve: dict[int, float] = {}
     for number, (strategy, ranks, stop_after) in enumerate((("ddp", 2, 9), ("fsdp", 3, 24), ("ddp", 2, None))):
-        job = forks(ranks, tmp_path / str(number), *EPOCHS, "--strategy", strategy, "--checkpoint.folder", kept, stop_after=stop_after)
+        job = forks(
+            ranks,
+            tmp_path / str(number),
+            *EPOCHS,
+            "--strategy",
+            strategy,
+            "--checkpoint.folder",
+            kept,
+            stop_after=stop_after,
+        )
         assert job.codes == [0] * ranks, job.said()
         assert not curve.keys() & job.losses.keys()
         curve |= job.losses
     close(curve, whole.losses, 1e-4)
 
 
-def test_damaged_checkpoints_are_refused_by_name_and_the_one_before_is_taken(forks: Forks, whole: Trained, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_refused_by_name_and_the_one_before_is_taken(
+    forks: Forks, whole: Trained, tmp_path: Path
+) -> None:
     kept = tmp_path / "checkpoints"
     every = ("--checkpoint.folder", str(kept), "--every_steps", "4", "--keep", "9")
     first = forks(2, tmp_path / "first", *EPOCHS, *every, stop_after=20)
@@ -211,20 +257,36 @@ def test_damaged_checkpoints_are_refused_by_name_and_the_one_before_is_taken(for
     os.truncate(cut, cut.stat().st_size - 100)
     second = forks(2, tmp_path / "second", *EPOCHS, *every)
     assert second.codes == [0, 0], second.said()
-    assert re.search(rf"{newest.name} is not a sound checkpoint: .*rank-00001.safetensors", second.said()), second.said()
-    assert re.search(rf"{before.name} is not a sound checkpoint: .*rank-00000.safetensors", second.said()), second.said()
+    assert re.search(rf"{newest.name} is not a sound checkpoint: .*rank-00001.safetensors", second.said()), (
+        second.said()
+    )
+    assert re.search(rf"{before.name} is not a sound checkpoint: .*rank-00000.safetensors", second.said()), (
+        second.said()
+    )
     step = int(good.name.removeprefix("step-"))
     assert f"resumes at step {step} from {good}" in second.said() and min(second.losses) == step
     close({**first.losses, **second.losses}, whole.losses, 1e-4)
 
 
-def test_a_checkpoint_of_another_optimizer_or_sharded_rules_that_have_no_shards_are_one_line_of_a_rank(forks: Forks, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_optimizer_or_sharded_rules_that_have_no_shards_are_one_line_of_a_rank(
+    forks: Forks, tmp_path: Path
+) -> None:
     """Found in the ranks: what is in the run's own folder."""
     muon = forks(2, tmp_path / "muon", "--max-steps", "2", "--optimizer", "muon", "--strategy", "fsdp")
-    assert set(muon.codes) == {64} and "optim.kind muon needs whole matrices on each rank" in muon.said() and "Traceback" not in muon.said()
+    assert (
+        set(muon.codes) == {64}
+        and "optim.kind muon needs whole matrices on each rank" in muon.said()
+        and "Traceback" not in muon.said()
+    )
     assert forks(1, tmp_path / "one", "--max-steps", "2", "--checkpoint.folder", str(tmp_path / "kept")).codes == [0]
-    other = forks(1, tmp_path / "two", "--max-steps", "4", "--checkpoint.folder", str(tmp_path / "kept"), "--optimizer", "muon")
-    assert other.codes == [78] and "has the state of optim.kind adamw, not muon" in other.said() and "Traceback" not in other.said()
+    other = forks(
+        1, tmp_path / "two", "--max-steps", "4", "--checkpoint.folder", str(tmp_path / "kept"), "--optimizer", "muon"
+    )
+    assert (
+        other.codes == [78]
+        and "has the state of optim.kind adamw, not muon" in other.said()
+        and "Traceback" not in other.said()
+    )
 
 
 def test_three_ranks_go_on_bit_for_bit(forks: Forks, tmp_path: Path) -> None:
@@ -244,7 +306,9 @@ def test_an_epoch_goes_on_with_another_batch_and_ends_where_it_ends(forks: Forks
     seen = [one for ids in first.ids().values() for one in ids]
     second = forks(2, tmp_path / "second", *kept, "--batch.tokens", "352")
     assert first.codes == [0] and second.codes == [0, 0], second.said()
-    assert sorted(seen + [one for ids in second.ids().values() for one in ids]) == list(range(201)), "none twice, none missed"
+    assert sorted(seen + [one for ids in second.ids().values() for one in ids]) == list(range(201)), (
+        "none twice, none missed"
+    )
 
 
 def test_a_damaged_checkpoint_that_is_asked_for_is_refused_by_all_ranks(forks: Forks, tmp_path: Path) -> None:
@@ -255,20 +319,47 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_by_all_ranks(forks: F
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     again = forks(2, tmp_path / "again", "--max-steps", "4", "--resume", str(part.parent))
-    assert again.codes == [65, 65] and "is damaged" in again.said() and "rank-00000.safetensors" in again.said() and "Traceback" not in again.said(1)
+    assert (
+        again.codes == [65, 65]
+        and "is damaged" in again.said()
+        and "rank-00000.safetensors" in again.said()
+        and "Traceback" not in again.said(1)
+    )
 
 
 def test_the_best_checkpoint_stays_and_auto_micro_batches_count_in_the_batch(forks: Forks, tmp_path: Path) -> None:
-    words = ("--max-steps", "9", "--data.validation", "0.2", "--eval_every", "2", "--every_steps", "3", "--keep", "1", "--learning_rate", "0.02")
+    words = (
+        "--max-steps",
+        "9",
+        "--data.validation",
+        "0.2",
+        "--eval_every",
+        "2",
+        "--every_steps",
+        "3",
+        "--keep",
+        "1",
+        "--learning_rate",
+        "0.02",
+    )
     job = forks(1, tmp_path / "job", *words, "--batch.tokens", "0", "--batch.micro", "auto", "--accumulation", "2")
     assert job.codes == [0] and "16 a step" in job.said(), job.said()
     scores = {}
     for path in (job.run / "checkpoints").glob("step-*/manifest.json"):
         told = json.loads(path.read_text())
         scores[told["step"]] = told["score"]
-    values = {line["step"] + 1: line["val_loss"] for line in map(json.loads, (job.run / "metrics.jsonl").read_text().splitlines()) if "val_loss" in line}
+    values = {
+        line["step"] + 1: line["val_loss"]
+        for line in map(json.loads, (job.run / "metrics.jsonl").read_text().splitlines())
+        if "val_loss" in line
+    }
     best = min(values, key=lambda step: values[step])
-    assert sorted(values) == [2, 4, 6, 8, 9] and scores[best] == values[best] and max(scores) == 9 and len(scores) == len({best, 9})
+    assert (
+        sorted(values) == [2, 4, 6, 8, 9]
+        and scores[best] == values[best]
+        and max(scores) == 9
+        and len(scores) == len({best, 9})
+    )
 
 
 def test_a_second_signal_means_now(forks: Forks, tmp_path: Path) -> None:
@@ -302,7 +393,9 @@ def unharmed(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return found.losses
 
 
-def test_eight_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(forks: Forks, unharmed: dict[int, float], tmp_path: Path) -> None:
+def test_eight_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_step(
+    forks: Forks, unharmed: dict[int, float], tmp_path: Path
+) -> None:
     """Four of one rank, four of all; two more under the launcher below, two hundred in benchmarks/kills.py."""
     from stoker.training.checkpoint.reading import verify
 
@@ -317,7 +410,11 @@ def test_eight_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_s
         before = max((path.name for path in steps()), default="")
 
         def due() -> bool | None:  # on a fast machine the run may be over before all kills are done
-            return max((path.name for path in steps()), default="") > before or not any(Path(f"/proc/{pid}").exists() for pid in pids) or None
+            return (
+                max((path.name for path in steps()), default="") > before
+                or not any(Path(f"/proc/{pid}").exists() for pid in pids)
+                or None
+            )
 
         assert wait_for(due, 60), "no new checkpoint"
         time.sleep(draw.uniform(0, 0.03))
@@ -330,23 +427,44 @@ def test_eight_kills_during_saves_never_leave_a_damaged_checkpoint_and_lose_no_s
     curve: dict[int, float] = {}
     resumed = []
     for life in range(9):
-        job = forks(2, tmp_path / str(life), *KILLED, "--every_steps", "1", "--checkpoint.folder", str(kept), meanwhile=kill if life < 8 else None)
-        assert (life < 8 and -signal.SIGKILL in job.codes) or job.codes == [0, 0], f"seed {seed}, life {life}: {job.said()}"
-        assert "not a sound checkpoint" not in job.said() and "not a complete checkpoint" not in job.said(), f"seed {seed}: {job.said()}"
+        job = forks(
+            2,
+            tmp_path / str(life),
+            *KILLED,
+            "--every_steps",
+            "1",
+            "--checkpoint.folder",
+            str(kept),
+            meanwhile=kill if life < 8 else None,
+        )
+        assert (life < 8 and -signal.SIGKILL in job.codes) or job.codes == [0, 0], (
+            f"seed {seed}, life {life}: {job.said()}"
+        )
+        assert "not a sound checkpoint" not in job.said() and "not a complete checkpoint" not in job.said(), (
+            f"seed {seed}: {job.said()}"
+        )
         assert [wrong for path in steps() for wrong in verify(str(path))] == [], f"seed {seed}, life {life}"
         resumed.append(int((re.search(r"resumes at step (\d+) from", job.said()) or ["", "0"])[1]))
         curve |= job.losses
-    assert resumed == sorted(resumed) and resumed[0] == 0 and resumed[-1] >= 8, "each life began later than the one before"
+    assert resumed == sorted(resumed) and resumed[0] == 0 and resumed[-1] >= 8, (
+        "each life began later than the one before"
+    )
     assert curve == unharmed, f"seed {seed}: not the same bits"
     assert not list(kept.glob("*.tmp")), "what the dead left unfinished is swept"
 
 
-STEP_LINE = re.compile(r"CPU0:INFO \| \[CPU 0\] Step \[\d+/100\] \| Loss: \d+\.\d{4} \| LR: \d\.\d\de-\d\d \| Grad Norm: \d+\.\d{4} \| ETA: (\?:\?\?|\d+:\d\d)")
+STEP_LINE = re.compile(
+    r"CPU0:INFO \| \[CPU 0\] Step \[\d+/100\] \| Loss: \d+\.\d{4} \| LR: \d\.\d\de-\d\d \| Grad Norm: \d+\.\d{4} \| ETA: (\?:\?\?|\d+:\d\d)"
+)
 
 
-def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touched(stoker: Stoker, text: Path, unharmed: dict[int, float]) -> None:
+def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touched(
+    stoker: Stoker, text: Path, unharmed: dict[int, float]
+) -> None:
     """One run under the launcher: rank 1 killed, restarted by the launcher; stopped by SIGTERM; all of it killed; then left alone."""
-    words = command(*KILLED, "--every_steps", "1", "--nproc-per-node", "2", "--max-restarts", "5", "--name", "story", data=text)
+    words = command(
+        *KILLED, "--every_steps", "1", "--nproc-per-node", "2", "--max-restarts", "5", "--name", "story", data=text
+    )
     env = {"OMP_NUM_THREADS": "1"}
 
     def go() -> subprocess.Popen[bytes]:
@@ -354,7 +472,14 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
 
     def beyond(step: int) -> int:
         """Waits until more steps are done."""
-        found = wait_for(lambda: max(losses_so_far(stoker.latest), default=-1) if max(losses_so_far(stoker.latest), default=-1) >= step else None, 90)
+        found = wait_for(
+            lambda: (
+                max(losses_so_far(stoker.latest), default=-1)
+                if max(losses_so_far(stoker.latest), default=-1) >= step
+                else None
+            ),
+            90,
+        )
         assert found is not None, (stoker.cwd / "out.txt").read_text()
         return int(found)
 
@@ -372,7 +497,9 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
     assert job.wait(60) == 143
     assert stoker.result().verdict["status"] == "stopped" and b"resumes at step" in stoker.result().log(0, attempt=1)
     last = max(losses(stoker.latest))
-    assert done <= last < 99 and (stoker.latest / "checkpoints" / f"step-{last + 1:08d}" / "manifest.json").exists(), "the stop saved what was done"
+    assert done <= last < 99 and (stoker.latest / "checkpoints" / f"step-{last + 1:08d}" / "manifest.json").exists(), (
+        "the stop saved what was done"
+    )
 
     job = go()
     beyond(last + 3)
@@ -389,8 +516,13 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
     out = (stoker.cwd / "out.txt").read_text()
     assert "not a sound checkpoint" not in out
     lines = [json.loads(line) for line in (stoker.latest / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(100)) and all(line["tokens"] == 224 * (line["step"] + 1) for line in lines)
-    assert all({"step", "loss", "tokens", "grad_norm", "lr", "tokens_per_s"} <= line.keys() for line in lines) and lines[-1]["tokens_per_s"] > 0
+    assert [line["step"] for line in lines] == list(range(100)) and all(
+        line["tokens"] == 224 * (line["step"] + 1) for line in lines
+    )
+    assert (
+        all({"step", "loss", "tokens", "grad_norm", "lr", "tokens_per_s"} <= line.keys() for line in lines)
+        and lines[-1]["tokens_per_s"] > 0
+    )
     assert len(STEP_LINE.findall(out)) >= 50, out[:2000]  # a launcher that is killed takes some with it
     config = (stoker.latest / "config.yaml").read_text()
     assert "  max_steps: 100\n" in config and "  context_length: 32\n" in config
@@ -399,14 +531,33 @@ def test_a_killed_rank_a_stop_and_a_killed_job_end_in_the_run_that_nobody_touche
 # ---- no number ----
 
 
-def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_command(stoker: Stoker, text: Path) -> None:
-    words = command("--max-steps", "6", "--nproc-per-node", "2", "--nan.inject", "layers.1.attention@3@1", "--every_steps", "1", data=text)
+def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_command(
+    stoker: Stoker, text: Path
+) -> None:
+    words = command(
+        "--max-steps",
+        "6",
+        "--nproc-per-node",
+        "2",
+        "--nan.inject",
+        "layers.1.attention@3@1",
+        "--every_steps",
+        "1",
+        data=text,
+    )
     done = stoker.torch(*words)
-    assert done.code == 1 and done.verdict["cause"] == "nan.traced" and done.verdict["rank"] == 1 and not done.verdict["retryable"], done.err
+    assert (
+        done.code == 1
+        and done.verdict["cause"] == "nan.traced"
+        and done.verdict["rank"] == 1
+        and not done.verdict["retryable"]
+    ), done.err
     for words_ in ("step 3: NaN first in ", "layers.1.attention", "(forward) on rank 1, sample"):
         assert words_ in done.verdict["summary"] and words_ in done.out
     dump = done.run_dir / "nan_step_3"
-    assert {"report.json", "batch.json", "activations.safetensors", "gradients.safetensors"} <= {path.name for path in (dump / "rank-1").iterdir()}
+    assert {"report.json", "batch.json", "activations.safetensors", "gradients.safetensors"} <= {
+        path.name for path in (dump / "rank-1").iterdir()
+    }
     assert (dump / "rank-0" / "parameters.safetensors").exists() and "NaN GRADIENT DETECTED [CPU 1]" in done.out
     kept = {path.name for path in (done.run_dir / "checkpoints").glob("step-*")}  # on a slow disk some are skipped
     assert kept and kept <= {f"step-{step:08d}" for step in (1, 2, 3)}, "the bad step is in no checkpoint"
@@ -414,11 +565,20 @@ def test_a_nan_in_one_ranks_attention_is_traced_by_the_run_the_record_and_the_co
     shown = stoker("nan")
     assert shown.code == 0 and done.verdict["summary"] in shown.out and "rank 0 [CPU 0]: fine here" in shown.out
     report = json.loads(stoker("nan", "--json").out)["reports"][1]
-    assert (report["step"], report["rank"], report["module"], report["phase"], report["what"]) == (3, 1, "layers.1.attention", "forward", "NaN")
+    assert (report["step"], report["rank"], report["module"], report["phase"], report["what"]) == (
+        3,
+        1,
+        "layers.1.attention",
+        "forward",
+        "NaN",
+    )
 
 
 def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks, stoker: Stoker) -> None:
-    for where, ranks in (("grad:layers.0.mlp.down.weight@3@1", "on rank 1"), ("grad:layers.0.mlp.down.weight@3", "on rank 0 and all others")):
+    for where, ranks in (
+        ("grad:layers.0.mlp.down.weight@3@1", "on rank 1"),
+        ("grad:layers.0.mlp.down.weight@3", "on rank 0 and all others"),
+    ):
         job = forks(2, stoker.cwd / ranks, "--max-steps", "6", "--nan.inject", where)
         summary = rf"step 3: Inf first in the gradient of layers\.0\.mlp\.down\.weight \(\S+\) {ranks}"
         assert job.codes == [1, 1] and re.search(summary, job.said(1 if "@1" in where else 0)), job.said()
@@ -432,15 +592,42 @@ def test_an_inf_in_one_gradient_is_traced_to_its_parameter_and_rank(forks: Forks
 
 def test_plain_torchrun_a_profile_and_tensorboard(stoker: Stoker, text: Path) -> None:
     pytest.importorskip("tensorboard")
-    words = ("--preset", "debug", "--data", str(text), "--cache", str(text.parent / "cache"), "--tokenizer.path", "bytes", "--context_length", "32")
-    argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "stoker.training.recipes.pretrain", *words]
+    words = (
+        "--preset",
+        "debug",
+        "--data",
+        str(text),
+        "--cache",
+        str(text.parent / "cache"),
+        "--tokenizer.path",
+        "bytes",
+        "--context_length",
+        "32",
+    )
+    argv = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "stoker.training.recipes.pretrain",
+        *words,
+    ]
     env = {**stoker.env, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     ran = subprocess.run(
-        [*argv, "--profile", "--log-to", "tensorboard", "--export", "false"], cwd=stoker.cwd, env=env, capture_output=True, timeout=120, check=False
+        [*argv, "--profile", "--log-to", "tensorboard", "--export", "false"],
+        cwd=stoker.cwd,
+        env=env,
+        capture_output=True,
+        timeout=120,
+        check=False,
     )
     done = Done(ran.returncode, ran.stdout, ran.stderr, stoker.cwd)
     run = under_torchrun(stoker.cwd)
-    assert done.code == 0 or "terminate called without an active exception" in done.err, done.err  # torch 2.13's gloo at exit
+    assert done.code == 0 or "terminate called without an active exception" in done.err, (
+        done.err
+    )  # torch 2.13's gloo at exit
     assert len(losses(run)) == 10 and "Validation after step 5" in done.out and (run / "config.yaml").exists()
     assert len(re.findall(r"Step \[\d+/10\]", done.out)) == 20, "each rank has its lines"
     trace = json.loads((run / "profile.json").read_text())
@@ -489,14 +676,17 @@ def test_a_micro_batch_that_is_the_whole_share_stays_one(monkeypatch: pytest.Mon
     for micro, accumulation in ((48, 1), (96, 1), (100, 3), (7, 2)):
         batch = SimpleNamespace(tokens=0, micro=micro, accumulation=accumulation)
         job = SimpleNamespace(
-            c=SimpleNamespace(batch=batch, data=SimpleNamespace(context_length=32)), group=SimpleNamespace(world=2, strategy="ddp", smallest=lambda value: value),
+            c=SimpleNamespace(batch=batch, data=SimpleNamespace(context_length=32)),
+            group=SimpleNamespace(world=2, strategy="ddp", smallest=lambda value: value),
             _balanced=False,
-        )  # fmt: skip
+        )
         assert Job._fit_micro(job) == micro  # type: ignore[arg-type]
 
 
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:
-    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [0]
+    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [
+        0
+    ]
     stoker.script("empty.txt", "")
     stoker.script("short.txt", "twenty-one letters !!")
     kept = ("--checkpoint.folder", "kept")
@@ -506,26 +696,44 @@ def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoke
         (["--data", "short.txt"], 65, "data.context_length is 32, longer than the data"),
         (["--data", "absent.txt"], 66, "absent.txt is not there"),
         (["--model.vocab_size", "100"], 64, "model.vocab_size 100 is too small for the tokenizer's 260 tokens"),
-        (["--batch.tokens", "64", "--nproc-per-node", "3"], 64, "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough"),
+        (
+            ["--batch.tokens", "64", "--nproc-per-node", "3"],
+            64,
+            "is 2 samples of 32 tokens: too few for 3 ranks; 96 is enough",
+        ),
         ([*kept, "--model.depth", "3"], 78, "is of another model: model.layers is 2 there and 3 here"),
         ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "300"], 78, "was trained with another tokenizer"),
-        ([*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "700"], 78, "was trained with another tokenizer"),  # and model.vocab_size is another, too
+        (
+            [*kept, "--tokenizer.path=", "--tokenizer.vocab_size", "700"],
+            78,
+            "was trained with another tokenizer",
+        ),  # and model.vocab_size is another, too
         (["--checkpoint.folder", "short.txt"], 73, "checkpoint.folder short.txt is a file"),
         ([*kept, "--optimizer", "muon"], 78, "has the state of optim.kind adamw, not muon"),
         (["--checkpoint.resume", "nowhere"], 66, "checkpoint.resume nowhere: there is no checkpoint"),
         (["--nan.inject", "layers.1"], 64, "is not WHERE@STEP"),
-    ]  # fmt: skip
+    ]
     for words, code, says in cases:
         data = Path(words[1]) if words[0] == "--data" else text
         done = stoker(*command("--max-steps", "4", *(words[2:] if words[0] == "--data" else words), data=data))
         lines = [line for line in done.err.splitlines() if line.startswith("stoker: ")]
-        assert done.code == code and len(lines) == 1 and says in lines[0] and lines[0] == done.err.splitlines()[-1], (words, done.code, done.err)
+        assert done.code == code and len(lines) == 1 and says in lines[0] and lines[0] == done.err.splitlines()[-1], (
+            words,
+            done.code,
+            done.err,
+        )
         assert not (stoker.cwd / "runs").exists(), words
 
 
-def test_max_steps_that_the_checkpoint_has_passed_is_said_before_a_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:
-    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [0]
+def test_max_steps_that_the_checkpoint_has_passed_is_said_before_a_rank_starts(
+    stoker: Stoker, forks: Forks, text: Path
+) -> None:
+    assert forks(1, stoker.cwd / "job", "--max-steps", "2", "--checkpoint.folder", str(stoker.cwd / "kept")).codes == [
+        0
+    ]
     for steps, says in ((1, "--max-steps 3 would make 1 more"), (2, "--max-steps 4 would make 2 more"), (3, "")):
-        done = stoker(*command("--max-steps", str(steps), "--checkpoint.resume", "kept", "--nproc-per-node", "0", data=text))
+        done = stoker(
+            *command("--max-steps", str(steps), "--checkpoint.resume", "kept", "--nproc-per-node", "0", data=text)
+        )
         said = [line for line in done.err.splitlines() if line.startswith("train.max_steps")]
         assert len(said) == bool(says) and says in "".join(said), done.err

@@ -41,7 +41,12 @@ def real(stoker: Stoker) -> Iterator[Stoker]:
 
 
 def _mine(stoker: Stoker) -> set[int]:
-    return {event["pid"] for path in stoker.cwd.glob("runs/2*/events.jsonl") for event in map(json.loads, path.read_text().splitlines()) if event["event"] == "rank-up"}
+    return {
+        event["pid"]
+        for path in stoker.cwd.glob("runs/2*/events.jsonl")
+        for event in map(json.loads, path.read_text().splitlines())
+        if event["event"] == "rank-up"
+    }
 
 
 def _gpu() -> Any:
@@ -56,7 +61,9 @@ def _pids() -> set[int]:
 
 def _holder(stoker: Stoker, gigabytes: float, seconds: float) -> subprocess.Popen[bytes]:
     stoker.script("hold.py", HOLD)
-    holder = subprocess.Popen([sys.executable, "hold.py", str(gigabytes), str(seconds)], cwd=stoker.cwd, stdout=subprocess.PIPE)
+    holder = subprocess.Popen(
+        [sys.executable, "hold.py", str(gigabytes), str(seconds)], cwd=stoker.cwd, stdout=subprocess.PIPE
+    )
     assert holder.stdout is not None and holder.stdout.readline() == b"holding\n"
     return holder
 
@@ -94,7 +101,10 @@ def test_a_rank_on_the_card(real: Stoker) -> None:
     gpu = _gpu()
     assert done.code == 0, done.err
     assert f"sum 1.0 {gpu.index}\n" == done.out and f"✓ Found {len(NVML.gpus())} GPU(s)" in done.err  # type: ignore[union-attr]
-    assert "[Rank 0] MEM:POST-MODEL RAM " in done.err and " GPU " in done.err.partition("MEM:POST-MODEL")[2].partition("\n")[0]
+    assert (
+        "[Rank 0] MEM:POST-MODEL RAM " in done.err
+        and " GPU " in done.err.partition("MEM:POST-MODEL")[2].partition("\n")[0]
+    )
 
 
 def test_more_ranks_than_cards_are_refused(real: Stoker) -> None:
@@ -107,7 +117,9 @@ def test_more_ranks_than_cards_are_refused(real: Stoker) -> None:
 
 
 def test_sharing_when_asked_for(real: Stoker) -> None:
-    script = real.script("s.py", "import os, torch; x = torch.ones(1, device='cuda:' + os.environ['LOCAL_RANK']); print('ok', x.item())")
+    script = real.script(
+        "s.py", "import os, torch; x = torch.ones(1, device='cuda:' + os.environ['LOCAL_RANK']); print('ok', x.item())"
+    )
     done = real("run", "--nproc-per-node", "2", "--gpus", "0", "--share-gpus", script)
     assert done.code == 0 and done.out.count("GPU0:ok 1.0") == 2, done.err
 
@@ -119,7 +131,12 @@ def test_a_full_card_is_refused_and_waited_for(real: Stoker) -> None:
     try:
         script = real.script("ok.py", "print('ran')")
         done = real("run", "--min-free-memory", "20GB", script)
-        assert done.code == 69 and "20.0 GB needed" in done.err and f"by pid {holder.pid}" in done.err and "hold.py" in done.err
+        assert (
+            done.code == 69
+            and "20.0 GB needed" in done.err
+            and f"by pid {holder.pid}" in done.err
+            and "hold.py" in done.err
+        )
         began = time.monotonic()
         done = real("run", "--min-free-memory", "20GB", "--wait", "60s", script)
         assert done.code == 0 and "waiting for up to" in done.err and "ran" in done.out

@@ -21,11 +21,25 @@ COUNT = "import os, sys, time\nfor i in range(int(sys.argv[1])): print('step', i
 
 def test_run_json_says_what_ran_and_keeps_no_secret(stoker: Stoker) -> None:
     secrets = {
-        "HF_TOKEN": "hf_abcdefghijklmnopqrstuv", "AWS_SECRET_ACCESS_KEY": "zzzsecretzzz", "DATABASE_URL": "postgres://me:hunter2secret@db/x",
-        "INNOCENT": "sk-abcdefghijklmnopqrstuvwxyz123", "MY_PASSWORD": "topsecret",
-    }  # fmt: skip
+        "HF_TOKEN": "hf_abcdefghijklmnopqrstuv",
+        "AWS_SECRET_ACCESS_KEY": "zzzsecretzzz",
+        "DATABASE_URL": "postgres://me:hunter2secret@db/x",
+        "INNOCENT": "sk-abcdefghijklmnopqrstuvwxyz123",
+        "MY_PASSWORD": "topsecret",
+    }
     script = stoker.script("ok.py", "print('ok')")
-    done = stoker("run", "--env", "WANDB_API_KEY=verysecret", script, "--api-key", "argsecret", "--hf_token=hf_zyxwvutsrqponmlkjihg", "--max-tokens", "256", env=secrets)
+    done = stoker(
+        "run",
+        "--env",
+        "WANDB_API_KEY=verysecret",
+        script,
+        "--api-key",
+        "argsecret",
+        "--hf_token=hf_zyxwvutsrqponmlkjihg",
+        "--max-tokens",
+        "256",
+        env=secrets,
+    )
     assert done.code == 0
     for path in done.run_dir.rglob("*"):
         if path.is_file():
@@ -33,8 +47,14 @@ def test_run_json_says_what_ran_and_keeps_no_secret(stoker: Stoker) -> None:
             for value in (*secrets.values(), "hunter2secret", "verysecret", "argsecret", "hf_zyxwvutsrqponmlkjihg"):
                 assert value not in text, f"{value} in {path.name}"
     run = json.loads((done.run_dir / "run.json").read_text())
-    assert run["schema"] == 1 and run["script"] == "ok.py" and run["plan"]["world_size"] == 1 and run["versions"]["python"]
-    assert run["args"][-2:] == ["--max-tokens", "256"] and run["environment"]["HF_TOKEN"] == redact.HIDDEN and run["config_hash"]
+    assert (
+        run["schema"] == 1 and run["script"] == "ok.py" and run["plan"]["world_size"] == 1 and run["versions"]["python"]
+    )
+    assert (
+        run["args"][-2:] == ["--max-tokens", "256"]
+        and run["environment"]["HF_TOKEN"] == redact.HIDDEN
+        and run["config_hash"]
+    )
     assert set(run["environment"]) >= {"PATH"} and run["environment"]["PATH"] == os.environ["PATH"]
 
 
@@ -42,12 +62,19 @@ def test_runs_why_and_logs(stoker: Stoker) -> None:
     stoker("run", "--name", "good", stoker.script("g.py", "print('fine')"))
     stoker("run", "--name", "bad", stoker.script("b.py", "print('before'); raise SystemExit(7)"))
     rows = json.loads(stoker("runs", "--json").out)["runs"]
-    assert [(row["name"], row["status"], row["cause"], row["exit_code"]) for row in rows] == [("good", "completed", None, 0), ("bad", "failed", "rank.exit", 7)]
+    assert [(row["name"], row["status"], row["cause"], row["exit_code"]) for row in rows] == [
+        ("good", "completed", None, 0),
+        ("bad", "failed", "rank.exit", 7),
+    ]
     table = stoker("runs").out
     assert "completed" in table and "rank.exit" in table
     assert "exit code 7" in stoker("why").out and "completed" in stoker("why", "good").out
     assert stoker("logs", "--rank", "0").out == "before\n" and stoker("logs", "good").out == "fine\n"
-    for words, says in ((["why", "baad"], "did you mean"), (["logs", "--rank", "5"], "no rank 5"), (["logs", "--attempt", "3"], "no attempt 3")):
+    for words, says in (
+        (["why", "baad"], "did you mean"),
+        (["logs", "--rank", "5"], "no rank 5"),
+        (["logs", "--attempt", "3"], "no attempt 3"),
+    ):
         refused = stoker(*words)
         assert refused.code == 66 and says in refused.err and refused.err.count("\n") == 1
     assert stoker("why", "--runs-dir", "nowhere").code == 66
@@ -55,7 +82,10 @@ def test_runs_why_and_logs(stoker: Stoker) -> None:
 
 def test_the_time_of_a_run_is_that_of_all_its_starts(stoker: Stoker) -> None:
     """Not of the last one only, and not with the pause between them."""
-    script = stoker.script("twice.py", "import os, sys, time\ntime.sleep(1.5)\nfirst = not os.path.exists('again')\nopen('again', 'w')\nsys.exit(4 if first else 0)\n")
+    script = stoker.script(
+        "twice.py",
+        "import os, sys, time\ntime.sleep(1.5)\nfirst = not os.path.exists('again')\nopen('again', 'w')\nsys.exit(4 if first else 0)\n",
+    )
     first = stoker("run", "--name", "exp", script)
     took = json.loads(stoker("runs", "--json").out)["runs"][0]["seconds"]
     time.sleep(3)
@@ -81,7 +111,13 @@ def test_a_name_goes_on_with_an_unfinished_run(stoker: Stoker) -> None:
     assert first.code == 4 and first.log(0) == b"resume None\n"
     where = first.run_dir
     again = stoker("run", "--name", "exp", script)
-    assert again.code == 0 and again.run_dir == where and again.log(0, 1) == b"resume step-10\n" and "starting run" in again.err and "its newest checkpoint" in again.err
+    assert (
+        again.code == 0
+        and again.run_dir == where
+        and again.log(0, 1) == b"resume step-10\n"
+        and "starting run" in again.err
+        and "its newest checkpoint" in again.err
+    )
     other = stoker("run", "--name", "exp", script, "another-argument")
     assert other.run_dir != where and "is complete: this is a new run" in other.err
 
@@ -127,13 +163,17 @@ def test_each_attempt_has_its_own_ranks_and_labels(stoker: Stoker) -> None:
     """After a host was lost the newest plan has fewer ranks, on others."""
     both = "import os, time\nprint('bye', os.environ['RANK'], flush=True)\nseen = os.environ['TORCHELASTIC_RESTART_COUNT'] + '-'\n"
     both += "open(seen + os.environ['RANK'], 'w').close()\nwhile not (os.path.exists(seen + '0') and os.path.exists(seen + '1')): time.sleep(0.01)\n"
-    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "1", stoker.script("f.py", both + "raise SystemExit(6)"))
+    done = stoker(
+        "run", "--nproc-per-node", "2", "--max-restarts", "1", stoker.script("f.py", both + "raise SystemExit(6)")
+    )
     about = json.loads((done.run_dir / "run.json").read_text())
     about["plan"] |= {"world_size": 1, "ranks": [{"rank": 0, "label": "b/GPU0"}]}
     (done.run_dir / "run.json").write_text(json.dumps(about))
     (done.run_dir / "attempt-1" / "rank-1.log").unlink()
     events = (done.run_dir / "events.jsonl").read_text().splitlines()
-    moved = [line.replace("CPU0", "b/GPU0") if '"rank-up"' in line and '"attempt": 1' in line else line for line in events]
+    moved = [
+        line.replace("CPU0", "b/GPU0") if '"rank-up"' in line and '"attempt": 1' in line else line for line in events
+    ]
     (done.run_dir / "events.jsonl").write_text("\n".join(moved) + "\n")
     assert stoker("logs", "--rank", "1", "--attempt", "0").out == "bye 1\n"
     assert "has no rank 1 in attempt 1; there are 0 to 0" in stoker("logs", "--rank", "1").err
@@ -163,7 +203,9 @@ def test_commands_in_our_lines_can_be_pasted(stoker: Stoker) -> None:
     failed = stoker("run", "--name", "my run", stoker.script("i.py", "import no_such_package"))
     quoted = f"'{failed.run_dir.name}'"
     assert f"exit code 1; `pip install no_such_package`; `stoker why {quoted}` says more\n" in failed.err
-    detached = stoker("run", "--detach", "--again", "--name", "my run", stoker.script("nap.py", "import time; time.sleep(100)"))
+    detached = stoker(
+        "run", "--detach", "--again", "--name", "my run", stoker.script("nap.py", "import time; time.sleep(100)")
+    )
     quoted = f"'{detached.run_dir.name}'"
     assert f"run {detached.run_dir.name} is in the background\n" in detached.out
     assert all(f"  stoker {word} {quoted}" in detached.out for word in ("attach", "logs", "stop", "why"))
@@ -185,9 +227,13 @@ def test_logs_follow_until_the_end(stoker: Stoker) -> None:
 
 
 def test_four_words_outside_a_run_do_nothing(tmp_path: Path) -> None:
-    code = "import stoker; stoker.beat(step=1, loss=0.5); stoker.mark('x'); stoker.phase('eval'); print(stoker.resume())"
+    code = (
+        "import stoker; stoker.beat(step=1, loss=0.5); stoker.mark('x'); stoker.phase('eval'); print(stoker.resume())"
+    )
     env = {key: value for key, value in os.environ.items() if not key.startswith("STOKER_")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=tmp_path, check=True
+    )
     assert done.stdout == "None\n" and done.stderr == "" and list(tmp_path.iterdir()) == []
 
 
@@ -200,8 +246,19 @@ def test_beats_phases_and_marks_reach_the_record(stoker: Stoker) -> None:
     )
     done = stoker("run", "--nproc-per-node", "2", script)
     assert done.code == 0
-    kinds = [(event["event"], event.get("rank"), event.get("name")) for event in done.events if event["event"] in ("first-step", "phase", "mark")]
-    assert sorted(kinds, key=str) == sorted([(kind, rank, name) for rank in (0, 1) for kind, name in (("first-step", None), ("phase", "eval"), ("mark", "HALF"))], key=str)
+    kinds = [
+        (event["event"], event.get("rank"), event.get("name"))
+        for event in done.events
+        if event["event"] in ("first-step", "phase", "mark")
+    ]
+    assert sorted(kinds, key=str) == sorted(
+        [
+            (kind, rank, name)
+            for rank in (0, 1)
+            for kind, name in (("first-step", None), ("phase", "eval"), ("mark", "HALF"))
+        ],
+        key=str,
+    )
     assert {event["steps"] for event in done.events if event["event"] == "rank-exit"} == {29}
 
 
@@ -247,7 +304,10 @@ def test_launches_of_one_second_do_not_share_a_folder(stoker: Stoker) -> None:
 
 
 def test_a_reopened_run_does_not_show_its_old_verdict(stoker: Stoker) -> None:
-    script = stoker.script("r.py", "import os, sys, time\nif os.environ.get('GO') != '1': sys.exit(3)\nprint('ready', flush=True)\ntime.sleep(60)\n")
+    script = stoker.script(
+        "r.py",
+        "import os, sys, time\nif os.environ.get('GO') != '1': sys.exit(3)\nprint('ready', flush=True)\ntime.sleep(60)\n",
+    )
     assert stoker("run", "--name", "re", script).code == 3
     run = stoker.start("run", "--name", "re", script, env={"GO": "1"})
     assert wait_for(lambda: True if list(stoker.cwd.glob("runs/2*/attempt-1/rank-0.log")) else None, 20)
@@ -281,9 +341,20 @@ def test_a_run_of_another_host_is_followed_until_it_has_a_verdict(stoker: Stoker
 
 def test_redaction_of_nested_assignments() -> None:
     assert redact.arguments(["--env=WANDB_API_KEY=abc", "GH_PAT=x1", "--max-tokens", "5", "--token", "s3"]) == [
-        f"--env=WANDB_API_KEY={redact.HIDDEN}", f"GH_PAT={redact.HIDDEN}", "--max-tokens", "5", "--token", redact.HIDDEN
-    ]  # fmt: skip
+        f"--env=WANDB_API_KEY={redact.HIDDEN}",
+        f"GH_PAT={redact.HIDDEN}",
+        "--max-tokens",
+        "5",
+        "--token",
+        redact.HIDDEN,
+    ]
     told = "curl -H 'Authorization: Bearer abcdefgh12345' https://hooks.slack.com/services/T0/B0/xyz"
-    assert redact.text(told) == f"curl -H 'Authorization: Bearer {redact.HIDDEN}' https://hooks.slack.com/services/{redact.HIDDEN}"
-    assert redact.whole("x" * 20_000 + " hf_" + "a" * 20).endswith(f" {redact.HIDDEN}") and len(redact.text("x" * 20_000)) < 9000
+    assert (
+        redact.text(told)
+        == f"curl -H 'Authorization: Bearer {redact.HIDDEN}' https://hooks.slack.com/services/{redact.HIDDEN}"
+    )
+    assert (
+        redact.whole("x" * 20_000 + " hf_" + "a" * 20).endswith(f" {redact.HIDDEN}")
+        and len(redact.text("x" * 20_000)) < 9000
+    )
     assert redact.text("https://me:pw@host/x") == f"https://me:{redact.HIDDEN}@host/x"

@@ -78,13 +78,20 @@ def refused(stoker: Stoker, *args: str, code: int, says: str, lines: int = 1, en
 )
 def test_bad_words(stoker: Stoker, words: list[str], code: int, says: str) -> None:
     stoker.script("ok.py", OK)
-    for name, text in (("broken.yaml", "a: 1\nb: [1,\n"), ("list.yaml", "- 1\n"), ("typo.yaml", "max_restart: 3\n"), ("value.yaml", "max-restarts: many\n")):
+    for name, text in (
+        ("broken.yaml", "a: 1\nb: [1,\n"),
+        ("list.yaml", "- 1\n"),
+        ("typo.yaml", "max_restart: 3\n"),
+        ("value.yaml", "max-restarts: many\n"),
+    ):
         stoker.script(name, text)
     refused(stoker, "run", *words, code=code, says=says)
 
 
 def test_a_syntax_error_is_shown_with_its_own_caret(stoker: Stoker) -> None:
-    text = refused(stoker, "run", stoker.script("bad.py", "x = 1\ndef f(:\n    pass\n"), code=65, says="does not parse", lines=5)
+    text = refused(
+        stoker, "run", stoker.script("bad.py", "x = 1\ndef f(:\n    pass\n"), code=65, says="does not parse", lines=5
+    )
     assert 'File "bad.py", line 2' in text and "    def f(:\n          ^\n" in text
 
 
@@ -98,13 +105,39 @@ def test_config_file_flags_and_environment_in_order(stoker: Stoker) -> None:
     script = stoker.script("ok.py", OK)
     assert len(stoker("run", "--config", "c.yaml", script).out.splitlines()) == 3
     assert len(stoker("run", "--config", "c.yaml", script, env={"PET_NPROC_PER_NODE": "2"}).out.splitlines()) == 2
-    assert len(stoker("run", "--config", "c.yaml", "--nproc_per_node=1", script, env={"PET_NPROC_PER_NODE": "2"}).out.splitlines()) == 1
+    assert (
+        len(
+            stoker(
+                "run", "--config", "c.yaml", "--nproc_per_node=1", script, env={"PET_NPROC_PER_NODE": "2"}
+            ).out.splitlines()
+        )
+        == 1
+    )
     assert "from-file" in stoker.latest.name
 
 
 def test_torchrun_words_that_mean_nothing_here_are_said_so(stoker: Stoker) -> None:
-    flags = ["--standalone", "--nnodes=1", "--rdzv_backend=c10d", "--monitor-interval", "5", "--start_method", "spawn", "--node_rank=0", "--nproc_per_node=2"]
-    done = stoker("run", *flags, stoker.script("a.py", "import sys; print(sys.argv[1:])"), "--lr", "3", "--nproc-per-node", "9", "-m")
+    flags = [
+        "--standalone",
+        "--nnodes=1",
+        "--rdzv_backend=c10d",
+        "--monitor-interval",
+        "5",
+        "--start_method",
+        "spawn",
+        "--node_rank=0",
+        "--nproc_per_node=2",
+    ]
+    done = stoker(
+        "run",
+        *flags,
+        stoker.script("a.py", "import sys; print(sys.argv[1:])"),
+        "--lr",
+        "3",
+        "--nproc-per-node",
+        "9",
+        "-m",
+    )
     assert done.code == 0 and done.log(1) == b"['--lr', '3', '--nproc-per-node', '9', '-m']\n"
     assert done.err.count("--nproc-per-node stands after a.py, so it is the script's: put it before") == 1
     for flag in ("--rdzv-backend", "--monitor-interval", "--start-method", "--node-rank"):
@@ -113,12 +146,18 @@ def test_torchrun_words_that_mean_nothing_here_are_said_so(stoker: Stoker) -> No
 
 
 def test_a_flag_after_the_script_is_said_unless_the_script_knows_it(stoker: Stoker) -> None:
-    own = stoker.script("own.py", "import argparse; p = argparse.ArgumentParser(); p.add_argument('--log-dir', dest='log_dir'); p.add_argument('--config')")
+    own = stoker.script(
+        "own.py",
+        "import argparse; p = argparse.ArgumentParser(); p.add_argument('--log-dir', dest='log_dir'); p.add_argument('--config')",
+    )
     (stoker.cwd / "mod.py").write_text("")
     after = {
-        (own, "--log-dir", "x", "--config=y", "3"): [], (own, "--nproc_per_node=2"): ["--nproc_per_node"], (own, "--gpus", "0", "--detach"): ["--gpus", "--detach"],
-        ("-m", "mod", "--config", "y"): [], ("-m", "mod", "--nproc-per-node", "2"): ["--nproc-per-node"],
-    }  # fmt: skip
+        (own, "--log-dir", "x", "--config=y", "3"): [],
+        (own, "--nproc_per_node=2"): ["--nproc_per_node"],
+        (own, "--gpus", "0", "--detach"): ["--gpus", "--detach"],
+        ("-m", "mod", "--config", "y"): [],
+        ("-m", "mod", "--nproc-per-node", "2"): ["--nproc-per-node"],
+    }
     for words, said in after.items():
         lines = stoker("run", "--dry-run", *words).out.splitlines()
         assert [line.split()[0] for line in lines if "stands after" in line] == said, words
@@ -130,10 +169,22 @@ def test_a_port_that_is_taken(stoker: Stoker) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        text = refused(stoker, "run", "--master-port", str(port), script, code=69, says=f"port {port} is in use by pid {os.getpid()}")
+        text = refused(
+            stoker,
+            "run",
+            "--master-port",
+            str(port),
+            script,
+            code=69,
+            says=f"port {port} is in use by pid {os.getpid()}",
+        )
         assert os.path.basename(sys.executable) in text  # and what that process is
         done = stoker("run", script, env={"MASTER_PORT": str(port)})
-        assert done.code == 0 and f"MASTER_PORT={port} is in use by pid {os.getpid()}" in done.err and done.log(0).split()[1] != str(port).encode()
+        assert (
+            done.code == 0
+            and f"MASTER_PORT={port} is in use by pid {os.getpid()}" in done.err
+            and done.log(0).split()[1] != str(port).encode()
+        )
     done = stoker("run", "--master-port", str(port), script)
     assert done.log(0).split()[1] == str(port).encode()
 
@@ -148,13 +199,17 @@ def test_runs_dir_that_can_not_be_written(stoker: Stoker) -> None:
 def test_a_full_disk(stoker: Stoker) -> None:
     full = stoker.cwd / "full"
     full.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(full)], capture_output=True, text=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=512k", "none", str(full)], capture_output=True, text=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"no right to mount a small file system: {mounted.stderr.strip()}")
     try:
         (full / "filler").write_bytes(b"x" * 512 * 1024)
         refused(stoker, "run", "--runs-dir", "full", stoker.script("ok.py", OK), code=73, says="host.disk: 0.0 MB free")
-        refused(stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="its disk or quota is full")
+        refused(
+            stoker, "run", "--no-preflight", "--runs-dir", "full", "ok.py", code=73, says="its disk or quota is full"
+        )
         assert os.listdir(full) == ["filler"]
         (full / "filler").unlink()
         script = stoker.script("much.py", "print('x' * 600_000)\nprint('end')")
@@ -169,32 +224,56 @@ def test_a_dead_nvml_library(stoker: Stoker) -> None:
     (stoker.cwd / "libnvidia-ml.so.1").write_text("this is not a library\n")
     script = stoker.script("ok.py", OK)
     env = {"LD_LIBRARY_PATH": str(stoker.cwd), "STOKER_MACHINE": ""}
-    refused(stoker, "run", script, code=69, says="the NVIDIA driver does not answer: libnvidia-ml.so.1 does not load", env=env)
+    refused(
+        stoker,
+        "run",
+        script,
+        code=69,
+        says="the NVIDIA driver does not answer: libnvidia-ml.so.1 does not load",
+        env=env,
+    )
     done = stoker("run", "--nproc-per-node", "cpu", script, env=env)
     assert done.code == 0 and "CPU rank" in done.err
 
 
 def test_gpus_end_to_end_on_a_recorded_machine(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     """Labels, GPU_RANK and visibility by physical number and UUID."""
-    script = stoker.script("g.py", "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['GPU_RANK'], e.get('CUDA_VISIBLE_DEVICES'), e['CUDA_DEVICE_ORDER'])")
+    script = stoker.script(
+        "g.py",
+        "import os; e = os.environ; print(e['RANK'], e['LOCAL_RANK'], e['GPU_RANK'], e.get('CUDA_VISIBLE_DEVICES'), e['CUDA_DEVICE_ORDER'])",
+    )
     uuids = [gpu_json(n)["uuid"] for n in range(4)]
     done = stoker("run", "--gpus", "1,3", script, env=box(4))
-    assert sorted(done.out.splitlines()) == [f"GPU1:0 0 1 {uuids[1]},{uuids[3]} PCI_BUS_ID", f"GPU3:1 1 3 {uuids[1]},{uuids[3]} PCI_BUS_ID"]
+    assert sorted(done.out.splitlines()) == [
+        f"GPU1:0 0 1 {uuids[1]},{uuids[3]} PCI_BUS_ID",
+        f"GPU3:1 1 3 {uuids[1]},{uuids[3]} PCI_BUS_ID",
+    ]
     assert "✓ Found 4 GPU(s), using 2 GPUs: GPU 1, GPU 3" in done.err
     done = stoker("run", "--gpus", "1,3", "--isolate", script, env=box(4))
     assert sorted(done.out.splitlines()) == [f"GPU1:0 0 1 {uuids[1]} PCI_BUS_ID", f"GPU3:1 0 3 {uuids[3]} PCI_BUS_ID"]
     done = stoker("run", script, env=box(2))
     assert sorted(done.out.splitlines()) == ["GPU0:0 0 0 None PCI_BUS_ID", "GPU1:1 1 1 None PCI_BUS_ID"]
-    done = stoker("run", "--nproc-per-node", "cpu", stoker.script("c.py", "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"), env=box(2, cores=2))
+    done = stoker(
+        "run",
+        "--nproc-per-node",
+        "cpu",
+        stoker.script("c.py", "import os; print(repr(os.environ['CUDA_VISIBLE_DEVICES']))"),
+        env=box(2, cores=2),
+    )
     assert sorted(done.out.splitlines()) == ["CPU0:''", "CPU1:''"]
-    refused(stoker, "run", "--nproc-per-node", "3", script, code=69, says="3 ranks asked for and 2 GPUs usable", env=box(2))
+    refused(
+        stoker, "run", "--nproc-per-node", "3", script, code=69, says="3 ranks asked for and 2 GPUs usable", env=box(2)
+    )
 
 
 def test_two_launches_never_share_a_gpu(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
     script = stoker.script("hold.py", "import os, time; print('on', os.environ['GPU_RANK'], flush=True); time.sleep(3)")
     unique = [gpu_json(n, uuid=f"GPU-test-{os.getpid()}-{n}") for n in range(4)]
     env = box(unique)
-    runs = [stoker.start("run", "--gpus", "any:1", "--quiet", "--name", f"r{n}", script, env=env, stderr=subprocess.PIPE) for n in range(4)]
+    runs = [
+        stoker.start("run", "--gpus", "any:1", "--quiet", "--name", f"r{n}", script, env=env, stderr=subprocess.PIPE)
+        for n in range(4)
+    ]
     shown = [run.communicate(timeout=40)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0] * 4
     assert sorted(text.split()[1] for text in shown) == ["0", "1", "2", "3"]
@@ -244,7 +323,10 @@ def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:
     before = sorted(os.listdir(stoker.cwd))
     done = stoker("run", "--dry-run", "--json", "--nproc-per-node", "2", script)
     plan: dict[str, Any] = json.loads(done.out)
-    assert [place["label"] for place in plan["places"]] == ["CPU0", "CPU1"] and plan["argv"] == [sys.executable, "ok.py"]
+    assert [place["label"] for place in plan["places"]] == ["CPU0", "CPU1"] and plan["argv"] == [
+        sys.executable,
+        "ok.py",
+    ]
     assert "would start 1 rank of: " in stoker("run", "--dry-run", script).out
     assert "would start 2 ranks" in stoker("run", "--dry-run", "--nproc-per-node", "2", script).out
     assert sorted(os.listdir(stoker.cwd)) == before
@@ -252,17 +334,38 @@ def test_dry_run_starts_and_writes_nothing(stoker: Stoker) -> None:
 
 def test_closed_standard_streams(stoker: Stoker) -> None:
     script = stoker.script("ok.py", OK)
-    done = subprocess.run(["sh", "-c", f"{sys.executable} -m stoker run --nproc-per-node 2 {script} <&- >&- 2>&-"], cwd=stoker.cwd, env=stoker.env, timeout=60, check=False)
+    done = subprocess.run(
+        ["sh", "-c", f"{sys.executable} -m stoker run --nproc-per-node 2 {script} <&- >&- 2>&-"],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and stoker.result().log(1) == b"ran\n"
 
 
 def test_a_bad_log_dir_is_refused_before_the_start(stoker: Stoker) -> None:
-    refused(stoker, "run", "--log-dir", "/proc/nope/x", stoker.script("ok.py", OK), code=73, says="--log-dir /proc/nope/x can't be written")
+    refused(
+        stoker,
+        "run",
+        "--log-dir",
+        "/proc/nope/x",
+        stoker.script("ok.py", OK),
+        code=73,
+        says="--log-dir /proc/nope/x can't be written",
+    )
 
 
 def test_few_descriptors_are_made_enough(stoker: Stoker) -> None:
     script = stoker.script("n.py", "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
-    done = subprocess.run(["sh", "-c", f"ulimit -Sn 64; {sys.executable} -m stoker run -q --nproc-per-node 40 {script}"], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=90, check=False)
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -Sn 64; {sys.executable} -m stoker run -q --nproc-per-node 40 {script}"],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        timeout=90,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(b":64\n") == 40
 
@@ -274,7 +377,14 @@ def test_a_refusal_is_notified(stoker: Stoker) -> None:
 
 
 def test_module_glued_to_its_flag(stoker: Stoker) -> None:
-    done = subprocess.run([sys.executable, "-Bmstoker", "run", stoker.script("f.py", "import sys; print(sys.flags.dont_write_bytecode)")], cwd=stoker.cwd, env=stoker.env, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-Bmstoker", "run", stoker.script("f.py", "import sys; print(sys.flags.dont_write_bytecode)")],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0 and done.stdout == b"1\n"
 
 
@@ -283,10 +393,17 @@ def test_preflight_warns_and_refuses(stoker: Stoker, box: Callable[..., dict[str
     done = stoker("run", script, env={"CUDA_LAUNCH_BLOCKING": "1"})
     assert done.code == 0 and "! env.slow: CUDA_LAUNCH_BLOCKING=1 waits for every kernel" in done.err
     limited = ["sh", "-c", f"ulimit -v 60000000; {sys.executable} -m stoker run {script}"]
-    done_limited = subprocess.run(limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, text=True, timeout=60, check=False)
+    done_limited = subprocess.run(
+        limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, text=True, timeout=60, check=False
+    )
     assert done_limited.returncode == 69 and "host.address-space: RLIMIT_AS" in done_limited.stderr
     limited[2] = limited[2].replace(" run ", " run --no-preflight ")
-    assert subprocess.run(limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, timeout=60, check=False).returncode == 0
+    assert (
+        subprocess.run(
+            limited, cwd=stoker.cwd, env={**stoker.env, **box(1)}, capture_output=True, timeout=60, check=False
+        ).returncode
+        == 0
+    )
 
 
 def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
@@ -295,5 +412,25 @@ def test_exclude_bad_leaves_a_dead_gpu_out(stoker: Stoker) -> None:
     done = stoker("run", "--exclude-bad", "--share-gpus", script, env=dead)
     assert done.code == 0 and sorted(done.out.splitlines()) == ["GPU1:ran", "GPU2:ran", "GPU3:ran"]
     assert "using 3 GPUs: GPU 1, GPU 2, GPU 3; left out: GPU 0 does not answer: dead: error 999" in done.err
-    refused(stoker, "run", "--exclude-bad", "--nproc-per-node", "4", script, code=69, says="4 ranks asked for and 3 GPUs usable", env=dead)
-    refused(stoker, "run", "--exclude-bad", "--legal-ranks", "1,2,4,8", script, code=69, says="3 ranks, and the job takes 1, 2, 4, 8; --nproc-per-node 2 would do", env=dead)
+    refused(
+        stoker,
+        "run",
+        "--exclude-bad",
+        "--nproc-per-node",
+        "4",
+        script,
+        code=69,
+        says="4 ranks asked for and 3 GPUs usable",
+        env=dead,
+    )
+    refused(
+        stoker,
+        "run",
+        "--exclude-bad",
+        "--legal-ranks",
+        "1,2,4,8",
+        script,
+        code=69,
+        says="3 ranks, and the job takes 1, 2, 4, 8; --nproc-per-node 2 would do",
+        env=dead,
+    )

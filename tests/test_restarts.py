@@ -95,8 +95,18 @@ def test_out_of_gpu_memory_halves_the_micro_batch_of_who_can() -> None:
 def with_probes(tmp_path: Path) -> Callable[..., dict[str, str]]:
     def make(dead: tuple[int, ...], count: int = 3) -> dict[str, str]:
         cards = [gpu_json(n) for n in range(count)]
-        probes = {card["uuid"]: {"outcome": "dead" if n in dead else "ok", "detail": "error 999 in cuInit" if n in dead else "", "seconds": 0.1, "left": 0} for n, card in enumerate(cards)}
-        (tmp_path / "probed.json").write_text(json.dumps({"schema": 1, "machine": machine_json(cards), "probes": probes}))
+        probes = {
+            card["uuid"]: {
+                "outcome": "dead" if n in dead else "ok",
+                "detail": "error 999 in cuInit" if n in dead else "",
+                "seconds": 0.1,
+                "left": 0,
+            }
+            for n, card in enumerate(cards)
+        }
+        (tmp_path / "probed.json").write_text(
+            json.dumps({"schema": 1, "machine": machine_json(cards), "probes": probes})
+        )
         return {"STOKER_MACHINE": str(tmp_path / "probed.json")}
 
     return make
@@ -119,7 +129,9 @@ def test_a_card_that_fails_its_proof_is_left_out(stoker: Stoker, with_probes: Ca
     assert [event["world_size"] for event in done.events if event["event"] == "attempt"] == [3, 2]
 
 
-def test_a_sound_card_stays_and_a_fixed_count_is_kept(stoker: Stoker, with_probes: Callable[..., dict[str, str]]) -> None:
+def test_a_sound_card_stays_and_a_fixed_count_is_kept(
+    stoker: Stoker, with_probes: Callable[..., dict[str, str]]
+) -> None:
     done = stoker("run", "--max-restarts", "2", stoker.script("job.py", ECC), env=with_probes(()))
     assert done.code == 0 and done.log(0, 1) == b"ranks 3\n"
     done = stoker("run", "--max-restarts", "2", "--nproc-per-node", "3", "job.py", env=with_probes((1,)))
@@ -129,8 +141,18 @@ def test_a_sound_card_stays_and_a_fixed_count_is_kept(stoker: Stoker, with_probe
 
 def test_busy_is_diagnosed_in_the_end(stoker: Stoker, box: Any) -> None:
     """One attempt is enough for that: the ten seconds of waiting are tested above."""
-    name = stoker.script("job.py", "raise RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')")
-    env = box([gpu_json(0, compute_mode="default", holders=[{"pid": 4711, "memory": 10**9, "command": "python other.py", "user": "eve"}])])
+    name = stoker.script(
+        "job.py", "raise RuntimeError('CUDA error: CUDA-capable device(s) is/are busy or unavailable')"
+    )
+    env = box(
+        [
+            gpu_json(
+                0,
+                compute_mode="default",
+                holders=[{"pid": 4711, "memory": 10**9, "command": "python other.py", "user": "eve"}],
+            )
+        ]
+    )
     done = stoker("run", "--nproc-per-node", "1", "--share-gpus", name, env=env)
     assert done.verdict["cause"] == "gpu.busy"
     assert any("pid 4711 (python other.py, eve)" in line for line in done.verdict["evidence"]), done.verdict
@@ -161,7 +183,15 @@ def test_preempted_and_started_again_by_its_container(stoker: Stoker) -> None:
     """SIGTERM with notice: the rank saves. The same command again goes on from there; once complete it is nothing to do."""
     command = ("run", "--nproc-per-node", "1", "--name", "pod", stoker.script("job.py", PREEMPTED))
     launcher = stoker.start(*command)
-    assert wait_for(lambda: True if (stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text() else None, 20)
+    assert wait_for(
+        lambda: (
+            True
+            if (stoker.cwd / "runs/latest/events.jsonl").exists()
+            and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text()
+            else None
+        ),
+        20,
+    )
     os.kill(launcher.pid, signal.SIGTERM)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 143 and stoker.result().verdict["status"] == "stopped"

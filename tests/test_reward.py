@@ -38,7 +38,14 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     made = []
     for number in range(count):
         word = "".join(draw.choice("abcdef") for _ in range(draw.randint(2, 6)))
-        made.append({"prompt": f"is {word} {number % 7}?", "chosen": f"yes {word}", "rejected": f"no {word}", "kind": "right" if number % 2 else "form"})
+        made.append(
+            {
+                "prompt": f"is {word} {number % 7}?",
+                "chosen": f"yes {word}",
+                "rejected": f"no {word}",
+                "kind": "right" if number % 2 else "form",
+            }
+        )
     return made
 
 
@@ -57,7 +64,10 @@ def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
         for place in np.flatnonzero(targets != IGNORED).tolist():
             better, worse = segments[place], segments[targets[place]]
             seen.append((inputs[segments == better].tolist(), inputs[segments == worse].tolist()))
-            assert targets[place] == np.flatnonzero(segments == worse).max() and place == np.flatnonzero(segments == better).max()
+            assert (
+                targets[place] == np.flatnonzero(segments == worse).max()
+                and place == np.flatnonzero(segments == better).max()
+            )
     assert seen == [(pair.better, pair.worse) for pair in pairs] and 1 < len(packed) < 20
     assert packed.digest() != PairRows(pairs[::-1], 160, 0).digest()
 
@@ -78,15 +88,27 @@ def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -
     batch = packed.batch(np.arange(len(packed), dtype=np.int64))
     inputs, targets, segments = (torch.from_numpy(one) for one in (batch.inputs, batch.targets, batch.segments))
     got = model(inputs, targets, torch.tensor(0.5), segments)
-    alone = scores(model, words, [(row["prompt"], row[side]) for row in made for side in ("chosen", "rejected")], torch.device("cpu"), micro=3)
+    alone = scores(
+        model,
+        words,
+        [(row["prompt"], row[side]) for row in made for side in ("chosen", "rejected")],
+        torch.device("cpu"),
+        micro=3,
+    )
     want = sum(F.softplus(torch.tensor(alone[at + 1] - alone[at])) for at in range(0, len(alone), 2)) * 0.5
     torch.testing.assert_close(got, torch.as_tensor(want), rtol=1e-4, atol=1e-4)
     found = margins(model(inputs, None, None, segments), targets)[targets != IGNORED]
     torch.testing.assert_close(found, torch.tensor(alone[::2]) - torch.tensor(alone[1::2]), rtol=1e-3, atol=1e-3)
     if likelihood:  # by hand: the vector at the end, and the answer's tokens alone
         ids, begun = torch.tensor([pairs[0].better]), len(asked(words, made[0]["prompt"]))
-        logp = torch.log_softmax(F.linear(model.hidden(ids), model.head_weight)[0, :-1], -1).gather(1, ids[0, 1:, None])[begun - 1 :].sum()
-        torch.testing.assert_close(alone[0], (model.hidden(ids)[0, -1] @ model.score + 0.3 * logp).item(), rtol=1e-4, atol=1e-4)
+        logp = (
+            torch.log_softmax(F.linear(model.hidden(ids), model.head_weight)[0, :-1], -1)
+            .gather(1, ids[0, 1:, None])[begun - 1 :]
+            .sum()
+        )
+        torch.testing.assert_close(
+            alone[0], (model.hidden(ids)[0, -1] @ model.score + 0.3 * logp).item(), rtol=1e-4, atol=1e-4
+        )
 
 
 def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path) -> None:
@@ -105,7 +127,9 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]
     said: list[str] = []
     export(Found(str(tmp_path / "hf")), str(tmp_path / "out"), None, None, said.append)
-    assert scores(open_reward(c, str(tmp_path / "out"), torch.device("cpu")), words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu"))
+    assert scores(
+        open_reward(c, str(tmp_path / "out"), torch.device("cpu")), words, row, torch.device("cpu")
+    ) == scores(model, words, row, torch.device("cpu"))
     assert any("score.safetensors" in line for line in said), "and transformers does not read it"
     (tmp_path / "hf" / "score.safetensors").unlink()
     with pytest.raises(Refusal, match="no reward model"):
@@ -122,7 +146,13 @@ def test_calibration_counts_how_often_it_was_right_when_it_was_sure() -> None:
     assert found[0]["observed"] == 0.5 and found[1]["observed"] == 0.75
     assert found[1]["low"] <= found[1]["predicted"] <= found[1]["high"]
     assert calibration([1000.0])[0]["predicted"] == 1.0
-    assert calibration([0.0, 0.0])[0] | {"low": 0, "high": 0} == {"low": 0, "high": 0, "predicted": 0.5, "observed": 0.5, "count": 2}
+    assert calibration([0.0, 0.0])[0] | {"low": 0, "high": 0} == {
+        "low": 0,
+        "high": 0,
+        "predicted": 0.5,
+        "observed": 0.5,
+        "count": 2,
+    }
 
 
 @pytest.mark.parametrize(
@@ -156,24 +186,65 @@ def test_one_two_and_three_ranks_learn_the_same_and_order_held_out_pairs(stoker:
     curves, results = [], []
     for ranks in (1, 2, 3):
         done = stoker.torch(
-            "train", "reward", "--nproc-per-node", str(ranks), "--name", f"r{ranks}", "--runs-dir", str(tmp_path / "runs"), "--preset", "small",
-            "--model.load", str(tmp_path / "begin"), "--reward.pairs", str(tmp_path / "pairs.jsonl"), "--reward.held_out", str(tmp_path / "other.jsonl"),
-            "--context_length", "128", "--batch.tokens", "1152", "--batch.micro", "2", "--max-steps", "25", "--learning-rate", "3e-3", "--log_every", "1",
-            "--parallel.device", "cpu", "--eval_every", "0",
-        )  # fmt: skip
+            "train",
+            "reward",
+            "--nproc-per-node",
+            str(ranks),
+            "--name",
+            f"r{ranks}",
+            "--runs-dir",
+            str(tmp_path / "runs"),
+            "--preset",
+            "small",
+            "--model.load",
+            str(tmp_path / "begin"),
+            "--reward.pairs",
+            str(tmp_path / "pairs.jsonl"),
+            "--reward.held_out",
+            str(tmp_path / "other.jsonl"),
+            "--context_length",
+            "128",
+            "--batch.tokens",
+            "1152",
+            "--batch.micro",
+            "2",
+            "--max-steps",
+            "25",
+            "--learning-rate",
+            "3e-3",
+            "--log_every",
+            "1",
+            "--parallel.device",
+            "cpu",
+            "--eval_every",
+            "0",
+        )
         assert done.code == 0, done.out + done.err
         (run,) = (tmp_path / "runs").glob(f"*-r{ranks}")
-        curves.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "val_loss" not in line])
+        curves.append(
+            [
+                json.loads(line)["loss"]
+                for line in (run / "metrics.jsonl").read_text().splitlines()
+                if "val_loss" not in line
+            ]
+        )
         results.append(json.loads((run / "result.json").read_text()))
     assert len(curves[0]) == 25
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)
     told = results[0]["metrics"]
-    assert told["accuracy"] >= 0.95 and told["total"] == 60 and set(told["by_kind"]) == {"form", "right"} and told["low"] < told["accuracy"]
+    assert (
+        told["accuracy"] >= 0.95
+        and told["total"] == 60
+        and set(told["by_kind"]) == {"form", "right"}
+        and told["low"] < told["accuracy"]
+    )
     assert results[0]["model"] == "hf"
 
 
 @pytest.mark.parametrize(("likelihood", "tied"), [("true", True), ("false", False)])
-def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, likelihood: str, tied: bool) -> None:
+def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, likelihood: str, tied: bool
+) -> None:
     """On GPUs batch.micro auto tries random ids; targets are places in a row. With reward.likelihood off nothing reads an untied head."""
     from stoker.training.loop import job
     from stoker.training.model import hf
@@ -186,7 +257,9 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(monkeypatch: pytes
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows(60)))
     tried = []
 
-    def largest(forward_backward: Any, optimizer: Any, group: Any, *, context: int, vocabulary: int, **more: Any) -> int:
+    def largest(
+        forward_backward: Any, optimizer: Any, group: Any, *, context: int, vocabulary: int, **more: Any
+    ) -> int:
         forward_backward(torch.randint(0, vocabulary, (2, context)))
         optimizer.zero()
         tried.append(vocabulary > context)
@@ -196,8 +269,28 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STOKER_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)
-    code = recipe.main([
-        "--preset", "small", "--model.load", "begin", "--reward.pairs", "pairs.jsonl", "--reward.likelihood", likelihood, "--context_length", "128",
-        "--batch.tokens", "512", "--batch.micro", "auto", "--max-steps", "2", "--parallel.device", "cpu", "--eval_every", "0",
-    ])  # fmt: skip
+    code = recipe.main(
+        [
+            "--preset",
+            "small",
+            "--model.load",
+            "begin",
+            "--reward.pairs",
+            "pairs.jsonl",
+            "--reward.likelihood",
+            likelihood,
+            "--context_length",
+            "128",
+            "--batch.tokens",
+            "512",
+            "--batch.micro",
+            "auto",
+            "--max-steps",
+            "2",
+            "--parallel.device",
+            "cpu",
+            "--eval_every",
+            "0",
+        ]
+    )
     assert code == 0 and tried == [True]

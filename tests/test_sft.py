@@ -29,7 +29,10 @@ def chats(count: int, seed: int) -> str:
         turns = []
         for _ in range(draw.choice((1, 1, 2))):
             word = "".join(draw.choice("abcdef") for _ in range(draw.randint(2, 9)))
-            turns += [{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": (word + " ") * draw.randint(1, 4)}]
+            turns += [
+                {"role": "user", "content": f"Say {word}."},
+                {"role": "assistant", "content": (word + " ") * draw.randint(1, 4)},
+            ]
         rows.append(json.dumps({"messages": turns}))
     return "\n".join(rows)
 
@@ -44,14 +47,29 @@ def begin(tmp_path: Path) -> Path:
     return tmp_path / "begin"
 
 
-def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_start(stoker: Stoker, tmp_path: Path, begin: Path) -> None:
+def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_start(
+    stoker: Stoker, tmp_path: Path, begin: Path
+) -> None:
     (tmp_path / "chats.jsonl").write_text(chats(60, 0))
-    words = ("--model.load", str(begin), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", "0", "--parallel.device", "cpu")
+    words = (
+        "--model.load",
+        str(begin),
+        "--data",
+        str(tmp_path / "chats.jsonl"),
+        "--data.validation",
+        "0",
+        "--parallel.device",
+        "cpu",
+    )
     dry = stoker("train", "sft", *words, "--dry-run", "--no-preflight")
-    done = stoker.torch("train", "sft", *words, "--runs-dir", str(tmp_path / "runs"), "--name", "plain", "--no-preflight")
+    done = stoker.torch(
+        "train", "sft", *words, "--runs-dir", str(tmp_path / "runs"), "--name", "plain", "--no-preflight"
+    )
     assert dry.code == done.code == 0, dry.err + done.out + done.err
     for shown in (dry.err, done.err):
-        assert "3 passes over your 60 conversations" in shown and "sft's default; --epochs or --max-steps" in shown, shown
+        assert "3 passes over your 60 conversations" in shown and "sft's default; --epochs or --max-steps" in shown, (
+            shown
+        )
     (run,) = (tmp_path / "runs").glob("*-plain")
     (steps,) = re.findall(r"length +([\d,]+) steps", done.err)
     result = json.loads((run / "result.json").read_text())["metrics"]
@@ -59,7 +77,11 @@ def test_60_chats_are_passed_over_three_times_and_that_is_printed_before_the_sta
     settings = (run / "config.yaml").read_text()
     (rate,) = re.findall(r"learning rate +([\d.e-]+), cosine", done.err)
     assert float(rate) == pytest.approx(2e-5 * (1e9 / 25_000) ** 0.25, rel=0.1)  # the model has some 25,000 parameters
-    assert f"  learning_rate: {float(rate)!r}\n" in settings and "epochs: 3.0\n" in settings and "max_steps: 0\n" in settings
+    assert (
+        f"  learning_rate: {float(rate)!r}\n" in settings
+        and "epochs: 3.0\n" in settings
+        and "max_steps: 0\n" in settings
+    )
     # The recipe by itself, as torchrun starts it: rank 0 derives the same and prints it.
     recipe = ("-m", "stoker.training.recipes.sft", *words, "--train.max_steps", "900")
     alone = stoker.torch("run", "--no-preflight", "--nproc-per-node", "2", "--stop-after-steps", "2", *recipe)
@@ -73,14 +95,48 @@ def test_one_two_and_three_ranks_give_the_same_sft_curve(stoker: Stoker, tmp_pat
     curves, held_out = [], []
     for ranks in (1, 2, 3):
         done = stoker.torch(
-            "train", "sft", "--nproc-per-node", str(ranks), "--name", f"r{ranks}", "--runs-dir", str(tmp_path / "runs"), "--preset", "small",
-            "--model.load", str(begin), "--data", str(tmp_path / "chats.jsonl"), "--data.validation", str(tmp_path / "other.jsonl"),
-            "--context_length", "128", "--batch.tokens", "640", "--batch.micro", "2", "--max-steps", "20", "--learning-rate", "3e-3", "--log_every", "1",
-            "--parallel.device", "cpu", "--eval_every", "0",
-        )  # fmt: skip
+            "train",
+            "sft",
+            "--nproc-per-node",
+            str(ranks),
+            "--name",
+            f"r{ranks}",
+            "--runs-dir",
+            str(tmp_path / "runs"),
+            "--preset",
+            "small",
+            "--model.load",
+            str(begin),
+            "--data",
+            str(tmp_path / "chats.jsonl"),
+            "--data.validation",
+            str(tmp_path / "other.jsonl"),
+            "--context_length",
+            "128",
+            "--batch.tokens",
+            "640",
+            "--batch.micro",
+            "2",
+            "--max-steps",
+            "20",
+            "--learning-rate",
+            "3e-3",
+            "--log_every",
+            "1",
+            "--parallel.device",
+            "cpu",
+            "--eval_every",
+            "0",
+        )
         assert done.code == 0, done.out + done.err
         (run,) = (tmp_path / "runs").glob(f"*-r{ranks}")
-        curves.append([json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines() if "val_loss" not in line])
+        curves.append(
+            [
+                json.loads(line)["loss"]
+                for line in (run / "metrics.jsonl").read_text().splitlines()
+                if "val_loss" not in line
+            ]
+        )
         held_out.append(json.loads((run / "result.json").read_text())["metrics"]["val_loss"])
     assert len(curves[0]) == 20 and curves[0][-1] < 0.8 * curves[0][0]
     assert curves[1] == pytest.approx(curves[0], rel=1e-4) and curves[2] == pytest.approx(curves[0], rel=1e-4)

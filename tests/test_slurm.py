@@ -58,7 +58,9 @@ def submit(stoker: Stoker, slurm: SlurmCluster, *args: str, code: int = 0) -> Do
 
 def begun(stoker: Stoker, ranks: int, attempt: int = 0) -> None:
     logs = f"runs/2*/attempt-{attempt}/rank-*.log"
-    assert wait_for(lambda: True if sum(b"begins" in log.read_bytes() for log in stoker.cwd.glob(logs)) == ranks else None, 30), _printed(stoker)
+    assert wait_for(
+        lambda: True if sum(b"begins" in log.read_bytes() for log in stoker.cwd.glob(logs)) == ranks else None, 30
+    ), _printed(stoker)
 
 
 def number(stoker: Stoker) -> str:
@@ -83,9 +85,37 @@ def test_two_ranks_on_two_nodes_through_srun(stoker: Stoker, slurm: SlurmCluster
 
 def test_a_recipe_of_ours_trains_on_two_nodes(stoker: Stoker, slurm: SlurmCluster) -> None:
     stoker.script("book.txt", "It was a dark night, and the rain fell in torrents. " * 400)
-    words = ("--preset", "debug", "--data", "book.txt", "--tokenizer.path", "bytes", "--context_length", "32", "--batch.tokens", "256", "--max-steps", "3")
-    done = stoker.torch("submit", "--nodes", "2", "--time", "5m", "--", "train", "pretrain", *words, "--parallel.device", "cpu", env=slurm.env)
-    assert done.code == 0 and "on 2 × cpu" in done.out and (done.run_dir / "hf" / "config.json").exists(), done.out + done.err
+    words = (
+        "--preset",
+        "debug",
+        "--data",
+        "book.txt",
+        "--tokenizer.path",
+        "bytes",
+        "--context_length",
+        "32",
+        "--batch.tokens",
+        "256",
+        "--max-steps",
+        "3",
+    )
+    done = stoker.torch(
+        "submit",
+        "--nodes",
+        "2",
+        "--time",
+        "5m",
+        "--",
+        "train",
+        "pretrain",
+        *words,
+        "--parallel.device",
+        "cpu",
+        env=slurm.env,
+    )
+    assert done.code == 0 and "on 2 × cpu" in done.out and (done.run_dir / "hf" / "config.json").exists(), (
+        done.out + done.err
+    )
 
 
 def test_the_guilty_ranks_exit_code_is_the_jobs_and_the_commands(stoker: Stoker, slurm: SlurmCluster) -> None:
@@ -103,17 +133,25 @@ def test_a_job_that_a_rank_submits_has_its_own_nodes_and_outlives_the_run(stoker
     inner = "import os, time\nprint('inner', os.environ['RANK'], os.environ['SLURMD_NODENAME'], flush=True)\ntime.sleep(5)\n"
     outer = "import os, subprocess\nif os.environ['RANK'] == '0': print(subprocess.run(['sbatch', '--parsable', 'job.sh'], capture_output=True, text=True, check=True).stdout, flush=True)\n"
     stoker.script("inner.py", inner)
-    stoker.script("job.sh", f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=job.out\nexec {sys.executable} -m stoker run --name inner inner.py\n")
+    stoker.script(
+        "job.sh",
+        f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --output=job.out\nexec {sys.executable} -m stoker run --name inner inner.py\n",
+    )
     done = stoker("run", "--name", "outer", stoker.script("outer.py", outer), env=slurm.env)
     assert done.code == 0, done.err
     job = next(stoker.cwd.glob("runs/*-outer/attempt-0/rank-0.log")).read_text().split()[0]
-    assert wait_for(lambda: slurm.state(job) if slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING") else None, 60) == "COMPLETED", (stoker.cwd / "job.out").read_text()
+    assert (
+        wait_for(lambda: slurm.state(job) if slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING") else None, 60)
+        == "COMPLETED"
+    ), (stoker.cwd / "job.out").read_text()
     logs = sorted(path.read_text() for path in stoker.cwd.glob("runs/*-inner/attempt-0/rank-*.log"))
     assert logs == ["inner 0 node1\n", "inner 1 node2\n"], (stoker.cwd / "job.out").read_text()
 
 
 def test_a_cancelled_job_leaves_nothing_and_its_verdict_says_who_ended_it(stoker: Stoker, slurm: SlurmCluster) -> None:
-    run = stoker.start("submit", "--nodes", "2", "--name", "long", "--", stoker.script("waits.py", WAITS), env=slurm.env)
+    run = stoker.start(
+        "submit", "--nodes", "2", "--name", "long", "--", stoker.script("waits.py", WAITS), env=slurm.env
+    )
     begun(stoker, 2)
     job = number(stoker)
     slurm.ask("scancel", job)
@@ -131,7 +169,9 @@ def test_a_cancelled_job_leaves_nothing_and_its_verdict_says_who_ended_it(stoker
 
 
 def test_a_requeued_job_goes_on_with_the_same_run(stoker: Stoker, slurm: SlurmCluster) -> None:
-    run = stoker.start("submit", "--nodes", "2", "--requeue", "--name", "long", "--", stoker.script("saves.py", SAVES), env=slurm.env)
+    run = stoker.start(
+        "submit", "--nodes", "2", "--requeue", "--name", "long", "--", stoker.script("saves.py", SAVES), env=slurm.env
+    )
     begun(stoker, 2)
     job = number(stoker)
     slurm.ask("scancel", "--batch", "--signal=USR1", job)  # what Slurm itself sends so long before the end
@@ -148,20 +188,32 @@ def test_a_requeued_job_goes_on_with_the_same_run(stoker: Stoker, slurm: SlurmCl
 
 
 def test_a_notice_without_requeue_stops_the_run_and_the_verdict_says_why(stoker: Stoker, slurm: SlurmCluster) -> None:
-    run = stoker.start("submit", "--name", "long", "--time", "10m", "--", stoker.script("saves.py", SAVES), env=slurm.env)
+    run = stoker.start(
+        "submit", "--name", "long", "--time", "10m", "--", stoker.script("saves.py", SAVES), env=slurm.env
+    )
     begun(stoker, 1)
     slurm.ask("scancel", "--batch", "--signal=USR1", number(stoker))
     out, _ = run.communicate(timeout=40)
     assert run.returncode == 143 and b"CPU0:saved" in out, out.decode()
     told = json.loads(stoker("why", "long", "--json", env=slurm.env).out)
-    assert (told["cause"], told["status"], told["exit_code"]) == ("slurm.notice", "stopped", 143) and "(time limit 00:10:00)" in told["summary"]
+    assert (told["cause"], told["status"], told["exit_code"]) == (
+        "slurm.notice",
+        "stopped",
+        143,
+    ) and "(time limit 00:10:00)" in told["summary"]
 
 
 def test_an_array_of_seeds_is_a_run_each(stoker: Stoker, slurm: SlurmCluster) -> None:
-    script = stoker.script("seeded.py", "import os, sys\nprint('seed', os.environ['SEED'], flush=True)\nsys.exit(5 if os.environ['SEED'] == '4' else 0)\n")
+    script = stoker.script(
+        "seeded.py",
+        "import os, sys\nprint('seed', os.environ['SEED'], flush=True)\nsys.exit(5 if os.environ['SEED'] == '4' else 0)\n",
+    )
     done = submit(stoker, slurm, "--array-seeds", "3-4", "--name", "sweep", "--", script, code=5)
     assert "seed 3: CPU0:seed 3" in done.out and "seed 4: CPU0:seed 4" in done.out
-    found = {path.name[16:]: json.loads((path / "verdict.json").read_text())["exit_code"] for path in stoker.cwd.glob("runs/2*")}
+    found = {
+        path.name[16:]: json.loads((path / "verdict.json").read_text())["exit_code"]
+        for path in stoker.cwd.glob("runs/2*")
+    }
     assert found == {"sweep-seed3": 0, "sweep-seed4": 5}
     assert "cause: rank.exit" in stoker("why", f"slurm:{number(stoker)}_4", env=slurm.env).out
 
@@ -169,9 +221,13 @@ def test_an_array_of_seeds_is_a_run_each(stoker: Stoker, slurm: SlurmCluster) ->
 def test_a_job_cancelled_in_the_queue_has_a_verdict_without_a_run(stoker: Stoker, slurm: SlurmCluster) -> None:
     said = stoker.cwd / "said"
     with said.open("wb") as out:
-        run = stoker.start("submit", "--sbatch-option=--hold", "--", stoker.script("waits.py", WAITS), env=slurm.env, stdout=out)
+        run = stoker.start(
+            "submit", "--sbatch-option=--hold", "--", stoker.script("waits.py", WAITS), env=slurm.env, stdout=out
+        )
     job = number(stoker)
-    assert wait_for(lambda: True if b"PENDING (JobHeldUser)" in said.read_bytes() else None, 60), said.read_bytes().decode()
+    assert wait_for(lambda: True if b"PENDING (JobHeldUser)" in said.read_bytes() else None, 60), (
+        said.read_bytes().decode()
+    )
     slurm.ask("scancel", job)
     assert run.wait(60) == 143, said.read_bytes().decode()
     why = stoker("why", f"slurm:{job}", env=slurm.env)
@@ -210,17 +266,25 @@ def test_in_a_job_the_cluster_check_asks_its_nodes(stoker: Stoker, slurm: SlurmC
     done = _inside(stoker, slurm, ["salloc", "--quiet", "-N2"], "cluster", "check", "--quick", "--json")
     report = json.loads(done.out)
     hosts = report["facts"]["hosts"]
-    assert [one["name"] for one in hosts] == ["node1", "node2"] and all(one["examination"] and not one["error"] for one in hosts), done.out
-    assert [one["text"] for one in report["findings"] if one["id"] == "between.same-host"] == [f"node1 and node2 are one machine, {hosts[0]['address']}"], "as here they are"
+    assert [one["name"] for one in hosts] == ["node1", "node2"] and all(
+        one["examination"] and not one["error"] for one in hosts
+    ), done.out
+    assert [one["text"] for one in report["findings"] if one["id"] == "between.same-host"] == [
+        f"node1 and node2 are one machine, {hosts[0]['address']}"
+    ], "as here they are"
     refused = _inside(stoker, slurm, ["salloc", "--quiet", "-N2"], "cluster", "check", "--tune")
     assert refused.code == 64 and "a Slurm job has none" in refused.err
 
 
 def test_one_node_needs_no_srun(stoker: Stoker, slurm: SlurmCluster) -> None:
-    script = stoker.script("where.py", "import os\nprint(os.environ['SLURM_JOB_ID'], os.environ.get('SLURM_STEP_ID', 'no step'))\n")
+    script = stoker.script(
+        "where.py", "import os\nprint(os.environ['SLURM_JOB_ID'], os.environ.get('SLURM_STEP_ID', 'no step'))\n"
+    )
     job = stoker.cwd / "job.sh"
     job.write_text(f"#!/bin/sh\nexec {sys.executable} -m stoker run {script}\n")
-    said = slurm.ask("sbatch", "--parsable", "-N1", "--ntasks-per-node=2", f"--chdir={stoker.cwd}", "--output=out", str(job)).strip()
+    said = slurm.ask(
+        "sbatch", "--parsable", "-N1", "--ntasks-per-node=2", f"--chdir={stoker.cwd}", "--output=out", str(job)
+    ).strip()
     assert wait_for(lambda: True if slurm.state(said) == "COMPLETED" else None, 30), (stoker.cwd / "out").read_text()
     done = stoker.result()
     assert [done.log(rank).split(b" ", 1)[1] for rank in (0, 1)] == [b"no step\n"] * 2
@@ -230,8 +294,10 @@ def test_each_node_uses_the_gpus_slurm_gave_it_and_no_others(stoker: Stoker, slu
     """Both made with one GPU per task: an srun of one task would get one GPU only, and the nodes have four cards as NVML sees them."""
     stoker.env.update(box(4))
     script = stoker.script("where.py", "print('ran')\n")
-    for asked, ranks in ((["-N2", "--ntasks-per-node=2", "--gpus-per-task=1"], ["node1/GPU0", "node1/GPU1", "node2/GPU0", "node2/GPU1"]),
-                         (["-N2", "-G3"], ["node1/GPU0", "node1/GPU1", "node2/GPU0"])):  # fmt: skip
+    for asked, ranks in (
+        (["-N2", "--ntasks-per-node=2", "--gpus-per-task=1"], ["node1/GPU0", "node1/GPU1", "node2/GPU0", "node2/GPU1"]),
+        (["-N2", "-G3"], ["node1/GPU0", "node1/GPU1", "node2/GPU0"]),
+    ):
         done = _inside(stoker, slurm, ["salloc", "--quiet", *asked], "run", "--dry-run", "--json", script)
         assert done.code == 0, done.err
         assert [place["label"] for place in json.loads(done.out)["places"]] == ranks
@@ -249,13 +315,21 @@ def test_outside_its_job_a_run_is_refused_in_one_line(stoker: Stoker, slurm: Slu
     over = slurm.ask("sbatch", "--parsable", "--output=/dev/null", "--wrap", "true").strip()
     assert wait_for(lambda: True if slurm.state(over) == "COMPLETED" else None, 20)
     for job, says in ((over, "that job is COMPLETED"), ("99999", "Slurm knows no such job")):
-        done = stoker("run", stoker.script("ok.py", "print('ran')\n"), env={**slurm.env, "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node[1-2]"})
-        assert (done.code, done.err.count("\n")) == (69, 1) and says in done.err and "unset SLURM_JOB_ID" in done.err, done.err
+        done = stoker(
+            "run",
+            stoker.script("ok.py", "print('ran')\n"),
+            env={**slurm.env, "SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "node[1-2]"},
+        )
+        assert (done.code, done.err.count("\n")) == (69, 1) and says in done.err and "unset SLURM_JOB_ID" in done.err, (
+            done.err
+        )
     assert not (stoker.cwd / "runs").exists()
 
 
 def test_a_killed_launcher_leaves_nothing_on_any_node(stoker: Stoker, slurm: SlurmCluster) -> None:
-    run = stoker.start("submit", "--nodes", "2", "--name", "long", "--", stoker.script("waits.py", WAITS), env=slurm.env)
+    run = stoker.start(
+        "submit", "--nodes", "2", "--name", "long", "--", stoker.script("waits.py", WAITS), env=slurm.env
+    )
     begun(stoker, 2)
     (run_dir,) = stoker.cwd.glob("runs/2*")
     os.kill(json.loads((run_dir / "run.json").read_text())["launcher"]["pid"], signal.SIGKILL)
@@ -266,13 +340,20 @@ def test_a_killed_launcher_leaves_nothing_on_any_node(stoker: Stoker, slurm: Slu
 
 
 def test_with_torchruns_flags_each_task_is_a_machine_of_a_run_by_hand(stoker: Stoker, slurm: SlurmCluster) -> None:
-    script = stoker.script("where.py", "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SLURMD_NODENAME'])\n")
+    script = stoker.script(
+        "where.py", "import os\nprint(os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['SLURMD_NODENAME'])\n"
+    )
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     line = f"exec {sys.executable} -m stoker run --runs-dir runs-$SLURM_PROCID --nnodes 2 --node-rank $SLURM_PROCID --master-addr 127.0.0.1 --master-port {port} {script}"
     done = subprocess.run(
-        ["srun", "--quiet", "-N2", "-n2", "sh", "-c", line], cwd=stoker.cwd, env={**stoker.env, **slurm.env}, capture_output=True, timeout=60, check=False
+        ["srun", "--quiet", "-N2", "-n2", "sh", "-c", line],
+        cwd=stoker.cwd,
+        env={**stoker.env, **slurm.env},
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     logs = sorted(path.read_text() for path in stoker.cwd.glob("runs-*/2*/attempt-0/rank-*.log"))
@@ -281,13 +362,22 @@ def test_with_torchruns_flags_each_task_is_a_machine_of_a_run_by_hand(stoker: St
 
 def test_what_sbatch_refuses_is_said_in_its_words_and_leaves_no_script(stoker: Stoker, slurm: SlurmCluster) -> None:
     done = submit(stoker, slurm, "--partition", "gold", "--", stoker.script("ok.py", "print('ran')\n"), code=69)
-    assert done.err.count("\n") == 1 and "sbatch refuses the job" in done.err and "invalid partition specified: gold" in done.err
+    assert (
+        done.err.count("\n") == 1
+        and "sbatch refuses the job" in done.err
+        and "invalid partition specified: gold" in done.err
+    )
     assert list((stoker.cwd / "runs" / "slurm").iterdir()) == []
 
 
 def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) -> Done:
     done = subprocess.run(
-        [*around, sys.executable, "-m", "stoker", *args], cwd=stoker.cwd, env={**stoker.env, **slurm.env}, capture_output=True, timeout=60, check=False
+        [*around, sys.executable, "-m", "stoker", *args],
+        cwd=stoker.cwd,
+        env={**stoker.env, **slurm.env},
+        capture_output=True,
+        timeout=60,
+        check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr, stoker.cwd)
 
@@ -303,11 +393,27 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--gpus-per-node", "many", "--", "ok.py"], 64, "--gpus-per-node many"),
         (["--time", "soon", "--", "ok.py"], 64, "--time soon: write it like 30m"),
         (["--mem", "lots", "--", "ok.py"], 64, "--mem lots"),
-        (["--time", "1m", "--signal-before", "2m", "--", "ok.py"], 64, "--signal-before 120s is not before the end of --time 1m"),
-        (["--time", "1:00", "--requeue", "--", "ok.py"], 64, "--signal-before 60s is not before the end of --time 1:00"),
+        (
+            ["--time", "1m", "--signal-before", "2m", "--", "ok.py"],
+            64,
+            "--signal-before 120s is not before the end of --time 1m",
+        ),
+        (
+            ["--time", "1:00", "--requeue", "--", "ok.py"],
+            64,
+            "--signal-before 60s is not before the end of --time 1:00",
+        ),
         (["--array-seeds", "a-b", "--", "ok.py"], 64, "--array-seeds a-b"),
-        (["--array-seeds", "1,3-1", "--", "ok.py"], 64, "--array-seeds 1,3-1: a range goes from the lower seed to the higher"),
-        (["--array-seeds", "1-3:0", "--", "ok.py"], 64, "--array-seeds 1-3:0: a range goes from the lower seed to the higher, 1-3, by a step from 1 up"),
+        (
+            ["--array-seeds", "1,3-1", "--", "ok.py"],
+            64,
+            "--array-seeds 1,3-1: a range goes from the lower seed to the higher",
+        ),
+        (
+            ["--array-seeds", "1-3:0", "--", "ok.py"],
+            64,
+            "--array-seeds 1-3:0: a range goes from the lower seed to the higher, 1-3, by a step from 1 up",
+        ),
         (["--name", "a b;c", "--", "ok.py"], 64, "--name 'a b;c'"),
         (["--partition", "x\ny", "--", "ok.py"], 64, "--partition"),
         (["ok.py"], 64, "put -- before the run"),
@@ -319,7 +425,9 @@ def _inside(stoker: Stoker, slurm: SlurmCluster, around: list[str], *args: str) 
         (["--", "ok.py"], 69, "needs Slurm's sbatch, and there is none on the PATH"),
     ],
 )
-def test_what_can_not_be_submitted_is_refused_in_one_line(stoker: Stoker, args: list[str], code: int, says: str) -> None:
+def test_what_can_not_be_submitted_is_refused_in_one_line(
+    stoker: Stoker, args: list[str], code: int, says: str
+) -> None:
     stoker.script("ok.py", "print('ran')\n")
     done = stoker("submit", *args, env={"PATH": str(stoker.cwd)})
     assert (done.code, done.err.count("\n")) == (code, 1) and says in done.err, done.err
@@ -330,27 +438,64 @@ def test_a_programs_own_arguments_are_its_own(stoker: Stoker) -> None:
     """Though they are named as ours are, and though no script ends in .py."""
     stoker.script("prog.py", "print('ran')\n")
     own = stoker("submit", "--dry-run", "--", "-m", "prog", "--name", "foo", "--min-hosts", "2", "--detach")
-    assert own.code == 0 and "-m prog --name foo --min-hosts 2 --detach" in own.out and "--no-kill" not in own.out, own.err
+    assert own.code == 0 and "-m prog --name foo --min-hosts 2 --detach" in own.out and "--no-kill" not in own.out, (
+        own.err
+    )
     ours = stoker("submit", "--dry-run", "--nodes", "2", "--", "--min-hosts", "1", "-m", "prog")
     assert ours.code == 0 and "#SBATCH --no-kill" in ours.out, ours.err
 
 
 def test_a_job_without_slurms_programs_is_refused(stoker: Stoker) -> None:
-    done = stoker("run", stoker.script("ok.py", "print('ran')\n"), env={"PATH": str(stoker.cwd), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"})
+    done = stoker(
+        "run",
+        stoker.script("ok.py", "print('ran')\n"),
+        env={"PATH": str(stoker.cwd), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b"},
+    )
     assert done.code == 69 and "no scontrol on the PATH" in done.err and done.err.count("\n") == 1
 
 
 def test_a_job_script_holds_no_secret_and_quotes_what_a_shell_would_act_on(tmp_path: Path) -> None:
-    words = ["--env", "HF_TOKEN=tell-nobody", "it's $(here)/train.py", "--api-key", "s3cret-value", "--note", 'a; rm -rf "$HOME"']
+    words = [
+        "--env",
+        "HF_TOKEN=tell-nobody",
+        "it's $(here)/train.py",
+        "--api-key",
+        "s3cret-value",
+        "--note",
+        'a; rm -rf "$HOME"',
+    ]
     folder = str(tmp_path / "a folder")
-    made = make_script(SubmitOptions(requeue=True, array_seeds="0-4", gpus_per_node="a100:2"), ["stoker", "run"], words, "train", folder, folder)
+    made = make_script(
+        SubmitOptions(requeue=True, array_seeds="0-4", gpus_per_node="a100:2"),
+        ["stoker", "run"],
+        words,
+        "train",
+        folder,
+        folder,
+    )
     assert "tell-nobody" not in made.text and "s3cret" not in made.text
     assert sorted(made.secrets.values()) == ["s3cret-value", "tell-nobody"]
     path = tmp_path / "job.sh"
     path.write_text(made.text.replace("\nstoker run ", "\nprintf '%s\\n' "))
-    env = {**made.secrets, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_ID": "15", "PATH": os.environ["PATH"]}
+    env = {
+        **made.secrets,
+        "SLURM_ARRAY_JOB_ID": "12",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_JOB_ID": "15",
+        "PATH": os.environ["PATH"],
+    }
     done = subprocess.run(["bash", str(path)], env=env, capture_output=True, text=True, check=True, timeout=20)
-    assert done.stdout.splitlines() == ["--name", "train-12-seed3", "--runs-dir", folder, "--env", "SEED=3", "--env", "HF_TOKEN", *words[2:]]
+    assert done.stdout.splitlines() == [
+        "--name",
+        "train-12-seed3",
+        "--runs-dir",
+        folder,
+        "--env",
+        "SEED=3",
+        "--env",
+        "HF_TOKEN",
+        *words[2:],
+    ]
     assert f"#SBATCH --chdir='{folder}'" in made.text and "#SBATCH --gpus-per-node=a100:2" in made.text
 
 
@@ -372,11 +517,30 @@ def test_a_requeued_job_goes_on_although_its_first_start_was_on_another_node(sto
 
 def test_the_words_slurm_uses_are_read() -> None:
     assert engine.per_node("2(x3),1") == [2, 2, 2, 1]
-    assert engine.gres_lines("   JOB_GRES=gpu:3\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0-1)\n     Nodes=node[2-3] CPU_IDs=0 Mem=0 GRES=\n") == [
-        ("node1", "gpu:2(IDX:0-1)"), ("node[2-3]", "")]  # fmt: skip
-    assert [engine.gpu_count(held) for held in ("gpu:2(IDX:0-1)", "gpu:a100:4(IDX:0-3),gpu:h100:1(IDX:4)", "gpu:8", "shard:3(IDX:0)", "")] == [2, 5, 8, 0, 0]
-    assert [slurm_time(text) for text in ("90m", "2d", "30s", "1-12:00:00", "15")] == ["90", "2880", "1", "1-12:00:00", "15"]
-    spelled = {"90": 5400, "1:00": 60, "1:30:00": 5400, "1-2": 93600, "1-2:30": 95400, "1-2:30:15": 95415, "0": 0, "UNLIMITED": None}
+    assert engine.gres_lines(
+        "   JOB_GRES=gpu:3\n     Nodes=node1 CPU_IDs=0 Mem=0 GRES=gpu:2(IDX:0-1)\n     Nodes=node[2-3] CPU_IDs=0 Mem=0 GRES=\n"
+    ) == [("node1", "gpu:2(IDX:0-1)"), ("node[2-3]", "")]
+    assert [
+        engine.gpu_count(held)
+        for held in ("gpu:2(IDX:0-1)", "gpu:a100:4(IDX:0-3),gpu:h100:1(IDX:4)", "gpu:8", "shard:3(IDX:0)", "")
+    ] == [2, 5, 8, 0, 0]
+    assert [slurm_time(text) for text in ("90m", "2d", "30s", "1-12:00:00", "15")] == [
+        "90",
+        "2880",
+        "1",
+        "1-12:00:00",
+        "15",
+    ]
+    spelled = {
+        "90": 5400,
+        "1:00": 60,
+        "1:30:00": 5400,
+        "1-2": 93600,
+        "1-2:30": 95400,
+        "1-2:30:15": 95415,
+        "0": 0,
+        "UNLIMITED": None,
+    }
     assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
     job = slurmjob.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
@@ -397,11 +561,16 @@ NOT_BELOW_IT = Origin(_PARENT.pid, _PARENT.start - 1, "7", (1,), "").text()
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PTY_PORT": "4711"}, True),  # srun --pty bash
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, False),  # srun -n1: its own share, on its own node
         ({"STOKER_RUN_ID": "20260101-x", "STOKER_RUN_ORIGIN": IN_A_RANK}, False),
-        ({"STOKER_RUN_ID": "20260101-x", "STOKER_RUN_ORIGIN": NOT_BELOW_IT}, True),  # a rank's sbatch handed its environment on
+        (
+            {"STOKER_RUN_ID": "20260101-x", "STOKER_RUN_ORIGIN": NOT_BELOW_IT},
+            True,
+        ),  # a rank's sbatch handed its environment on
         ({"STOKER_RUN_ID": "20260101-x"}, True),
     ],
 )
-def test_who_asks_decides_whether_the_whole_job_is_meant(given: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_decides_whether_the_whole_job_is_meant(
+    given: dict[str, str], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answers = {
         "hostnames": "a\nb\n",
         "job": "",
@@ -409,12 +578,23 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(given: dict[str, str], 
         "config": "TaskPlugin = task/affinity\n",
     }
     monkeypatch.setattr(engine, "ask", lambda *argv: answers[next(word for word in argv if word in answers)])
-    found = engine.allocation({"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "[a-b]", "SLURM_TASKS_PER_NODE": "2,1", "SLURMD_NODENAME": "a", **given})
+    found = engine.allocation(
+        {
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NODELIST": "[a-b]",
+            "SLURM_TASKS_PER_NODE": "2,1",
+            "SLURMD_NODENAME": "a",
+            **given,
+        }
+    )
     if not whole:
         assert found is None
         return
     assert found is not None
-    assert [(host.name, host.address, host.slots, host.here) for host in found.hosts] == [("a", "10.0.0.1", 2, True), ("b", "10.0.0.2", 1, False)]
+    assert [(host.name, host.address, host.slots, host.here) for host in found.hosts] == [
+        ("a", "10.0.0.1", 2, True),
+        ("b", "10.0.0.2", 1, False),
+    ]
     assert "--cpu-bind=none" in found.srun["b"] and "--nodelist=b" in found.srun["b"]
 
 
@@ -446,5 +626,7 @@ def test_slurms_act_is_the_cause_and_a_runs_own_cause_stays(state: str, own: str
 
 
 def test_a_job_back_in_the_queue_says_so() -> None:
-    told = words.refined(Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143), Job("12", "PENDING", "BeginTime", restarts=1))
+    told = words.refined(
+        Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143), Job("12", "PENDING", "BeginTime", restarts=1)
+    )
     assert told.cause == "slurm.requeued" and told.retryable and "waits in the queue again (BeginTime)" in told.summary

@@ -17,7 +17,16 @@ import pytest
 
 from conftest import machine_json, wait_for
 from stoker.cli.speedrun import main
-from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_TEMPFAIL, EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.names import (
+    EX_CANTCREAT,
+    EX_CONFIG,
+    EX_DATAERR,
+    EX_NOINPUT,
+    EX_TEMPFAIL,
+    EX_UNAVAILABLE,
+    EX_USAGE,
+    Refusal,
+)
 from stoker.contract.shape import replace
 from stoker.speedrun import estimate, lacking, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
@@ -96,8 +105,12 @@ class Speedrun:
         self.home = home
         self.long: tuple[str, ...] = ()  # recipes that are asked too much
         (home / "train.py").write_text(TRAIN)
-        self.tools = Tools(train=(sys.executable, "-S", str(home / "train.py")), report=(sys.executable, "-S", "-c", REPORT), world=self.world,
-                           too_long=self.too_long)  # fmt: skip
+        self.tools = Tools(
+            train=(sys.executable, "-S", str(home / "train.py")),
+            report=(sys.executable, "-S", "-c", REPORT),
+            world=self.world,
+            too_long=self.too_long,
+        )
 
     @staticmethod
     def world(folder: str, keys: Any) -> None:
@@ -117,7 +130,9 @@ class Speedrun:
             return refusal.code
 
     def order(self, **orders: Any) -> None:
-        (self.home / "orders.json").write_text(json.dumps({name.replace("_", "-"): order for name, order in orders.items()}))
+        (self.home / "orders.json").write_text(
+            json.dumps({name.replace("_", "-"): order for name, order in orders.items()})
+        )
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -142,7 +157,9 @@ class Speedrun:
             f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\nfrom pathlib import Path\nfrom test_speedrun import Speedrun\n"
             f"from stoker.cli.speedrun import main\ncode = main({list(args)!r}, Speedrun(Path({str(self.home)!r})).tools)\nsys.exit(code)"
         )
-        return subprocess.Popen([sys.executable, "-c", program], cwd=self.home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        return subprocess.Popen(
+            [sys.executable, "-c", program], cwd=self.home, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
 
 
 @pytest.fixture
@@ -165,7 +182,17 @@ class Disk(NamedTuple):
 CPU = presets.PRESETS["cpu"]
 STAGES = chain(CPU, OUR_WORLD, 0)
 NAMES = [stage.name for stage in STAGES]
-AFTER_SFT = {"eval-sft", "reward", "density", "grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report"}
+AFTER_SFT = {
+    "eval-sft",
+    "reward",
+    "density",
+    "grpo-uniform",
+    "eval-grpo-uniform",
+    "grpo-density",
+    "eval-grpo-density",
+    "diversity",
+    "report",
+}
 
 
 def same_code(recipe: str) -> str:
@@ -195,7 +222,9 @@ def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: in
     stages = [stage for stage in chain(presets.PRESETS[preset], OUR_WORLD, 0) if stage.stage in LEARNING]
     assert len(stages) == 6
     for stage in stages:
-        at = Situation(ModelConfig(kv_heads=12, head_dim=64, ff=2048, vocab_size=768), Amount(samples, samples, "rows"), 8)
+        at = Situation(
+            ModelConfig(kv_heads=12, head_dim=64, ff=2048, vocab_size=768), Amount(samples, samples, "rows"), 8
+        )
         assert derive(LEARNING[stage.stage], config_of_stage(stage), stage.keys, at) == {}, stage.name
 
 
@@ -211,7 +240,10 @@ def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: in
         ("evaluate:evaluate.most=3", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
         ("evaluate.most=3", {name for name in NAMES if name.startswith("eval-")} | {"report"}),
         ("grpo-density:grpo.kl=0.5", {"grpo-density", "eval-grpo-density", "diversity", "report"}),
-        ("grpo.kl=0.5", {"grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report"}),
+        (
+            "grpo.kl=0.5",
+            {"grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report"},
+        ),
         ("density.power=0.5", {"density", "grpo-density", "eval-grpo-density", "diversity", "report"}),
         ("eval-sft:evaluate.draws=5", {"eval-sft", "report"}),
         ("world:size=0.5", set(NAMES)),
@@ -232,15 +264,23 @@ def test_one_setting_changes_the_keys_of_exactly_what_depends_on_it(setting: str
 
 def test_code_and_bytes_are_part_of_a_key() -> None:
     assert changed(STAGES, lambda recipe: "new" if recipe == "reward" else "code") == {
-        "reward", "grpo-uniform", "eval-grpo-uniform", "grpo-density", "eval-grpo-density", "diversity", "report",
-    }  # fmt: skip
+        "reward",
+        "grpo-uniform",
+        "eval-grpo-uniform",
+        "grpo-density",
+        "eval-grpo-density",
+        "diversity",
+        "report",
+    }
     own = Data({**OUR_WORLD.places, "pairs": (File("pairs.jsonl", "1"),)})
     other = Data({**OUR_WORLD.places, "pairs": (File("elsewhere.jsonl", "1"),)})
     edited = Data({**OUR_WORLD.places, "pairs": (File("pairs.jsonl", "2"),)})
     first, moved, last = (keys_of(chain(CPU, data, 0), same_code) for data in (own, other, edited))
     assert first == moved
     assert {name for name in first if first[name] != last[name]} == dependents(STAGES, "reward") | {"reward", "report"}
-    assert not set(keys_of(chain(CPU, OUR_WORLD, 1), same_code).values()) & set(keys_of(STAGES, same_code).values()) - {keys_of(STAGES, same_code)["tokenizer"]}
+    assert not set(keys_of(chain(CPU, OUR_WORLD, 1), same_code).values()) & set(keys_of(STAGES, same_code).values()) - {
+        keys_of(STAGES, same_code)["tokenizer"]
+    }
 
 
 def test_files_that_a_pattern_names_are_part_of_a_key(tmp_path: Path) -> None:
@@ -259,15 +299,21 @@ def test_stages_stand_after_what_they_need_and_another_model_needs_no_midtrainin
         assert set(stage.inputs) <= set(NAMES[:place])
     sft = next(stage for stage in with_set("sft:model.load=owner/name") if stage.name == "sft")
     assert sft.inputs == ("world",)
-    assert "world" not in [stage.name for stage in chain(CPU, Data({role: (File(role, role),) for role in OUR_WORLD.places}), 0)]
+    assert "world" not in [
+        stage.name for stage in chain(CPU, Data({role: (File(role, role),) for role in OUR_WORLD.places}), 0)
+    ]
 
 
 def test_the_code_of_a_stage_is_what_its_recipe_imports(tmp_path: Path) -> None:
     for path, text in {
-        "training/recipes/sft.py": "from stoker.training.loop import (\n    steps,\n)\n", "training/recipes/grpo.py": "import stoker.training.rl.loss\n",
-        "training/loop/__init__.py": "", "training/loop/steps.py": "def f():\n    from stoker.training.model.decoder import Decoder\n", "training/rl/loss.py": "",
-        "training/model/decoder.py": "from stoker.control.record import metrics\n", "control/record/metrics.py": "",
-    }.items():  # fmt: skip
+        "training/recipes/sft.py": "from stoker.training.loop import (\n    steps,\n)\n",
+        "training/recipes/grpo.py": "import stoker.training.rl.loss\n",
+        "training/loop/__init__.py": "",
+        "training/loop/steps.py": "def f():\n    from stoker.training.model.decoder import Decoder\n",
+        "training/rl/loss.py": "",
+        "training/model/decoder.py": "from stoker.control.record import metrics\n",
+        "control/record/metrics.py": "",
+    }.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
 
@@ -318,15 +364,30 @@ def test_estimates_grow_with_the_work_and_learn_from_what_was_measured() -> None
     slow, fast = estimate.pace_of([], 1, 1, False), estimate.pace_of(["NVIDIA H200"], 8, 1, True)
     here, there = estimate.estimates(STAGES, slow, 1), estimate.estimates(STAGES, fast, 1)
     more = estimate.estimates(with_set("sft:train.max_steps=3000", "model.layers=8"), slow, 1)
-    assert more["sft"].seconds > 5 * here["sft"].seconds and more["base"].memory > here["base"].memory and more["base"].disk > here["base"].disk
+    assert (
+        more["sft"].seconds > 5 * here["sft"].seconds
+        and more["base"].memory > here["base"].memory
+        and more["base"].disk > here["base"].disk
+    )
     assert there["base"].seconds < here["base"].seconds and here["base"].parameters == pytest.approx(516_960, rel=0.01)
-    shared = estimate.estimates(with_set("model.heads=8", "model.kv_heads=2", "model.head_dim=16", "model.dim=128"), fast, 1)
-    alike = estimate.estimates(with_set("model.heads=8", "model.kv_heads=8", "model.head_dim=16", "model.dim=128"), fast, 1)
+    shared = estimate.estimates(
+        with_set("model.heads=8", "model.kv_heads=2", "model.head_dim=16", "model.dim=128"), fast, 1
+    )
+    alike = estimate.estimates(
+        with_set("model.heads=8", "model.kv_heads=8", "model.head_dim=16", "model.dim=128"), fast, 1
+    )
     kept = alike["eval-sft"].memory - 4 * alike["eval-sft"].parameters - 2 * alike["eval-sft"].parameters
-    assert shared["eval-sft"].memory - 6 * shared["eval-sft"].parameters == pytest.approx(kept / 4), "keys and values of two heads, not of the whole width"
-    assert there["density"].memory == 4 * there["density"].parameters and there["grpo-uniform"].memory > there["sft"].memory
+    assert shared["eval-sft"].memory - 6 * shared["eval-sft"].parameters == pytest.approx(kept / 4), (
+        "keys and values of two heads, not of the whole width"
+    )
+    assert (
+        there["density"].memory == 4 * there["density"].parameters
+        and there["grpo-uniform"].memory > there["sft"].memory
+    )
     adamw = estimate.estimates(with_set("base:optim.kind=adamw"), slow, 1)["base"]
-    assert here["base"].disk == pytest.approx(10.9e6, rel=0.1) and adamw.disk == 28 * adamw.parameters, "as a run of it was measured: Muon has one moment"
+    assert here["base"].disk == pytest.approx(10.9e6, rel=0.1) and adamw.disk == 28 * adamw.parameters, (
+        "as a run of it was measured: Muon has one moment"
+    )
     assert 90e6 < estimate.room(list(here.values())) < 115e6, "91 MB stay of a whole chain"
     assert estimate.left({"a": 10, "b": 20, "c": 40}, {"a": 5}, ["b", "c"]) == 30
 
@@ -341,8 +402,14 @@ def test_every_preset_makes_a_chain_that_stoker_train_would_take() -> None:
         for stage in chain(preset, OUR_WORLD, 0):
             if stage.stage in ("world", "report"):
                 continue
-            plain = {key: value for key, value in stage.keys.items() if key in stage.keys and isinstance(value, (bool, int, float, str))}
-            given = {key: "somewhere" for key in set(stage.keys) - set(plain) if key not in ("data.path", "evaluate.tasks")}
+            plain = {
+                key: value
+                for key, value in stage.keys.items()
+                if key in stage.keys and isinstance(value, (bool, int, float, str))
+            }
+            given = {
+                key: "somewhere" for key in set(stage.keys) - set(plain) if key not in ("data.path", "evaluate.tasks")
+            }
             check(config_of(stage.below, combine(stage.below, [{**plain, **given}])))
             assert set(KINDS[stage.stage].inputs) <= set(stage.keys), stage.name
 
@@ -393,7 +460,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     assert speedrun() == 0 and speedrun("--only", "report") == 0, "nothing more is needed"
 
 
-def test_what_a_stopped_stage_has_written_needs_no_room_again(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stopped_stage_has_written_needs_no_room_again(
+    speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch
+) -> None:
     speedrun.order(base={"fail": 3})
     assert speedrun("--until", "base") == 3
     base = estimate.estimates(STAGES, estimate.pace_of([], 1, 1, False), 1)["base"]
@@ -404,18 +473,28 @@ def test_what_a_stopped_stage_has_written_needs_no_room_again(speedrun: Speedrun
     assert speedrun("--until", "base") == 0
 
 
-def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert speedrun("--price-per-hour", "3600") == 0
     assert speedrun.ran == [name for name in NAMES if name not in ("world", "report")]
     said = capsys.readouterr().out
     assert "sft ✓" in said and "1.500 bits per byte" in said and "about" in said and "report.md" in said
     entries = speedrun.entries
     assert {entry["status"] for entry in entries.values()} == {"done"} and entries["sft"]["attempts"] == 1
-    assert entries["sft"]["cost"] == pytest.approx(entries["sft"]["seconds"], abs=0.01) and entries["sft"]["energy_wh"] is None
+    assert (
+        entries["sft"]["cost"] == pytest.approx(entries["sft"]["seconds"], abs=0.01)
+        and entries["sft"]["energy_wh"] is None
+    )
     assert (speedrun.folder / entries["sft"]["run"] / "result.json").exists()
     by_name = {call["name"]: call for call in speedrun.calls}
-    assert by_name["grpo-density"]["keys"]["grpo.weights"].endswith("weights.jsonl") and "grpo.weights" not in by_name["grpo-uniform"]["keys"]
-    assert by_name["eval-base"]["keys"]["evaluate.chat"] == "false" and "evaluate.chat" not in by_name["eval-sft"]["keys"]
+    assert (
+        by_name["grpo-density"]["keys"]["grpo.weights"].endswith("weights.jsonl")
+        and "grpo.weights" not in by_name["grpo-uniform"]["keys"]
+    )
+    assert (
+        by_name["eval-base"]["keys"]["evaluate.chat"] == "false" and "evaluate.chat" not in by_name["eval-sft"]["keys"]
+    )
     assert by_name["sft"]["keys"]["model.load"] == str(speedrun.folder / entries["midtrain"]["run"] / "hf")
 
     assert speedrun() == 0
@@ -426,12 +505,16 @@ def test_the_chain_runs_once_and_a_changed_setting_runs_what_depends_on_it(speed
     assert not speedrun.ran and speedrun.entries["density"]["seconds"] >= 0
 
 
-def test_a_stage_that_fails_stops_the_chain_and_says_why(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_that_fails_stops_the_chain_and_says_why(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     speedrun.order(reward={"fail": 3})
     assert speedrun() == 3
     said = capsys.readouterr().out
     assert "rank 0 of reward fell over; do this" in said and speedrun.ran[-1] == "reward"
-    assert "because they need reward: grpo-uniform, eval-grpo-uniform, grpo-density, eval-grpo-density, diversity" in said
+    assert (
+        "because they need reward: grpo-uniform, eval-grpo-uniform, grpo-density, eval-grpo-density, diversity" in said
+    )
     assert re.search("not reached, though it does not need reward: density ", said)
     assert speedrun.entries["reward"]["status"] == "failed" and speedrun.entries["density"]["status"] == "waiting"
     speedrun.order()
@@ -446,13 +529,21 @@ def test_a_failed_evaluation_does_not_end_the_chain(speedrun: Speedrun, capsys: 
     said = capsys.readouterr().out
     assert "rank 0 of eval-base fell over" in said and "failed: eval-base, diversity; nothing is built on them" in said
     assert {name: entry["status"] for name, entry in speedrun.entries.items() if entry["status"] != "done"} == {
-        "eval-base": "failed", "diversity": "failed", "report": "partial",
-    }  # fmt: skip
+        "eval-base": "failed",
+        "diversity": "failed",
+        "report": "partial",
+    }
     speedrun.order()
-    assert speedrun() == 0 and speedrun.ran == ["eval-base", "diversity"] and speedrun.entries["report"]["status"] == "done"
+    assert (
+        speedrun() == 0
+        and speedrun.ran == ["eval-base", "diversity"]
+        and speedrun.entries["report"]["status"] == "done"
+    )
 
 
-def test_what_is_too_long_to_be_asked_is_said_as_soon_as_there_is_a_tokenizer(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_too_long_to_be_asked_is_said_as_soon_as_there_is_a_tokenizer(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     speedrun.long = ("evaluate",)
     assert speedrun("--until", "eval-midtrain") == 0
     said = capsys.readouterr().out
@@ -461,7 +552,10 @@ def test_what_is_too_long_to_be_asked_is_said_as_soon_as_there_is_a_tokenizer(sp
     speedrun.long = ("grpo",)
     for _ in range(2):
         assert speedrun() == EX_DATAERR and not speedrun.ran
-        assert "grpo-uniform, grpo-density will fail: 6 of 24" in (said := capsys.readouterr().out) and "--set grpo:data.context_length=512" in said
+        assert (
+            "grpo-uniform, grpo-density will fail: 6 of 24" in (said := capsys.readouterr().out)
+            and "--set grpo:data.context_length=512" in said
+        )
 
 
 def test_lengths_are_those_that_the_recipes_will_find(tmp_path: Path) -> None:
@@ -472,14 +566,22 @@ def test_lengths_are_those_that_the_recipes_will_find(tmp_path: Path) -> None:
     assert found is not None and (found.long, found.total) == (1, 2) and found.longest > 192
     with pytest.raises(Refusal, match="1 of 2 are longer than 192"):
         refuse_long([found.longest, 1], config.data.context_length, "")
-    assert "batch.tokens=256" in replace(found, config=replace(config, batch=replace(config.batch, tokens=192))).line("evaluate")
+    assert "batch.tokens=256" in replace(found, config=replace(config, batch=replace(config.batch, tokens=192))).line(
+        "evaluate"
+    )
 
 
 @pytest.mark.parametrize(
     ("order", "code", "said"),
-    [({"refuse": "no room for it"}, 65, "no room for it"), ({"nothing": True}, 70, "left no result.json"), ({"stopped": "reward 0"}, 70, "the reward was 0 for 10 steps")],
+    [
+        ({"refuse": "no room for it"}, 65, "no room for it"),
+        ({"nothing": True}, 70, "left no result.json"),
+        ({"stopped": "reward 0"}, 70, "the reward was 0 for 10 steps"),
+    ],
 )
-def test_without_a_result_a_stage_is_not_done(speedrun: Speedrun, capsys: pytest.CaptureFixture[str], order: dict[str, Any], code: int, said: str) -> None:
+def test_without_a_result_a_stage_is_not_done(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str], order: dict[str, Any], code: int, said: str
+) -> None:
     speedrun.order(tokenizer=order)
     assert speedrun("--until", "tokenizer") == code
     assert said in capsys.readouterr().out and speedrun.entries["tokenizer"]["status"] == "failed"
@@ -544,7 +646,10 @@ def test_a_stage_that_ended_while_nobody_looked_is_done_with_its_time_and_attemp
     row |= {"status": "running", "began": result.stat().st_mtime - 100, "seconds": 0.0, "attempts": 0}
     path.write_text(json.dumps(chain_json))
     assert speedrun("--until", "base") == 0 and speedrun.ran == ["base"]
-    assert speedrun.entries["tokenizer"]["seconds"] == pytest.approx(100, abs=5) and speedrun.entries["tokenizer"]["attempts"] == 1
+    assert (
+        speedrun.entries["tokenizer"]["seconds"] == pytest.approx(100, abs=5)
+        and speedrun.entries["tokenizer"]["attempts"] == 1
+    )
     path.unlink()  # the record of all is lost: the runs still tell
     assert speedrun("--until", "base") == 0 and not speedrun.ran
 
@@ -563,19 +668,30 @@ def test_two_at_once_are_refused(speedrun: Speedrun, capsys: pytest.CaptureFixtu
         process.communicate(timeout=60)
 
 
-def test_a_finished_chain_ends_at_once_and_imports_no_torch(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_chain_ends_at_once_and_imports_no_torch(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert speedrun("--until", "base") == 0
     assert speedrun("--only", "base") == 0 and "finished: 1 stage is done in" in capsys.readouterr().out
     program = "import sys\nfrom stoker.cli.speedrun import main\ncode = main(['--until', 'base'])\nprint(code, [name for name in {} if name in sys.modules])"
     heavy = ("torch", "numpy", "matplotlib", "tokenizers", "pyarrow", "stoker.speedrun.drive")
-    done = subprocess.run([sys.executable, "-c", program.format(heavy)], cwd=speedrun.home, capture_output=True, text=True, check=True)
-    assert "finished: 3 stages are done in runs/speedrun-cpu" in done.stdout and done.stdout.endswith("0 []\n"), done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", program.format(heavy)], cwd=speedrun.home, capture_output=True, text=True, check=True
+    )
+    assert "finished: 3 stages are done in runs/speedrun-cpu" in done.stdout and done.stdout.endswith("0 []\n"), (
+        done.stdout
+    )
 
 
-def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_whose_inputs_are_missing_names_the_command_that_makes_them(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert speedrun("--seed", "3", "--only", "grpo-density") == EX_NOINPUT
     said = capsys.readouterr().out
-    assert "stage grpo-density needs what world, sft, reward, density make" in said and "`stoker speedrun --seed 3 --until density`" in said
+    assert (
+        "stage grpo-density needs what world, sft, reward, density make" in said
+        and "`stoker speedrun --seed 3 --until density`" in said
+    )
     assert speedrun("--seed", "3", "--from=sft") == EX_NOINPUT
     assert "--until midtrain`" in capsys.readouterr().out
     assert speedrun("--seed", "3", "--until", "sft") == 0
@@ -594,10 +710,18 @@ def test_a_plan_says_that_its_inputs_are_missing(speedrun: Speedrun, capsys: pyt
     assert "here it would be refused: stages sft, " in said and "`stoker speedrun --until midtrain` makes it" in said
 
 
-def test_where_there_is_no_speedrun_there_is_nothing_to_report(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_no_speedrun_there_is_nothing_to_report(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = "no speedrun in runs/speedrun-cpu: `stoker speedrun` makes one"
-    assert speedrun("--only", "report") == EX_NOINPUT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
-    assert speedrun("--only", "report", "--plan") == 0 and f"here it would be refused: {line}" in capsys.readouterr().out
+    assert (
+        speedrun("--only", "report") == EX_NOINPUT
+        and line in capsys.readouterr().out
+        and not speedrun.folder.parent.exists()
+    )
+    assert (
+        speedrun("--only", "report", "--plan") == 0 and f"here it would be refused: {line}" in capsys.readouterr().out
+    )
 
 
 def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
@@ -611,7 +735,9 @@ def test_a_report_is_made_of_what_there_is(speedrun: Speedrun) -> None:
     assert (speedrun.folder / "report.md").stat().st_mtime_ns > before, "made again whenever it is asked for"
 
 
-def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert speedrun("--set", "sft:train.max_steps=7") == 0
     before = (speedrun.folder / "chain.json").read_bytes()
     (speedrun.folder / "report.md").unlink()
@@ -623,14 +749,18 @@ def test_a_bare_report_is_of_the_chain_as_it_was_run_and_rewrites_nothing_else(s
     assert {**json.loads(before), "price_per_hour": 2.0} == json.loads((speedrun.folder / "chain.json").read_bytes())
 
 
-def test_the_hint_after_a_failure_has_the_options_that_were_given(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hint_after_a_failure_has_the_options_that_were_given(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     speedrun.order(sft={"fail": 3})
     assert speedrun("--seed", "3", "--set", "sft:train.max_steps=7", "--until", "sft") == 3
     assert "`stoker speedrun --seed 3 --set sft:train.max_steps=7 --only report`" in (said := capsys.readouterr().out)
     assert "not run, because" not in said
 
 
-def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anything_starts(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = speedrun.home / "data"
     data.mkdir()
     lines(data / "prompts.jsonl", {"prompt": "a", "answer": "b"})
@@ -643,7 +773,11 @@ def test_held_out_prompts_are_not_trained_on_and_questions_are_read_before_anyth
     assert [os.path.basename(task) for task in tasks] == ["questions.jsonl", "prompts-held-out.jsonl"]
     capsys.readouterr()
     lines(data / "questions.jsonl", {"prompt": "1 + 1?", "answer": None})
-    assert speedrun("--data", "data") == EX_DATAERR and not speedrun.ran and "no row can be asked" in capsys.readouterr().out
+    assert (
+        speedrun("--data", "data") == EX_DATAERR
+        and not speedrun.ran
+        and "no row can be asked" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("name", ["prompts-test.jsonl", "prompts-val.jsonl", "gsm8k/prompts-held-out-2.parquet"])
@@ -657,13 +791,23 @@ def test_held_out_prompts_are_known_to_the_report_whatever_their_file_is_called(
     assert read_tasks(tasks[1:], 0)[0].questions[0].answer == "d"
 
 
-def test_training_variables_stay_outside(speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_variables_stay_outside(
+    speedrun: Speedrun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("STOKER_TRAIN_OPTIM_LEARNING_RATE", "7")
     assert speedrun("--until", "tokenizer") == 0
-    assert speedrun.calls[0]["variables"] == [] and "STOKER_TRAIN_OPTIM_LEARNING_RATE is not passed on" in capsys.readouterr().out
+    assert (
+        speedrun.calls[0]["variables"] == []
+        and "STOKER_TRAIN_OPTIM_LEARNING_RATE is not passed on" in capsys.readouterr().out
+    )
 
 
-def test_presets_are_refused_where_they_can_not_be(speedrun: Speedrun, box: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_presets_are_refused_where_they_can_not_be(
+    speedrun: Speedrun,
+    box: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert speedrun("--preset", "gpu") == EX_UNAVAILABLE
     assert speedrun("--preset", "d2") == EX_USAGE
     monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
@@ -673,14 +817,20 @@ def test_presets_are_refused_where_they_can_not_be(speedrun: Speedrun, box: Call
 
 
 def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lacking(
-    speedrun: Speedrun, box: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    speedrun: Speedrun,
+    box: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert speedrun("--preset", "d20", "--plan") == 0
     assert "here it would be refused: preset d20 needs a GPU" in capsys.readouterr().out
     monkeypatch.setenv("STOKER_MACHINE", box(1)["STOKER_MACHINE"])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     lines(speedrun.home / "data" / "sft.jsonl", CHAT)
-    assert speedrun("--preset", "d20", "--data", "data") == EX_USAGE and "with text to pretrain on" in capsys.readouterr().out
+    assert (
+        speedrun("--preset", "d20", "--data", "data") == EX_USAGE
+        and "with text to pretrain on" in capsys.readouterr().out
+    )
     assert speedrun("--preset", "d20", "--data", "data", "--plan", "--json") == 0
     assert "needs real data" in json.loads(capsys.readouterr().out)["refused"]
     (speedrun.home / "data" / "base.txt").write_text("Once.")
@@ -698,7 +848,9 @@ def test_a_preset_for_real_data_needs_base_text_and_its_plan_says_what_is_lackin
         (("--set", "generate.temperature=0", "--until", "sft"), 0, ""), (("--set", "sft:data.validation=0.1"), 0, ""),
     ],
 )  # fmt: skip
-def test_what_a_stage_would_refuse_is_refused_by_the_plan(speedrun: Speedrun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, said: str) -> None:
+def test_what_a_stage_would_refuse_is_refused_by_the_plan(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], code: int, said: str
+) -> None:
     assert speedrun("--plan", *words) == code
     assert said in capsys.readouterr().out
 
@@ -751,23 +903,38 @@ def test_a_name_that_does_not_fit_what_is_inside_is_refused(tmp_path: Path) -> N
 
 
 def test_of_published_questions_the_test_half_is_asked(tmp_path: Path) -> None:
-    arc = {"question": {"stem": "a", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]}, "answerKey": "A"}
+    arc = {
+        "question": {"stem": "a", "choices": [{"label": "A", "text": "x"}, {"label": "B", "text": "y"}]},
+        "answerKey": "A",
+    }
     for half in ("Train", "Dev", "Test"):
         lines(tmp_path / "ARC-Easy" / f"ARC-Easy-{half}.jsonl", arc)
     for half in ("auxiliary_train", "dev", "validation", "test"):
-        parquet(tmp_path / "all" / f"{half}-00000-of-00001.parquet", {"question": "a", "choices": ["x", "y"], "answer": 0})
+        parquet(
+            tmp_path / "all" / f"{half}-00000-of-00001.parquet", {"question": "a", "choices": ["x", "y"], "answer": 0}
+        )
     lines(tmp_path / "other" / "dev.jsonl", arc)  # all there is of it
     lines(tmp_path / "questions-dev.jsonl", arc), lines(tmp_path / "questions-test.jsonl", arc)
     found = find(str(tmp_path))
     assert {os.path.relpath(path, tmp_path) for path in found.roles["questions"]} == {
-        "ARC-Easy/ARC-Easy-Test.jsonl", "all/test-00000-of-00001.parquet", "other/dev.jsonl", "questions-dev.jsonl", "questions-test.jsonl",
-    }  # fmt: skip
+        "ARC-Easy/ARC-Easy-Test.jsonl",
+        "all/test-00000-of-00001.parquet",
+        "other/dev.jsonl",
+        "questions-dev.jsonl",
+        "questions-test.jsonl",
+    }
     assert sorted(os.path.basename(path) for path in found.unused) == [
-        "ARC-Easy-Dev.jsonl", "ARC-Easy-Train.jsonl", "auxiliary_train-00000-of-00001.parquet", "dev-00000-of-00001.parquet", "validation-00000-of-00001.parquet",
-    ]  # fmt: skip
+        "ARC-Easy-Dev.jsonl",
+        "ARC-Easy-Train.jsonl",
+        "auxiliary_train-00000-of-00001.parquet",
+        "dev-00000-of-00001.parquet",
+        "validation-00000-of-00001.parquet",
+    ]
 
 
-def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = speedrun.home / "data"
     (data / "mmlu" / "test").mkdir(parents=True)
     for name in ("law_test.csv", "art_test.csv"):
@@ -782,13 +949,25 @@ def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Sp
     assert speedrun("--data", "data", "--until", "reward") == 0
     said = capsys.readouterr().out
     assert "1 of 201 rows can't be used: 1 with the unknown role 'wizard'; line 201; left out" in said
-    assert "from the built-in world, because the folder has none: midtrain, prompts" in said and "not used: notes.pdf" in said
+    assert (
+        "from the built-in world, because the folder has none: midtrain, prompts" in said
+        and "not used: notes.pdf" in said
+    )
     calls = {call["name"]: call["keys"] for call in speedrun.calls}
-    assert calls["base"]["data.path"] == str(data / "book.txt") and calls["base"]["data.validation"] == "0.01" and "evaluate.texts" not in calls["eval-sft"]
-    assert len(Path(calls["sft"]["data.path"]).read_text().splitlines()) == 200 and len(Path(calls["reward"]["reward.pairs"]).read_text().splitlines()) == 2
+    assert (
+        calls["base"]["data.path"] == str(data / "book.txt")
+        and calls["base"]["data.validation"] == "0.01"
+        and "evaluate.texts" not in calls["eval-sft"]
+    )
+    assert (
+        len(Path(calls["sft"]["data.path"]).read_text().splitlines()) == 200
+        and len(Path(calls["reward"]["reward.pairs"]).read_text().splitlines()) == 2
+    )
     words = next(call["words"] for call in speedrun.calls if call["name"] == "eval-sft")
     tasks = [word.partition("=")[2] for word in words if word.startswith("--evaluate.tasks=")]
-    assert tasks[0] == str(data / "mmlu" / "test") and [os.path.basename(task) for task in tasks[1:]] == ["prompts-held-out.jsonl"]  # the prompts are the world's
+    assert tasks[0] == str(data / "mmlu" / "test") and [os.path.basename(task) for task in tasks[1:]] == [
+        "prompts-held-out.jsonl"
+    ]  # the prompts are the world's
     os.utime(data / "book.txt", (1, 1))
     assert speedrun("--data", "data", "--until", "reward") == 0 and not speedrun.ran  # other time, same bytes
     (data / "book.txt").write_text("Twice.")
@@ -802,7 +981,9 @@ def test_a_folder_of_data_takes_the_place_of_the_world_where_it_can(speedrun: Sp
         ("pairs.jsonl", {**PAIR, "rejected": " Hello."}, "with chosen and rejected alike"), ("prompts.jsonl", {"prompt": "x", "answer": ""}, "without an answer"),
     ],
 )  # fmt: skip
-def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_from_there(tmp_path: Path, name: str, bad: Any, said: str) -> None:
+def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_from_there(
+    tmp_path: Path, name: str, bad: Any, said: str
+) -> None:
     role = name.partition(".")[0]
     good = {"sft": CHAT, "pairs": PAIR, "prompts": {"prompt": "a", "answer": "b"}}[role]
     path = lines(tmp_path / name, *[good] * 99, bad)
@@ -817,16 +998,23 @@ def test_rows_that_can_not_be_used_are_left_out_below_one_percent_and_refused_fr
 
 def test_prompts_and_pairs_in_parquet_become_the_lines_their_stages_read(speedrun: Speedrun) -> None:
     data = speedrun.home / "data"
-    parquet(data / "main" / "train-00000-of-00001.parquet", {"question": "1 + 1?", "answer": "#### 2"})  # the hub's GSM8K
+    parquet(
+        data / "main" / "train-00000-of-00001.parquet", {"question": "1 + 1?", "answer": "#### 2"}
+    )  # the hub's GSM8K
     parquet(data / "main" / "test-00000-of-00001.parquet", {"question": "1 + 2?", "answer": "#### 3"})
     parquet(data / "pairs.parquet", PAIR)
     assert speedrun("--data", "data", "--until", "grpo-uniform") == 0
     calls = {call["name"]: call["keys"] for call in speedrun.calls}
-    assert json.loads(Path(calls["grpo-uniform"]["grpo.prompts"]).read_text()) == {"question": "1 + 1?", "answer": "#### 2"}
+    assert json.loads(Path(calls["grpo-uniform"]["grpo.prompts"]).read_text()) == {
+        "question": "1 + 1?",
+        "answer": "#### 2",
+    }
     assert json.loads(Path(calls["reward"]["reward.pairs"]).read_text()) == PAIR
 
 
-def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = speedrun.home / "data"
     wizard = {"messages": [{"role": "wizard", "content": "x"}]}
     parquet(data / "sft.parquet", *[CHAT] * 9, wizard)
@@ -836,23 +1024,34 @@ def test_what_is_in_parquet_and_base_text_is_looked_at_before_anything_starts(sp
     assert speedrun("--data", "data", "--plan") == 0
     (data / "sft.parquet").unlink()
     for name, text, said in (
-        ("base.jsonl", '{"text": "a"}\n{"text": null}\n', "line 2: 'text' is null"), ("base.jsonl", '{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
-        ("base.txt", "", "base.txt is empty"), ("base-held-out.txt", " \n", "nothing but blanks"), ("base.jsonl", '{"text": ""}\n', "holds no text"),
-    ):  # fmt: skip
+        ("base.jsonl", '{"text": "a"}\n{"text": null}\n', "line 2: 'text' is null"),
+        ("base.jsonl", '{"text": "a"}\n{"text": "b', "line 2 is not JSON"),
+        ("base.txt", "", "base.txt is empty"),
+        ("base-held-out.txt", " \n", "nothing but blanks"),
+        ("base.jsonl", '{"text": ""}\n', "holds no text"),
+    ):
         (data / name).write_text(text)
         assert speedrun("--data", "data", "--plan") == EX_DATAERR and said in capsys.readouterr().out, name
         (data / name).unlink()
 
 
-def test_a_held_out_part_without_its_training_part_is_said_to_be_unused(speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_held_out_part_without_its_training_part_is_said_to_be_unused(
+    speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines(speedrun.home / "data" / "sft-held-out.jsonl", CHAT)
     assert speedrun("--data", "data", "--plan") == 0
     assert "not used: sft-held-out.jsonl, because the folder has no sft" in capsys.readouterr().out
 
 
-def test_a_folder_with_nothing_usable_is_refused_with_what_was_looked_for(tmp_path: Path, speedrun: Speedrun, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_with_nothing_usable_is_refused_with_what_was_looked_for(
+    tmp_path: Path, speedrun: Speedrun, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
-    assert speedrun("--data", "empty") == EX_DATAERR and "looked for base*" in (said := capsys.readouterr().out) and "it is empty" in said
+    assert (
+        speedrun("--data", "empty") == EX_DATAERR
+        and "looked for base*" in (said := capsys.readouterr().out)
+        and "it is empty" in said
+    )
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "a.png").write_text("x")
     lines(tmp_path / "odd" / "b.jsonl", {"strange": 1})
@@ -863,22 +1062,47 @@ def test_a_folder_with_nothing_usable_is_refused_with_what_was_looked_for(tmp_pa
 def test_a_setting_that_names_a_file_counts_by_its_bytes(speedrun: Speedrun) -> None:
     path = lines(speedrun.home / "mine.jsonl", CHAT)
     setting = ("--set", f"sft:data.path={path}", "--until", "sft")
-    assert speedrun(*setting) == 0 and next(call for call in speedrun.calls if call["name"] == "sft")["keys"]["data.path"] == path
+    assert (
+        speedrun(*setting) == 0
+        and next(call for call in speedrun.calls if call["name"] == "sft")["keys"]["data.path"] == path
+    )
     lines(speedrun.home / "mine.jsonl", CHAT, CHAT)
     assert speedrun(*setting) == 0 and speedrun.ran == ["sft"]
 
 
 def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
-    assert saying.headline("evaluate", {"all": {"accuracy": 0.625, "sampled_accuracy": None, "cut_accuracy": 0.0}}) == "62.5% of held-out questions right"
+    assert (
+        saying.headline("evaluate", {"all": {"accuracy": 0.625, "sampled_accuracy": None, "cut_accuracy": 0.0}})
+        == "62.5% of held-out questions right"
+    )
     cut = {"accuracy": 0.625, "sampled_accuracy": 0.5, "cut_accuracy": 0.25}
-    assert saying.headline("evaluate", {"all": cut}) == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
+    assert (
+        saying.headline("evaluate", {"all": cut})
+        == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
+    )
     assert saying.headline("grpo", {"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
     assert saying.headline("sft", {}) == "" and saying.progress(str(tmp_path), 10) == ""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
     assert saying.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
-    (tmp_path / "verdict.json").write_text(json.dumps({"status": "failed", "summary": "rank 0 ended with exit code 65", "evidence": ["exit code 65", "stoker: too long"]}))
+    (tmp_path / "verdict.json").write_text(
+        json.dumps(
+            {
+                "status": "failed",
+                "summary": "rank 0 ended with exit code 65",
+                "evidence": ["exit code 65", "stoker: too long"],
+            }
+        )
+    )
     assert saying.trouble(str(tmp_path), 65, "nowhere", 0) == ("too long", "")
     before, after = {"GPU-a": 5, "GPU-b": 7}, {"GPU-a": 3_600_005, "GPU-b": 1}
     assert watt_hours(before, after, ["GPU-a"]) == 1.0, "the others of a shared box are not counted"
-    assert watt_hours(before, after, ["GPU-a", "GPU-b"]) is None and watt_hours(None, after, ["GPU-a"]) is None and watt_hours(before, after, []) is None
-    assert cards_of({"plan": {"ranks": [{"gpu": "GPU-b"}, {"gpu": "GPU-a"}, {"gpu": "GPU-b"}, {"gpu": None}]}}) == ["GPU-a", "GPU-b"] and cards_of({}) == []
+    assert (
+        watt_hours(before, after, ["GPU-a", "GPU-b"]) is None
+        and watt_hours(None, after, ["GPU-a"]) is None
+        and watt_hours(before, after, []) is None
+    )
+    assert (
+        cards_of({"plan": {"ranks": [{"gpu": "GPU-b"}, {"gpu": "GPU-a"}, {"gpu": "GPU-b"}, {"gpu": None}]}})
+        == ["GPU-a", "GPU-b"]
+        and cards_of({}) == []
+    )

@@ -45,7 +45,13 @@ def host(tmp_path: Path) -> Iterator[list[str]]:
         server = subprocess.Popen([SSHD, "-D", "-e", "-f", str(home / "sshd_config")], stderr=log)
     try:
         assert wait_for(lambda: True if _listens(port) else None, 10), (home / "log").read_text()
-        options = [f"-p{port}", f"-i{home}/id", f"-oUserKnownHostsFile={home}/known_hosts", "-oGlobalKnownHostsFile=/dev/null", f"-l{getpass.getuser()}"]
+        options = [
+            f"-p{port}",
+            f"-i{home}/id",
+            f"-oUserKnownHostsFile={home}/known_hosts",
+            "-oGlobalKnownHostsFile=/dev/null",
+            f"-l{getpass.getuser()}",
+        ]
         yield [word for option in options for word in (f"--ssh-option={option}",)]
     finally:
         server.terminate()
@@ -58,19 +64,38 @@ def _listens(port: int) -> bool:
 
 
 def test_a_run_through_ssh(stoker: Stoker, host: list[str]) -> None:
-    script = stoker.script("s.py", "import os, sys\nprint('here', os.environ['RANK'], os.environ['NCCL_X'], sys.argv[1:])\nsys.exit(int(sys.argv[1]) if os.environ['RANK'] == '1' else 0)\n")
+    script = stoker.script(
+        "s.py",
+        "import os, sys\nprint('here', os.environ['RANK'], os.environ['NCCL_X'], sys.argv[1:])\nsys.exit(int(sys.argv[1]) if os.environ['RANK'] == '1' else 0)\n",
+    )
     flags = ["run", "--hosts", "127.0.0.1", *host, "--python", sys.executable, "--nproc-per-node", "2"]
-    done = stoker(*flags, script, "0", "it's; $(a) \"path\" with spaces", env={"NCCL_X": "travels"})
+    done = stoker(*flags, script, "0", 'it\'s; $(a) "path" with spaces', env={"NCCL_X": "travels"})
     assert done.code == 0, done.err
     assert done.log(1) == b"""here 1 travels ['0', 'it\\'s; $(a) "path" with spaces']\n"""
     done = stoker(*flags, script, "4", env={"NCCL_X": ""})
-    assert done.code == 4 and (done.verdict["rank"], done.verdict["host"], done.verdict["cause"]) == (1, "127.0.0.1", "rank.exit")
+    assert done.code == 4 and (done.verdict["rank"], done.verdict["host"], done.verdict["cause"]) == (
+        1,
+        "127.0.0.1",
+        "rank.exit",
+    )
 
 
 def test_a_killed_ssh_connection_leaves_nothing_there(stoker: Stoker, host: list[str]) -> None:
-    script = stoker.script("s.py", "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '100'])\nprint('ready', flush=True)\ntime.sleep(100)\n")
-    run = stoker.start("run", "--hosts", "127.0.0.1", *host, "--python", sys.executable, "--nproc-per-node", "2", script)
-    assert wait_for(lambda: True if sum(b"ready" in log.read_bytes() for log in stoker.cwd.glob("runs/2*/attempt-0/*.log")) == 2 else None, 30)
+    script = stoker.script(
+        "s.py",
+        "import subprocess, time\nsubprocess.Popen(['setsid', 'sleep', '100'])\nprint('ready', flush=True)\ntime.sleep(100)\n",
+    )
+    run = stoker.start(
+        "run", "--hosts", "127.0.0.1", *host, "--python", sys.executable, "--nproc-per-node", "2", script
+    )
+    assert wait_for(
+        lambda: (
+            True
+            if sum(b"ready" in log.read_bytes() for log in stoker.cwd.glob("runs/2*/attempt-0/*.log")) == 2
+            else None
+        ),
+        30,
+    )
     client = int(subprocess.check_output(["pgrep", "-P", str(run.pid)]).split()[0])
     os.kill(client, signal.SIGKILL)
     assert wait_for(lambda: True if not tagged(stoker.cwd) else None, 12)
@@ -82,11 +107,23 @@ def test_a_killed_ssh_connection_leaves_nothing_there(stoker: Stoker, host: list
     [(["--ssh-option=-oIdentityFile=/nonexistent", "--ssh-option=-oIdentitiesOnly=yes"], "Permission denied"), (["--ssh-option=-oUserKnownHostsFile=/dev/null"], "Host key verification failed")],
 )  # fmt: skip
 def test_a_host_that_refuses_is_named(stoker: Stoker, host: list[str], change: list[str], says: str) -> None:
-    keep = [word for word in host if not (says == "Permission denied" and "=-i" in word) and not (says.startswith("Host key") and "UserKnown" in word)]
+    keep = [
+        word
+        for word in host
+        if not (says == "Permission denied" and "=-i" in word)
+        and not (says.startswith("Host key") and "UserKnown" in word)
+    ]
     done = stoker("run", "--hosts", "127.0.0.1", *keep, *change, stoker.script("ok.py", "print('ran')"))
-    assert done.code == 69 and says in done.err and "the agent on host 127.0.0.1 is gone" in done.err and not (stoker.cwd / "runs").exists()
+    assert (
+        done.code == 69
+        and says in done.err
+        and "the agent on host 127.0.0.1 is gone" in done.err
+        and not (stoker.cwd / "runs").exists()
+    )
 
 
 def test_a_host_without_python_is_named(stoker: Stoker, host: list[str]) -> None:
-    done = stoker("run", "--hosts", "127.0.0.1", *host, "--python", "/no/such/python", stoker.script("ok.py", "print('ran')"))
+    done = stoker(
+        "run", "--hosts", "127.0.0.1", *host, "--python", "/no/such/python", stoker.script("ok.py", "print('ran')")
+    )
     assert done.code == 69 and "/no/such/python" in done.err

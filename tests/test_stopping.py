@@ -59,7 +59,11 @@ def test_a_signal_is_passed_on_and_the_ranks_may_save(stoker: Stoker, signum: si
     assert run.wait(20) == code
     done = stoker.result()
     assert all(f"saved {rank} {int(signum)}".encode() in done.log(rank) for rank in (0, 1))
-    assert (done.verdict["status"], done.verdict["cause"], done.verdict["exit_code"]) == ("stopped", "launch.stopped", code)
+    assert (done.verdict["status"], done.verdict["cause"], done.verdict["exit_code"]) == (
+        "stopped",
+        "launch.stopped",
+        code,
+    )
 
 
 def test_a_second_signal_ends_it_at_once(stoker: Stoker) -> None:
@@ -72,7 +76,10 @@ def test_a_second_signal_ends_it_at_once(stoker: Stoker) -> None:
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_its_grace(stoker: Stoker) -> None:
-    script = stoker.script("mixed.py", "import os\nif os.environ['RANK'] == '1':\n    import time; time.sleep(1); raise SystemExit(5)\n" + SLEEPER)
+    script = stoker.script(
+        "mixed.py",
+        "import os\nif os.environ['RANK'] == '1':\n    import time; time.sleep(1); raise SystemExit(5)\n" + SLEEPER,
+    )
     done = stoker("run", "--nproc-per-node", "2", "--grace", "0.5s", script, "ignore", timeout=30)
     assert done.code == 5 and done.verdict["rank"] == 1
 
@@ -83,7 +90,10 @@ def test_a_stop_that_had_to_kill_says_so(stoker: Stoker) -> None:
     run.send_signal(signal.SIGTERM)
     assert run.wait(25) == 143
     verdict = stoker.result().verdict
-    assert "rank 0, 1 did not end within the grace period and were killed" in verdict["summary"] and "--grace" in verdict["fix"][1]
+    assert (
+        "rank 0, 1 did not end within the grace period and were killed" in verdict["summary"]
+        and "--grace" in verdict["fix"][1]
+    )
 
 
 @pytest.mark.parametrize("victim", ["launcher", "agent", "guardian"])
@@ -127,9 +137,15 @@ def test_a_strangers_process_is_not_touched(stoker: Stoker, tmp_path: Path) -> N
     """Same user, same script, a name like ours, even our run's id in its environment without the folder: not ours."""
     script = stoker.script("s.py", SLEEPER)
     strangers = [
-        subprocess.Popen([sys.executable, str(stoker.cwd / script), "stranger"], stdout=subprocess.DEVNULL, cwd=tmp_path),
-        subprocess.Popen([sys.executable, str(stoker.cwd / script)], env={**os.environ, "STOKER_RUN_ID": "other", "STOKER_RUN_DIR": "/elsewhere"}, stdout=subprocess.DEVNULL),
-    ]  # fmt: skip
+        subprocess.Popen(
+            [sys.executable, str(stoker.cwd / script), "stranger"], stdout=subprocess.DEVNULL, cwd=tmp_path
+        ),
+        subprocess.Popen(
+            [sys.executable, str(stoker.cwd / script)],
+            env={**os.environ, "STOKER_RUN_ID": "other", "STOKER_RUN_DIR": "/elsewhere"},
+            stdout=subprocess.DEVNULL,
+        ),
+    ]
     try:
         done = stoker("run", "--nproc-per-node", "2", stoker.script("f.py", "raise SystemExit(2)"))
         assert done.code == 2
@@ -141,10 +157,24 @@ def test_a_strangers_process_is_not_touched(stoker: Stoker, tmp_path: Path) -> N
 
 
 def test_nohup_is_respected(stoker: Stoker) -> None:
-    run = stoker.start("run", "--nproc-per-node", "1", stoker.script("s.py", SLEEPER), preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    run = stoker.start(
+        "run",
+        "--nproc-per-node",
+        "1",
+        stoker.script("s.py", SLEEPER),
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
     assert wait_for(lambda: ready(stoker, 1), 20)
     rank = next(event["pid"] for event in stoker.result().events if event["event"] == "rank-up")
-    assert int(next(line for line in Path(f"/proc/{rank}/status").read_text().splitlines() if line.startswith("SigIgn")).split()[1], 16) & 1
+    assert (
+        int(
+            next(
+                line for line in Path(f"/proc/{rank}/status").read_text().splitlines() if line.startswith("SigIgn")
+            ).split()[1],
+            16,
+        )
+        & 1
+    )
     run.send_signal(signal.SIGHUP)
     time.sleep(0.5)
     assert run.poll() is None
@@ -199,7 +229,13 @@ def test_breakpoint_works_with_one_rank(stoker: Stoker) -> None:
 def test_piped_stdin_reaches_rank_0(stoker: Stoker, tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("hello from a pipe\n")
     with open(tmp_path / "in.txt", "rb") as source:
-        done = stoker("run", "--nproc-per-node", "2", stoker.script("r.py", "import sys; print('got', sys.stdin.read().strip())"), stdin=source)
+        done = stoker(
+            "run",
+            "--nproc-per-node",
+            "2",
+            stoker.script("r.py", "import sys; print('got', sys.stdin.read().strip())"),
+            stdin=source,
+        )
     assert done.log(0) == b"got hello from a pipe\n" and done.log(1) == b"got \n"
 
 
@@ -227,14 +263,22 @@ def test_a_signal_while_sweeping_prevents_the_restart(stoker: Stoker) -> None:
 
 
 def test_a_failure_before_the_signal_stays_the_cause(stoker: Stoker) -> None:
-    script = stoker.script("fs.py", "import os, signal, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('first')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n")
+    script = stoker.script(
+        "fs.py",
+        "import os, signal, time\nif os.environ['RANK'] == '1':\n    time.sleep(0.5)\n    raise ValueError('first')\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)\n",
+    )
     run = stoker.start("run", "--nproc-per-node", "2", script)
     assert wait_for(lambda: said(stoker, "rank-exit"), 20)
     time.sleep(0.3)
     run.send_signal(signal.SIGINT)
     code = run.wait(20)
     verdict = stoker.result().verdict
-    assert code == 1 and verdict["cause"] == "rank.exception" and verdict["rank"] == 1 and "SIGINT" in verdict["evidence"][-1]
+    assert (
+        code == 1
+        and verdict["cause"] == "rank.exception"
+        and verdict["rank"] == 1
+        and "SIGINT" in verdict["evidence"][-1]
+    )
 
 
 def test_a_chain_of_forks_does_not_escape(stoker: Stoker) -> None:

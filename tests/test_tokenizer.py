@@ -58,20 +58,41 @@ def test_any_bytes_come_back(kind: str, trained: Tokenizer) -> None:
     tokenizer = trained if kind == "trained" else bytes_tokenizer()
     dice = random.Random(2)
     hard = [
-        b"", b"\0", bytes(range(256)), b"\xff\xfe", b"caf\xc3", "é\u0301 ﬁ \u017f \u212a".encode(), "\ufeff\u2028\u00a0".encode(), b"\xed\xa0\x80", b"\xf0\x9f\x99",
-        b"<|endoftext|><|im_start|>", b" " * 70_000 + b"a", b"a" * 70_000, b"\r\n" * 9, text(3000, 3).encode(), dice.randbytes(5000), "ü".encode() * 40_000,
-    ]  # fmt: skip
+        b"",
+        b"\0",
+        bytes(range(256)),
+        b"\xff\xfe",
+        b"caf\xc3",
+        "é\u0301 ﬁ \u017f \u212a".encode(),
+        "\ufeff\u2028\u00a0".encode(),
+        b"\xed\xa0\x80",
+        b"\xf0\x9f\x99",
+        b"<|endoftext|><|im_start|>",
+        b" " * 70_000 + b"a",
+        b"a" * 70_000,
+        b"\r\n" * 9,
+        text(3000, 3).encode(),
+        dice.randbytes(5000),
+        "ü".encode() * 40_000,
+    ]
     for data in hard:
         assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == data, data[:40]
     for _ in range(200):
-        data = dice.randbytes(dice.randrange(40)) + text(3, dice.randrange(1000)).encode() + dice.randbytes(dice.randrange(3))
+        data = (
+            dice.randbytes(dice.randrange(40))
+            + text(3, dice.randrange(1000)).encode()
+            + dice.randbytes(dice.randrange(3))
+        )
         assert tokenizer.decode_bytes(tokenizer.encode_bytes(data)) == data
 
 
 def test_special_tokens_in_a_text_are_text(trained: Tokenizer) -> None:
     for tokenizer in (trained, bytes_tokenizer()):
         for name in SPECIAL:
-            assert tokenizer.special[name] not in tokenizer.encode(f"a {name} b") and tokenizer.decode(tokenizer.encode(name)) == name
+            assert (
+                tokenizer.special[name] not in tokenizer.encode(f"a {name} b")
+                and tokenizer.decode(tokenizer.encode(name)) == name
+            )
         assert slow_encoder(tokenizer.data)("<|im_end|>").tolist() == tokenizer.encode("<|im_end|>")
 
 
@@ -92,14 +113,18 @@ def test_a_token_that_its_own_bytes_do_not_make_is_kept_from_tiktoken() -> None:
         model["vocab"][token] = 300 + number
     told["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     tokenizer = Tokenizer(json.dumps(told).encode(), {}, "made")
-    assert tokenizer.told.pattern == GPT2 and isinstance(tokenizer.plan, FastPlan) and tokenizer.plan.unreachable == (302,)
+    assert (
+        tokenizer.told.pattern == GPT2 and isinstance(tokenizer.plan, FastPlan) and tokenizer.plan.unreachable == (302,)
+    )
     slow = slow_encoder(tokenizer.data)
     for one in ("abc", "aabcc", "ab abcab"):
         assert tokenizer.encode(one) == slow(one).tolist()
     assert tokenizer.encode("abc") == [97, 300]
     model["merges"] = [["a", "b"], ["b", "c"], ["ab", "c"], ["c", "a"], ["a", "bc"]]
     model["vocab"]["ca"] = 303
-    assert "stand apart" in str(plan_fast(Tokenizer(json.dumps(told).encode(), {}, "made").told, json.dumps(told).encode()))
+    assert "stand apart" in str(
+        plan_fast(Tokenizer(json.dumps(told).encode(), {}, "made").told, json.dumps(told).encode())
+    )
 
 
 def test_the_regex_engines_are_asked_about_every_character() -> None:
@@ -137,7 +162,10 @@ def test_transformers_opens_the_folder_and_agrees(trained: Tokenizer, tmp_path: 
         tokenizer.save(str(tmp_path / name))
         theirs = transformers.AutoTokenizer.from_pretrained(str(tmp_path / name))
         one = text(300, 9)
-        assert theirs.encode(one, add_special_tokens=False) == tokenizer.encode(one) and theirs.decode(tokenizer.encode(one)) == one
+        assert (
+            theirs.encode(one, add_special_tokens=False) == tokenizer.encode(one)
+            and theirs.decode(tokenizer.encode(one)) == one
+        )
         assert theirs.eos_token_id == tokenizer.end_id and len(theirs) == tokenizer.vocab_size
         again = load(str(tmp_path / name))
         assert again.encode(one) == tokenizer.encode(one) and again.special == tokenizer.special
@@ -153,11 +181,19 @@ def test_segments_join_to_the_whole_and_cut_where_lines_end() -> None:
 
 
 def test_a_chat_has_its_marks_by_id_and_learns_the_assistant_only(trained: Tokenizer) -> None:
-    messages = [("system", b"be brief"), ("user", b"hi <|im_end|>"), ("assistant", b"hello"), ("user", b"bye"), ("assistant", b"so long")]
+    messages = [
+        ("system", b"be brief"),
+        ("user", b"hi <|im_end|>"),
+        ("assistant", b"hello"),
+        ("user", b"bye"),
+        ("assistant", b"so long"),
+    ]
     ids, mask = chat.chat(trained, messages)
     learned = [int(one) for one, bit in zip(ids, mask, strict=True) if bit]
     assert trained.decode(learned) == "hello<|im_end|>so long<|im_end|>"
-    assert ids.tolist().count(trained.special["<|im_end|>"]) == 5 and trained.decode(ids.tolist()).startswith("<|im_start|>system\nbe brief<|im_end|>\n")
+    assert ids.tolist().count(trained.special["<|im_end|>"]) == 5 and trained.decode(ids.tolist()).startswith(
+        "<|im_start|>system\nbe brief<|im_end|>\n"
+    )
     assert trained.decode(chat.prompt(trained, messages[:2])).endswith("<|im_start|>assistant\n")
 
 
@@ -166,12 +202,17 @@ def test_a_chat_has_its_marks_by_id_and_learns_the_assistant_only(trained: Token
     [
         ({"model": {"type": "Unigram", "vocab": [], "merges": []}}, "not byte-level BPE"),
         ({"normalizer": {"type": "Lowercase"}}, "changes the text"),
-        ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}}, "space before each text"),
+        (
+            {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+            "space before each text",
+        ),
         ({"added_tokens": []}, "ends a text"),
         ({"model": None}, "not in the format"),
     ],
 )
-def test_a_tokenizer_that_loses_bytes_is_refused_in_one_line(change: dict[str, object], says: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_loses_bytes_is_refused_in_one_line(
+    change: dict[str, object], says: str, tmp_path: Path
+) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({**json.loads(bytes_tokenizer().data), **change}))
     with pytest.raises(Refusal, match=says) as refused:
         load(str(tmp_path)).encode("x")
@@ -186,7 +227,11 @@ def test_a_tokenizer_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: p
     pytest.importorskip("huggingface_hub")
     script = "from stoker.training.tokenizer.tokenizer import load\nfrom stoker.contract.names import Refusal\ntry: load('no-such-owner/no-such-name')\nexcept Refusal as r: print(r.line)"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
     )
     assert "the hub can't give it" in done.stdout and done.stdout.count("\n") == 1
 

@@ -41,11 +41,24 @@ def test_one_slot_does_not_deadlock_the_process_group(stoker: Stoker) -> None:
     done = stoker.torch("run", "--nproc-per-node", "2", "--init-slots", "1", stoker.script("train.py", TRAIN), "1")
     assert done.code == 0, done.err
     locks = [(event["rank"], event["what"], event["why"]) for event in done.events if event["event"] == "lock"]
-    assert locks == [(0, "acquired", None), (1, "waiting", None), (0, "released", "INIT"), (1, "acquired", None), (1, "released", "INIT")]
+    assert locks == [
+        (0, "acquired", None),
+        (1, "waiting", None),
+        (0, "released", "INIT"),
+        (1, "acquired", None),
+        (1, "released", "INIT"),
+    ]
 
 
 def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
-    script = stoker.script("die.py", TRAIN.replace("    for optimizer", "    if step == 20 and dist.get_rank() == 1: __import__('os')._exit(0)\n    for optimizer", 1))
+    script = stoker.script(
+        "die.py",
+        TRAIN.replace(
+            "    for optimizer",
+            "    if step == 20 and dist.get_rank() == 1: __import__('os')._exit(0)\n    for optimizer",
+            1,
+        ),
+    )
     done = stoker.torch("run", "--nproc-per-node", "2", script, "1")
     assert done.code == 70 and (done.verdict["cause"], done.verdict["rank"]) == ("rank.early-exit", 1)
     assert "after step 20" in done.verdict["summary"]
@@ -53,5 +66,9 @@ def test_a_lost_peer_is_not_blamed(stoker: Stoker) -> None:
 
 def test_stop_after_steps(stoker: Stoker) -> None:
     endless = TRAIN.replace("range(25)", "range(10**9)")
-    done = stoker.torch("run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1")
-    assert done.code == 0 and done.verdict["status"] == "completed" and "made at least 50 steps" in done.verdict["summary"]
+    done = stoker.torch(
+        "run", "--nproc-per-node", "2", "--stop-after-steps", "50", stoker.script("endless.py", endless), "1"
+    )
+    assert (
+        done.code == 0 and done.verdict["status"] == "completed" and "made at least 50 steps" in done.verdict["summary"]
+    )

@@ -61,7 +61,11 @@ def test_the_preset_is_production_with_gpus_and_small_without_and_is_said() -> N
 
 def test_presets_are_what_the_notes_ask_for() -> None:
     debug, production = config("--debug"), config("--preset", "production")
-    assert (debug.model.layers, debug.train.max_steps, debug.train.log_every) == (2, 10, 1) and debug.nan.check and debug.train.debug
+    assert (
+        (debug.model.layers, debug.train.max_steps, debug.train.log_every) == (2, 10, 1)
+        and debug.nan.check
+        and debug.train.debug
+    )
     assert (production.model.layers, production.train.max_steps, production.batch.micro) == (32, 10_000, 0)
     assert production.model.kv_heads < production.model.heads
     assert list(ABOUT) == list(PRESETS) and all(name in KEYS for preset in PRESETS.values() for name in preset)
@@ -71,8 +75,15 @@ def test_stable_takes_any_shape_and_is_more_cautious_than_production() -> None:
     stable = config("--preset", "stable", "--model.layers", "7", "--model.dim", "640")
     assert (stable.model.layers, stable.model.dim, stable.model.heads, stable.model.head_dim) == (7, 640, 10, 64)
     normal = config("--preset", "production")
-    assert stable.optim.learning_rate < normal.optim.learning_rate and stable.optim.max_grad_norm < normal.optim.max_grad_norm
-    assert stable.model.init_std < normal.model.init_std and stable.optim.warmup_ratio > normal.optim.warmup_ratio and stable.model.qk_norm
+    assert (
+        stable.optim.learning_rate < normal.optim.learning_rate
+        and stable.optim.max_grad_norm < normal.optim.max_grad_norm
+    )
+    assert (
+        stable.model.init_std < normal.model.init_std
+        and stable.optim.warmup_ratio > normal.optim.warmup_ratio
+        and stable.model.qk_norm
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -94,9 +105,15 @@ def test_file_environment_and_flags_in_order(tmp_path: Path) -> None:
     made = found.config
     assert (made.preset, made.optim.learning_rate, made.optim.beta1, made.optim.beta2) == ("debug", 1e-4, 0.7, 0.5)
     assert found.given["optim.learning_rate"].words == f"config file {path}: optim.learning_rate"
-    assert found.given["optim.beta1"].words == "STOKER_TRAIN_OPTIM_BETA1" and found.given["optim.beta2"].words == "--optim.beta2"
+    assert (
+        found.given["optim.beta1"].words == "STOKER_TRAIN_OPTIM_BETA1"
+        and found.given["optim.beta2"].words == "--optim.beta2"
+    )
     assert config("--config", str(path), "--preset", "small").preset == "small"
-    assert config(environment={"STOKER_TRAIN_PRESET": "stable", "STOKER_TRAIN_DATA_PATH": "a,b"}).data.path == ("a", "b")
+    assert config(environment={"STOKER_TRAIN_PRESET": "stable", "STOKER_TRAIN_DATA_PATH": "a,b"}).data.path == (
+        "a",
+        "b",
+    )
 
 
 @pytest.mark.parametrize(
@@ -151,10 +168,23 @@ def test_the_notes_json_with_comments_and_names(tmp_path: Path) -> None:
     path.write_text(NOTES)
     found = resolve(["--config", str(path)], {}, True)
     expected = {
-        "batch.micro": 4, "batch.accumulation": 8, "batch.tokens": 0, "optim.learning_rate": 1e-4, "optim.max_grad_norm": 0.7, "compute.dtype": "fp32",
-        "train.max_steps": 77, "optim.warmup_steps": 5, "model.layers": 3, "model.init_std": 0.01, "data.context_length": 128, "optim.weight_decay": 0.05,
-        "data.num_workers": 8, "parallel.device": "cuda", "data.path": ("https://example.org//a.txt",), "data.text_key": "/* no comment */",
-    }  # fmt: skip
+        "batch.micro": 4,
+        "batch.accumulation": 8,
+        "batch.tokens": 0,
+        "optim.learning_rate": 1e-4,
+        "optim.max_grad_norm": 0.7,
+        "compute.dtype": "fp32",
+        "train.max_steps": 77,
+        "optim.warmup_steps": 5,
+        "model.layers": 3,
+        "model.init_std": 0.01,
+        "data.context_length": 128,
+        "optim.weight_decay": 0.05,
+        "data.num_workers": 8,
+        "parallel.device": "cuda",
+        "data.path": ("https://example.org//a.txt",),
+        "data.text_key": "/* no comment */",
+    }
     assert {name: value(found.config, name) for name in expected} == expected
     assert found.run_options == {"gpu": "3"}
     path.write_text('{"device": "cpu", "device_id": 3}')
@@ -195,10 +225,15 @@ def test_yaml_files(tmp_path: Path, text: str, dotted: str, expected: Any) -> No
 
 
 def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
-    assert config("--epochs", "2").train.max_steps == 0 and config("--epochs", "2", "--max-steps", "7").train.max_steps == 7
+    assert (
+        config("--epochs", "2").train.max_steps == 0
+        and config("--epochs", "2", "--max-steps", "7").train.max_steps == 7
+    )
     assert config("--warmup-ratio", "0.5", environment={"STOKER_TRAIN_OPTIM_WARMUP_STEPS": "9"}).optim.warmup_steps == 0
     assert config("--grad-accum-nums", "4").batch.tokens == 0
-    assert resolve(["--epochs", "2", "--max-steps", "5"], {}, False).lines[1:] == ("train.epochs 2.0 has no effect: train.max_steps 5 counts",)
+    assert resolve(["--epochs", "2", "--max-steps", "5"], {}, False).lines[1:] == (
+        "train.epochs 2.0 has no effect: train.max_steps 5 counts",
+    )
     assert len(resolve(["--epochs", "2"], {"STOKER_TRAIN_TRAIN_MAX_STEPS": "5"}, False).lines) == 1
     kept = resolve(["--context-length", "300"], {}, False)  # small's 4096 tokens are no multiple
     assert kept.config.batch.tokens == 3900 and "batch.tokens 3900" in kept.lines[1]
@@ -218,7 +253,10 @@ def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
         ({"depth": 32, "kv_heads": 0}, (32, 2048, 16, 16, 128, 5504)),
         ({"depth": 32, "dim": 4096}, (32, 4096, 32, 8, 128, 10944)),
         ({"depth": 12, "heads": 6, "ff": 100}, (12, 768, 6, 6, 128, 100)),
-        ({"depth": 28, "dim": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ff": 3072}, (28, 1024, 16, 8, 128, 3072)),
+        (
+            {"depth": 28, "dim": 1024, "heads": 16, "kv_heads": 8, "head_dim": 128, "ff": 3072},
+            (28, 1024, 16, 8, 128, 3072),
+        ),
         ({"depth": 4, "dim": 96}, (4, 96, 2, 2, 48, 256)),
         ({"depth": 0}, (12, 768, 12, 12, 64, 2048)),
         ({"depth": 0, "dim": 512}, (12, 512, 8, 8, 64, 1408)),
@@ -227,7 +265,14 @@ def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
 )
 def test_the_dial_derives_what_is_not_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
     model = dial.derive(ModelConfig(**given), {f"model.{name}" for name in given})
-    assert (model.layers, model.dim, model.heads, model.kv_heads, model.head_dim, model.ff) == expected and model.depth == given.get("depth", 0)
+    assert (
+        model.layers,
+        model.dim,
+        model.heads,
+        model.kv_heads,
+        model.head_dim,
+        model.ff,
+    ) == expected and model.depth == given.get("depth", 0)
 
 
 # ---- there and back ----
@@ -249,7 +294,12 @@ def test_flags_lead_back_to_exactly_this_config(argv: list[str], tmp_path: Path)
     path = tmp_path / "written.yaml"
     path.write_text(as_yaml(made))
     assert config("--config", str(path)) == made
-    without = [words[:at] + words[at + size :] for at in range(2, len(words)) if words[at].startswith("--") for size in [1 if "=" in words[at] else 2]]
+    without = [
+        words[:at] + words[at + size :]
+        for at in range(2, len(words))
+        if words[at].startswith("--")
+        for size in [1 if "=" in words[at] else 2]
+    ]
     assert all(_or_refusal(*fewer) != made for fewer in without), "a flag too many"
 
 
@@ -262,7 +312,12 @@ def _or_refusal(*argv: str) -> Config | str:
 
 def test_short_words_for_plain_wishes() -> None:
     assert flags(config("--debug", "--data", "x.txt")) == ["--preset", "debug", "--data.path", "x.txt"]
-    assert flags(config("--preset", "production", "--model.depth", "24")) == ["--preset", "production", "--model.depth", "24"]
+    assert flags(config("--preset", "production", "--model.depth", "24")) == [
+        "--preset",
+        "production",
+        "--model.depth",
+        "24",
+    ]
     assert flags(config("--epochs", "2")) == ["--preset", "small", "--train.epochs", "2.0"]
 
 
@@ -294,13 +349,19 @@ def test_the_page_is_current_complete_and_a_config_file() -> None:
     path = ROOT / "docs" / "config.yaml"
     assert path.read_text() == docs.page(), "python -m stoker.training.config.docs > docs/config.yaml"
     made = config("--config", str(path))
-    assert values_of(made) == DEFAULTS | {f"model.{name}": number for name, number in (("kv_heads", 12), ("head_dim", 64), ("ff", 2048))}
+    assert values_of(made) == DEFAULTS | {
+        f"model.{name}": number for name, number in (("kv_heads", 12), ("head_dim", 64), ("ff", 2048))
+    }
 
 
 def test_bare_names_mean_one_thing() -> None:
-    run = set(options_of(RunOptions)) | {flag.lstrip("-") for spec in options_of(RunOptions).values() for flag in spec.flags}
+    run = set(options_of(RunOptions)) | {
+        flag.lstrip("-") for spec in options_of(RunOptions).values() for flag in spec.flags
+    }
     assert not run & {*aliases.names(), *aliases.SECTION_VALUES, "preset"}
-    assert not set(BARE) & {*aliases.RENAMED, *aliases.TRANSLATED} and all(target in KEYS for target in aliases.RENAMED.values())
+    assert not set(BARE) & {*aliases.RENAMED, *aliases.TRANSLATED} and all(
+        target in KEYS for target in aliases.RENAMED.values()
+    )
     assert all(name in RANGES for name, key in KEYS.items() if key.kind in ("int", "float"))
 
 
@@ -309,19 +370,37 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
     assert settle(gather(parse([]), {}), False, defaults).config.data.kind == "chat"
     told = settle(gather(parse(["--data.kind", "stream"]), {}), False, defaults).config
     assert told.data.kind == "stream"
-    assert recipe_config(flags(told, defaults), False, {}, defaults=defaults) == told  # what the ranks of `stoker train sft` make of it
+    assert (
+        recipe_config(flags(told, defaults), False, {}, defaults=defaults) == told
+    )  # what the ranks of `stoker train sft` make of it
 
 
 # ---- a stage's defaults ----
 
-TINY = ModelConfig(load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768)  # 0.5 M parameters
-LARGE = ModelConfig(load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False)  # 8 B
+TINY = ModelConfig(
+    load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768
+)  # 0.5 M parameters
+LARGE = ModelConfig(
+    load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False
+)  # 8 B
 
 
-def staged(stage: str, *argv: str, samples: int = 40, count: int = 200, model: ModelConfig = TINY, ranks: int | None = 1, gpus: bool = False) -> tuple[Config, list[str]]:
-    found = settle(gather(parse(["--model.load", "hf", *argv] if stage != "pretrain" else argv), {}), gpus, STAGES[stage].defaults)
+def staged(
+    stage: str,
+    *argv: str,
+    samples: int = 40,
+    count: int = 200,
+    model: ModelConfig = TINY,
+    ranks: int | None = 1,
+    gpus: bool = False,
+) -> tuple[Config, list[str]]:
+    found = settle(
+        gather(parse(["--model.load", "hf", *argv] if stage != "pretrain" else argv), {}), gpus, STAGES[stage].defaults
+    )
     unit = {"pretrain": "tokens", "reward": "pairs", "grpo": "prompts"}.get(stage, "conversations")
-    made, _, lines = with_defaults(stage, found.config, found.given, Situation(model, Amount(samples, count, unit), ranks), not gpus)
+    made, _, lines = with_defaults(
+        stage, found.config, found.given, Situation(model, Amount(samples, count, unit), ranks), not gpus
+    )
     check(made, found.given, on_cpu=not gpus)
     return made, lines
 
@@ -334,16 +413,25 @@ def staged(stage: str, *argv: str, samples: int = 40, count: int = 200, model: M
 def test_the_learning_rate_follows_from_stage_and_size(stage: str, model: ModelConfig, rate: float) -> None:
     assert staged(stage, model=model)[0].optim.learning_rate == pytest.approx(rate)
     assert staged(stage, "--learning-rate", "0.5", model=model)[0].optim.learning_rate == 0.5
-    assert staged(stage, "--preset", "stable", model=model)[0].optim.learning_rate == pytest.approx(rate / 3 if stage != "pretrain" else 1e-4, rel=0.05)
+    assert staged(stage, "--preset", "stable", model=model)[0].optim.learning_rate == pytest.approx(
+        rate / 3 if stage != "pretrain" else 1e-4, rel=0.05
+    )
 
 
 def test_200_chats_are_passed_over_three_times_and_not_275() -> None:
     made, lines = staged("sft")
     assert (made.train.max_steps, made.train.epochs, made.batch.tokens) == (0, 3.0, 256)
-    assert "3 passes over your 200 conversations" in lines[4] and "--epochs or --max-steps" in lines[4] and not any("warning" in line for line in lines)
+    assert (
+        "3 passes over your 200 conversations" in lines[4]
+        and "--epochs or --max-steps" in lines[4]
+        and not any("warning" in line for line in lines)
+    )
     asked, lines = staged("sft", "--max-steps", "10000", "--batch.tokens", "4096")
     assert (asked.train.max_steps, asked.batch.tokens) == (10_000, 4096)
-    assert lines[-1].startswith("warning: 4,000 passes over your 200 conversations") and "--epochs 3 is the default" in lines[-1]
+    assert (
+        lines[-1].startswith("warning: 4,000 passes over your 200 conversations")
+        and "--epochs 3 is the default" in lines[-1]
+    )
     assert "you set it" in lines[4] and "sft's default" in lines[1]
 
 
@@ -354,7 +442,9 @@ def test_what_is_given_wins_over_what_is_derived(tmp_path: Path) -> None:
     assert (made.train.epochs, made.train.max_steps, made.batch.tokens, made.batch.accumulation) == (7.0, 0, 0, 2)
     assert made.optim.learning_rate == 1.3e-4
     assert staged("sft", "--config", str(path), "--max-steps", "5")[0].train.max_steps == 5
-    assert staged("sft", "--optim.kind", "muon")[0].optim.muon_learning_rate == pytest.approx(1.3e-4 * 96**0.5, rel=0.05)
+    assert staged("sft", "--optim.kind", "muon")[0].optim.muon_learning_rate == pytest.approx(
+        1.3e-4 * 96**0.5, rel=0.05
+    )
     assert staged("sft", "--optim.kind", "muon", "--muon-learning-rate", "0.3")[0].optim.muon_learning_rate == 0.3
 
 
@@ -365,9 +455,12 @@ def test_debug_keeps_its_ten_steps_in_every_stage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("samples", "tokens", "steps", "epochs"), [(8, 256, 0, 4.0), (120, 512, 0, 4.0), (3000, 4096, 500, 1.0), (10**6, 4096, 500, 1.0)]
+    ("samples", "tokens", "steps", "epochs"),
+    [(8, 256, 0, 4.0), (120, 512, 0, 4.0), (3000, 4096, 500, 1.0), (10**6, 4096, 500, 1.0)],
 )
-def test_small_text_is_read_four_times_at_most_and_large_text_as_the_preset_says(samples: int, tokens: int, steps: int, epochs: float) -> None:
+def test_small_text_is_read_four_times_at_most_and_large_text_as_the_preset_says(
+    samples: int, tokens: int, steps: int, epochs: float
+) -> None:
     made, _ = staged("pretrain", samples=samples)
     assert (made.batch.tokens, made.train.max_steps, made.train.epochs) == (tokens, steps, epochs)
 
@@ -376,13 +469,26 @@ def test_a_batch_has_a_sample_for_every_rank_and_more_where_there_is_more_data()
     def of(samples: int, ranks: int | None) -> int:
         return staged("sft", "--preset", "production", samples=samples, ranks=ranks)[0].batch.tokens // 2048
 
-    assert [of(10, 1), of(10, 8), of(10, None), of(100, 1), of(5000, 1), of(5000, 8), of(150_000, 8), of(10**9, 8)] == [1, 8, 16, 2, 32, 32, 128, 256]
+    assert [of(10, 1), of(10, 8), of(10, None), of(100, 1), of(5000, 1), of(5000, 8), of(150_000, 8), of(10**9, 8)] == [
+        1,
+        8,
+        16,
+        2,
+        32,
+        32,
+        128,
+        256,
+    ]
 
 
 @pytest.mark.parametrize(("prompts", "steps"), [(8, 2), (100, 31), (1000, 100), (4000, 125), (10**6, 1000)])
 def test_grpo_steps_follow_from_the_prompts(prompts: int, steps: int) -> None:
     made, lines = staged("grpo", samples=prompts, count=prompts)
-    assert made.train.max_steps == steps and f"{steps:,} steps" in lines[4] and not any("warning" in line for line in lines)
+    assert (
+        made.train.max_steps == steps
+        and f"{steps:,} steps" in lines[4]
+        and not any("warning" in line for line in lines)
+    )
 
 
 @pytest.mark.parametrize("stage", LEARNING)
@@ -397,7 +503,11 @@ def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> N
 def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
     found = settle(gather(parse(["--model.load", "hf"]), {}), False, STAGES["sft"].defaults)
     made, derived, lines = with_defaults("sft", found.config, found.given, Situation(TINY, None, 1), True)
-    assert derived == {"optim.learning_rate": 1.3e-4} and made.train.max_steps == 500 and "not on this machine yet" in lines[0]
+    assert (
+        derived == {"optim.learning_rate": 1.3e-4}
+        and made.train.max_steps == 500
+        and "not on this machine yet" in lines[0]
+    )
     assert "known once the data is here" in lines[4] and "at most" in lines[3] and "500" not in "".join(lines)
 
 
@@ -418,9 +528,26 @@ def test_no_case_of_the_table_is_absurd() -> None:
 def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
     chats = tmp_path / "chats.jsonl"
     chats.write_text(('{"messages": ' + "x" * 387 + "}\n") * 100 + "\n")
-    made = config("--data", str(chats), "--data.kind", "chat", "--data.validation", "0.1", "--context-length", "128", "--batch.tokens", "128")
+    made = config(
+        "--data",
+        str(chats),
+        "--data.kind",
+        "chat",
+        "--data.validation",
+        "0.1",
+        "--context-length",
+        "128",
+        "--batch.tokens",
+        "128",
+    )
     found = amount.estimated(made, 1024)
-    assert found is not None and found.count == 90 and found.unit == "conversations" and not found.exact and 60 <= found.samples <= 90
+    assert (
+        found is not None
+        and found.count == 90
+        and found.unit == "conversations"
+        and not found.exact
+        and 60 <= found.samples <= 90
+    )
     assert amount.estimated(config("--data", "someone/data-set"), 1024) is None
     made = config("--grpo.prompts", str(chats), "--reward.pairs", str(chats), "--max-samples", "30")
     assert amount.of_prompts(made).count == 30 and amount.of_pairs(made, 1024).count == 90
@@ -448,7 +575,10 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         (["--learning-rate=-1e-4"], "out of range: above 0"),
         (["--dropout", "1"], "model.dropout 1.0 is out of range: from 0 to below 1"),
         (["--context-length", "1"], "data.context_length 1 is out of range: from 2 to 1e+09"),
-        (["--heads", "3"], "--heads: model.heads 3 does not divide model.dim 256: heads of 1, 2, 4, 8 do, or give model.head_dim"),
+        (
+            ["--heads", "3"],
+            "--heads: model.heads 3 does not divide model.dim 256: heads of 1, 2, 4, 8 do, or give model.head_dim",
+        ),
         (["--heads", "0"], "model.heads 0 is out of range"),
         (["--layers", "0"], "model.layers 0 is out of range"),
         (["--heads", "4", "--kv-heads", "3"], "model.kv_heads 3 does not divide model.heads 4: 1, 2, 4 do"),
@@ -459,18 +589,27 @@ def test_files_are_counted_before_they_are_prepared(tmp_path: Path) -> None:
         (["--batch.tokens", "100"], "data.context_length 256: 256 is"),
         (["--fp8", "tensorwise"], "--fp8: compute.fp8 tensorwise needs a GPU"),
         (["--strategy", "fsdp", "--cuda-graphs", "on"], "exclude each other"),
-        (["--compile", "fused", "--fp8", "tensorwise"], "compute.compile fused and compute.fp8 tensorwise exclude each other"),
+        (
+            ["--compile", "fused", "--fp8", "tensorwise"],
+            "compute.compile fused and compute.fp8 tensorwise exclude each other",
+        ),
         (["--log-to", "tensorboard,wandbb"], "'wandbb' is not one of"),
         (["--inject", "layers.1"], "WHERE@STEP"),
         (["--inject", "NaN:layers.1@1"], "WHERE@STEP"),
-        (["--inject", "layers.1.attention@500"], "nan.inject layers.1.attention@500: there is no step 500: the run's are 0 to 499"),
+        (
+            ["--inject", "layers.1.attention@500"],
+            "nan.inject layers.1.attention@500: there is no step 500: the run's are 0 to 499",
+        ),
         (["--inject", "layers.4.mlp@1"], "there is no layer 4: the model's are 0 to 3"),
         (["--inject", "layers.1.mpl@1"], "the model has no module layers.1.mpl; did you mean layers.1.mlp?"),
         (["--inject", "grad:layers.1.attention@1"], "the model has no parameter layers.1.attention"),
         (["--validation", "1.5"], "data.validation 1.5"),
         (["--validation", "50%"], "--validation: data.validation 50% is a percentage: write the share, 0.5"),
         (["--tokenizer.vocab_size", "100"], "tokenizer.vocab_size 100 is out of range: from 260 to 1e+09"),
-        (["--train.seed", "1e20"], "--train.seed: train.seed 100000000000000000000 is out of range: from 0 to 9.22337e+18"),
+        (
+            ["--train.seed", "1e20"],
+            "--train.seed: train.seed 100000000000000000000 is out of range: from 0 to 9.22337e+18",
+        ),
         (["--max-steps", "1e23"], "is out of range: from 0 to 1e+09"),
         (["--batch.tokens", "1e23"], "is out of range: from 0 to 1e+15"),
         (["--layers", "9" * 400], "is out of range: from 1 to 1e+09"),
@@ -510,7 +649,11 @@ def test_a_file_that_cannot_be_is_one_line_and_78(tmp_path: Path, text: str, say
     path.write_text(text)
     with pytest.raises(Refusal) as refusal:
         config("--config", str(path))
-    assert says in refusal.value.line and refusal.value.line.startswith(f"config file {path}: ") and refusal.value.code == 78
+    assert (
+        says in refusal.value.line
+        and refusal.value.line.startswith(f"config file {path}: ")
+        and refusal.value.code == 78
+    )
 
 
 @pytest.mark.parametrize(("name", "text", "code", "says"), [
@@ -525,7 +668,9 @@ def test_a_file_that_does_not_parse(tmp_path: Path, name: str, text: str, code: 
 
 
 def test_a_variable_with_a_typo_is_refused() -> None:
-    with pytest.raises(Refusal, match="unknown variable STOKER_TRAIN_OPTIM_LERNING_RATE; did you mean STOKER_TRAIN_OPTIM_LEARNING_RATE"):
+    with pytest.raises(
+        Refusal, match="unknown variable STOKER_TRAIN_OPTIM_LERNING_RATE; did you mean STOKER_TRAIN_OPTIM_LEARNING_RATE"
+    ):
         config(environment={"STOKER_TRAIN_OPTIM_LERNING_RATE": "1"})
     with pytest.raises(Refusal, match="STOKER_TRAIN_TRAIN_MAX_STEPS: 'x' is not a whole number") as refusal:
         config(environment={"STOKER_TRAIN_TRAIN_MAX_STEPS": "x"})
@@ -546,7 +691,9 @@ def test_what_only_the_data_can_tell() -> None:
     with pytest.raises(Refusal, match=r"data\.context_length 256 is longer than the data: 256 tokens") as refusal:
         check_data(found.config, 256, 300, found.given)
     assert refusal.value.code == 65
-    with pytest.raises(Refusal, match=r"--model\.vocab_size: model\.vocab_size 300 is too small for the tokenizer's 301 tokens") as refusal:
+    with pytest.raises(
+        Refusal, match=r"--model\.vocab_size: model\.vocab_size 300 is too small for the tokenizer's 301 tokens"
+    ) as refusal:
         check_data(found.config, 257, 301, found.given)
     assert refusal.value.code == 64
 
@@ -554,7 +701,11 @@ def test_what_only_the_data_can_tell() -> None:
 @pytest.mark.parametrize(
     ("argv", "packed", "says"),
     [
-        (["--micro-batch", "1000000"], None, "--micro-batch: a step of 1,000,000 samples or more is 3,584 epochs of the data's 279"),
+        (
+            ["--micro-batch", "1000000"],
+            None,
+            "--micro-batch: a step of 1,000,000 samples or more is 3,584 epochs of the data's 279",
+        ),
         (["--micro-batch", "27900"], None, ""),
         (["--accumulation", "14000"], None, "--accumulation: a step of 28,000 samples"),
         (["--batch.tokens", "7168000"], None, "--batch.tokens: a step of 28,000 samples"),
@@ -564,7 +715,9 @@ def test_what_only_the_data_can_tell() -> None:
         (["--max-samples", "1", "--preset", "production"], None, ""),
     ],
 )
-def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(argv: list[str], packed: int | None, says: str) -> None:
+def test_a_step_of_hundreds_of_epochs_is_refused_where_somebody_asked_for_it(
+    argv: list[str], packed: int | None, says: str
+) -> None:
     found = resolve(["--preset", "debug", *argv] if "--preset" not in argv else argv, {}, True)
     if not says:
         return check_data(found.config, 279 * 256 + 1, 300, found.given, packed)
@@ -612,11 +765,19 @@ def trainer(stoker: Stoker) -> Stoker:
 def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: Stoker) -> None:
     done = trainer(*DRY, "--max-steps", "7", "--nproc-per-node", "2", env={"STOKER_TRAIN_OPTIM_BETA1": "0.8"})
     assert done.code == 0, done.err
-    assert "preset small: no GPU to train on" in done.err and "  max_steps: 7\n" in done.out and "  beta1: 0.8\n" in done.out
+    assert (
+        "preset small: no GPU to train on" in done.err
+        and "  max_steps: 7\n" in done.out
+        and "  beta1: 0.8\n" in done.out
+    )
     command = "-P -m stoker.training.recipes.pretrain --preset small --data.path text.txt --batch.tokens 512 --optim.beta1 0.8 --train.max_steps 7"
     assert f"would start 2 ranks of: {sys.executable} {command} " in done.out
     assert sorted(path.name for path in trainer.cwd.iterdir()) == ["machine.json", "text.txt"]
-    assert "pretrain: 4." in done.err and "passes over your" in done.err and "you set it; --epochs or --max-steps" in done.err, done.err
+    assert (
+        "pretrain: 4." in done.err
+        and "passes over your" in done.err
+        and "you set it; --epochs or --max-steps" in done.err
+    ), done.err
     plan = json.loads(trainer(*DRY, "--json").out)
     assert plan["argv"][1:6] == ["-P", "-m", "stoker.training.recipes.pretrain", "--preset", "small"]
 
@@ -631,14 +792,20 @@ def test_a_dry_run_shows_preset_config_and_command_and_makes_nothing(trainer: St
         (["--device_id", "3"], 69, "GPUs are asked for and this machine has none"),
     ],
 )
-def test_a_dry_run_refuses_what_the_run_would_and_prints_no_config_before(trainer: Stoker, words: list[str], code: int, says: str) -> None:
+def test_a_dry_run_refuses_what_the_run_would_and_prints_no_config_before(
+    trainer: Stoker, words: list[str], code: int, says: str
+) -> None:
     done = trainer(*DRY, *words)
     assert done.code == code and says in done.err and done.out == "", done.out + done.err
 
 
 def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., dict[str, str]]) -> None:
-    assert "would start 4 ranks" in trainer(*DRY, env=box(4)).out and "preset production" in trainer(*DRY, env=box(4)).err
-    trainer.script("one.json", '{"system": {"device": "cuda", "device_id": 2}, "run": {"name": "from-file", "max-restarts": 3}}')
+    assert (
+        "would start 4 ranks" in trainer(*DRY, env=box(4)).out and "preset production" in trainer(*DRY, env=box(4)).err
+    )
+    trainer.script(
+        "one.json", '{"system": {"device": "cuda", "device_id": 2}, "run": {"name": "from-file", "max-restarts": 3}}'
+    )
     done = trainer(*DRY, "--config", "one.json", env=box(4))
     assert "would start 1 rank of: " in done.out and "rank 0  GPU2" in done.out and "from-file" in done.out
     assert "rank 0  GPU1" in trainer(*DRY, "--config", "one.json", "--gpus", "1", env=box(4)).out
@@ -658,19 +825,45 @@ def test_gpus_and_the_file_choose_the_plan(trainer: Stoker, box: Callable[..., d
         (["pretrain", "--data", "text.txt", "--lerning_rate", "1"], 64, "did you mean --learning_rate?"),
         (["pretrain", "--data", "text.txt", "--nprc-per-node", "1"], 64, "did you mean --nproc-per-node?"),
         (["pretrain", "--data", "text.txt", "--config", "typo.yaml"], 78, "did you mean learning_rate?"),
-        (["pretrain", "--data", "text.txt", "--config", "run.yaml"], 78, "run: unknown key 'max_restart'; did you mean max_restarts?"),
+        (
+            ["pretrain", "--data", "text.txt", "--config", "run.yaml"],
+            78,
+            "run: unknown key 'max_restart'; did you mean max_restarts?",
+        ),
         (["pretrain", "--data", "text.txt", "--config", "module.yaml"], 78, "run.module has no meaning here"),
         (["pretrain", "--data", "text.txt", "--config", "absent.yaml"], 66, "absent.yaml is not there"),
-        (["pretrain", "--data", "text.txt", "--config", "needs.yaml"], 69, "needs.yaml: needs.gpus: it needs 4 GPUs, this machine has none"),
+        (
+            ["pretrain", "--data", "text.txt", "--config", "needs.yaml"],
+            69,
+            "needs.yaml: needs.gpus: it needs 4 GPUs, this machine has none",
+        ),
         (["pretrain", "--data", "text.txt", "--device", "cuda"], 69, "parallel.device is cuda and there is no GPU"),
-        (["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"], 64, "parallel.device is cpu and --gpu asks for GPUs"),
-        (["pretrain", "--data", "text.txt", "--batch.tokens", "512", "--nproc-per-node", "3"], 64, "too few for 3 ranks; 768 is enough"),
+        (
+            ["pretrain", "--data", "text.txt", "--device", "cpu", "--gpu", "0"],
+            64,
+            "parallel.device is cpu and --gpu asks for GPUs",
+        ),
+        (
+            ["pretrain", "--data", "text.txt", "--batch.tokens", "512", "--nproc-per-node", "3"],
+            64,
+            "too few for 3 ranks; 768 is enough",
+        ),
         (["pretrain", "--data", "text.txt", "-m"], 64, "-m"),
-        (["pretrain", "--data", "text.txt", "--nan.inject", "layers.1.attention@1@7"], 64, "there is no rank 7: the run has one, 0"),
-        (["pretrain", "--data", "text.txt", "--nan.inject", "embed@1@2", "--nproc-per-node", "2"], 64, "there is no rank 2: the run's are 0 to 1"),
+        (
+            ["pretrain", "--data", "text.txt", "--nan.inject", "layers.1.attention@1@7"],
+            64,
+            "there is no rank 7: the run has one, 0",
+        ),
+        (
+            ["pretrain", "--data", "text.txt", "--nan.inject", "embed@1@2", "--nproc-per-node", "2"],
+            64,
+            "there is no rank 2: the run's are 0 to 1",
+        ),
     ],
 )
-def test_what_cannot_be_trained_is_one_line_before_anything_starts(trainer: Stoker, words: list[str], code: int, says: str) -> None:
+def test_what_cannot_be_trained_is_one_line_before_anything_starts(
+    trainer: Stoker, words: list[str], code: int, says: str
+) -> None:
     for name, text in (
         ("typo.yaml", "lerning_rate: 1\n"),
         ("run.yaml", "run: {max_restart: 3}\n"),
@@ -680,7 +873,9 @@ def test_what_cannot_be_trained_is_one_line_before_anything_starts(trainer: Stok
         trainer.script(name, text)
     before = sorted(path.name for path in trainer.cwd.iterdir())
     done = trainer("train", *words)
-    assert done.code == code and says in done.err and done.err.startswith("stoker: ") and done.err.count("\n") == 1, done.err
+    assert done.code == code and says in done.err and done.err.startswith("stoker: ") and done.err.count("\n") == 1, (
+        done.err
+    )
     assert sorted(path.name for path in trainer.cwd.iterdir()) == before
 
 
@@ -694,7 +889,12 @@ def test_needs_look_at_the_machine(trainer: Stoker, box: Callable[..., dict[str,
 
 def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "stoker", *DRY], cwd=trainer.cwd, env=trainer.env, capture_output=True, text=True, check=False
+        [sys.executable, "-X", "importtime", "-m", "stoker", *DRY],
+        cwd=trainer.cwd,
+        env=trainer.env,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert done.returncode == 0 and "stoker.training.config.resolve" in imported
@@ -703,7 +903,12 @@ def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
 
 def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
     done = stoker("train", "pretrain", "--help", env={"COLUMNS": "300"})
-    assert done.code == 0 and "--nproc-per-node" in done.out and "--optim.learning_rate RATE" in done.out and "(default: 0.0003; debug 0.001" in done.out
+    assert (
+        done.code == 0
+        and "--nproc-per-node" in done.out
+        and "--optim.learning_rate RATE" in done.out
+        and "(default: 0.0003; debug 0.001" in done.out
+    )
     assert all(f"  --{name} " in done.out for name in KEYS) and "--no-python" not in done.out
     assert stoker("train", "--help").code == 0 and stoker("train").code == 64
 
@@ -715,7 +920,15 @@ def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not
 
     def of(ranks: str, *argv: str) -> str:
         found = config("--preset", "small", *argv)
-        return config_hash(Request(RunOptions(nproc_per_node=ranks), "recipe", tuple(flags(found)), frozenset(), tuple(flags(lasting(found)))))
+        return config_hash(
+            Request(
+                RunOptions(nproc_per_node=ranks),
+                "recipe",
+                tuple(flags(found)),
+                frozenset(),
+                tuple(flags(lasting(found))),
+            )
+        )
 
     assert of("2") == of("3", "--log_every", "7", "--keep", "5", "--strategy", "fsdp", "--resume", "never")
     assert of("2") != of("2", "--learning_rate", "1e-5") and of("2") != of("2", "--max-steps", "9")
@@ -723,14 +936,27 @@ def test_a_run_that_goes_on_is_the_same_with_other_ranks_and_other_words_but_not
     assert plain[0] != plain[1], "a script that is not ours may not go on with other ranks"
 
 
-def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_latest_run_is_the_one_that_was_latest_when_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The new run is the latest one before its ranks look."""
     from stoker.training.config.lasting import pinned
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "1-base" / "hf").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("1-base")
-    found = pinned(config("--model.load", "runs/latest/hf", "--data", "runs/latest/text.txt", "--data", "latest/other.txt", "--resume", str(tmp_path / "runs/latest")))
+    found = pinned(
+        config(
+            "--model.load",
+            "runs/latest/hf",
+            "--data",
+            "runs/latest/text.txt",
+            "--data",
+            "latest/other.txt",
+            "--resume",
+            str(tmp_path / "runs/latest"),
+        )
+    )
     assert (found.model.load, found.data.path) == ("runs/1-base/hf", ("runs/1-base/text.txt", "latest/other.txt"))
     assert found.checkpoint.resume == str(tmp_path / "runs" / "1-base")
 
@@ -739,8 +965,13 @@ def test_loaded_weights_bring_their_own_tokenizer_or_none_is_made_up(stoker: Sto
     (stoker.cwd / "weights").mkdir()
     stoker.script("text.txt", "some words " * 500)
     done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
-    assert done.code == 66 and "model.load weights has no tokenizer.json: name the tokenizer it was trained with" in done.err
+    assert (
+        done.code == 66
+        and "model.load weights has no tokenizer.json: name the tokenizer it was trained with" in done.err
+    )
     stoker.script("weights/tokenizer.json", "{}")
     stoker.script("weights/config.json", json.dumps(LLAMA))
     done = stoker("train", "pretrain", "--data", "text.txt", "--model.load", "weights", "--dry-run", "--no-preflight")
-    assert done.code == 0 and "the tokenizer is that of model.load: weights" in done.err and "path: weights" in done.out, done.err
+    assert (
+        done.code == 0 and "the tokenizer is that of model.load: weights" in done.err and "path: weights" in done.out
+    ), done.err

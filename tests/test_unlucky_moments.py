@@ -44,7 +44,16 @@ class Alone:
         self.heard: list[dict[str, Any]] = []
         self.members = Members([self.member], lambda _, message, payload: self.heard.append(message), lambda *_: None)
         (folder / "machine.json").write_text(json.dumps(machine_json(0)))
-        self.member.say({"do": "open", "run": f"alone-{os.getpid()}", "dir": str(folder), "recorded": str(folder / "machine.json"), "host": "", "former": []})
+        self.member.say(
+            {
+                "do": "open",
+                "run": f"alone-{os.getpid()}",
+                "dir": str(folder),
+                "recorded": str(folder / "machine.json"),
+                "host": "",
+                "former": [],
+            }
+        )
         assert self.until("host"), self.member.gone
 
     def until(self, kind: str, seconds: float = 30) -> dict[str, Any] | None:
@@ -60,7 +69,15 @@ class Alone:
         self.heard.clear()
         common = {"attempt": 0, "env": {}, "unset": [], "shim": False, "split": False, "cwd": "", "numa": False}
         rank = {"rank": 0, "argv": list(argv), "env": {}, "gpu": None, "pci": None}
-        self.member.say({"do": "start", "common": common, "ranks": [rank], "gate": {"slots": 1, "slot_s": 60, "total_s": 60}, "ram_limit": None})
+        self.member.say(
+            {
+                "do": "start",
+                "common": common,
+                "ranks": [rank],
+                "gate": {"slots": 1, "slot_s": 60, "total_s": 60},
+                "ram_limit": None,
+            }
+        )
 
 
 @pytest.fixture
@@ -88,7 +105,9 @@ def test_an_agent_told_to_finish_while_its_ranks_live_says_how_they_ended_and_li
         alone.member.say({"do": "finish", "grace": 0.0})
         assert alone.until("finished"), alone.member.gone
         words = [one["is"] for one in alone.heard if one["is"] != "ping"]
-        assert words.index("up") < words.index("stopping") and next(one for one in alone.heard if one["is"] == "exit")["code"] in (-signal.SIGTERM, -signal.SIGKILL)
+        assert words.index("up") < words.index("stopping") and next(one for one in alone.heard if one["is"] == "exit")[
+            "code"
+        ] in (-signal.SIGTERM, -signal.SIGKILL)
     alone.heard.clear()
     alone.member.say({"do": "look"})
     assert alone.until("host"), "it is there for the next attempt"
@@ -112,7 +131,9 @@ def test_a_look_that_takes_longer_than_anybody_stays_silent_does_not_end_the_age
 
 
 def plan_of(ranks: int, *hosts: str) -> Any:
-    places = [SimpleNamespace(rank=rank, host=hosts[rank % len(hosts)], label=f"CPU{rank}", gpu=None) for rank in range(ranks)]
+    places = [
+        SimpleNamespace(rank=rank, host=hosts[rank % len(hosts)], label=f"CPU{rank}", gpu=None) for rank in range(ranks)
+    ]
     return SimpleNamespace(places=places, ranks=range(ranks), world_size=ranks, place=lambda rank: places[rank])
 
 
@@ -136,15 +157,27 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
     attempt.watch.beats(0, 20, 20, 0.1, began)
     attempt.watch.beats(1, 20, 20, 0.1, began)
     (before,) = attempt.watch.look(began + 60)
-    error = RankError("RuntimeError", "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete", module="builtins")
+    error = RankError(
+        "RuntimeError",
+        "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete",
+        module="builtins",
+    )
     attempt.ends[0] = RankEnd(0, "", "CPU0", 41, 1, time.time(), error=error)
     now = time.time()
     assert not attempt.must_stop(now, 1.0)
     attempt.watch.answered("", cast(Any, before).order["ask"], b"{}", began + 61)
-    assert attempt.watch.look(began + 61) == [] and not attempt.must_stop(now + 2, 1.0), "that look began before the failure"
+    assert attempt.watch.look(began + 61) == [] and not attempt.must_stop(now + 2, 1.0), (
+        "that look began before the failure"
+    )
     (after,) = attempt.watch.look(began + 61.1)
     assert not attempt.must_stop(now + 9, 1.0)
-    seen = {"1": {"state": "S", "syscall": "clock_nanosleep", "samples": [[{"main": True, "frames": [["stuck", "train.py", 9, []]]}]]}}
+    seen = {
+        "1": {
+            "state": "S",
+            "syscall": "clock_nanosleep",
+            "samples": [[{"main": True, "frames": [["stuck", "train.py", 9, []]]}]],
+        }
+    }
     attempt.watch.answered("", cast(Any, after).order["ask"], json.dumps(seen).encode(), began + 68)
     attempt.watch.look(began + 68)
     assert attempt.must_stop(now + 9, 1.0)
@@ -155,7 +188,9 @@ def test_an_echo_waits_for_the_look_at_those_that_live_however_late_it_comes() -
 def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None:
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0)
-    attempt.ends[0] = RankEnd(0, "", "CPU0", 41, 1, time.time(), error=RankError("DistBackendError", "lost", module="torch.distributed"))
+    attempt.ends[0] = RankEnd(
+        0, "", "CPU0", 41, 1, time.time(), error=RankError("DistBackendError", "lost", module="torch.distributed")
+    )
     now = time.time()
     assert [attempt.must_stop(now + seconds, 1.0) for seconds in (0, 2, 60)] == [False, False, True]
 
@@ -167,14 +202,21 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     attempt.up = {0: 41, 1: 42}
     said: list[str] = []
     members = SimpleNamespace(all=[], pump=lambda seconds: time.sleep(0.01), say=lambda order: None)
-    options = SimpleNamespace(grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None)
+    options = SimpleNamespace(
+        grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None
+    )
     muster = SimpleNamespace(members=members, options=options, by_name={})
     record, output = SimpleNamespace(dir=".", event=lambda *a, **k: None), SimpleNamespace(settle=lambda record: None)
-    one = Following(attempt, cast(Any, muster), cast(Any, record), cast(Any, output), [signal.SIGTERM], said.append, None)
+    one = Following(
+        attempt, cast(Any, muster), cast(Any, record), cast(Any, output), [signal.SIGTERM], said.append, None
+    )
     attempt.unwatched = True
     one.follow()
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
-    assert said[-1] == "stoker: rank 0 (CPU0, pid 41), rank 1 (CPU1, pid 42) can't be killed: stuck in the kernel; going on without"
+    assert (
+        said[-1]
+        == "stoker: rank 0 (CPU0, pid 41), rank 1 (CPU1, pid 42) can't be killed: stuck in the kernel; going on without"
+    )
 
 
 def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() -> None:
@@ -213,15 +255,28 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
 @pytest.mark.parametrize(("least", "says"), [(None, "without --min-hosts all are needed"), (3, "--min-hosts is 3")])
 def test_too_few_hosts_are_said_by_what_was_asked_for(least: int | None, says: str) -> None:
     several = Several.__new__(Several)
-    several._muster = cast(Any, SimpleNamespace(options=SimpleNamespace(min_hosts=least), by_name={"a": 1, "b": 1, "c": 1}))
+    several._muster = cast(
+        Any, SimpleNamespace(options=SimpleNamespace(min_hosts=least), by_name={"a": 1, "b": 1, "c": 1})
+    )
     several.membership = cast(Any, SimpleNamespace(here="2 of 3 hosts", lost={"b": SimpleNamespace(why="silent")}))
     verdict = several.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
     assert verdict.summary == f"host b is lost: silent; 2 of 3 hosts left, and {says}"
 
 
-def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(stoker: Stoker, netcluster: NetCluster) -> None:
+def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(
+    stoker: Stoker, netcluster: NetCluster
+) -> None:
     netcluster.stop_sshd(2)
-    done = stoker("run", "--hosts", str(netcluster.file()), "--min-hosts", "2", "--sync", "--no-preflight", stoker.script("ok.py", "print('ran')"))
+    done = stoker(
+        "run",
+        "--hosts",
+        str(netcluster.file()),
+        "--min-hosts",
+        "2",
+        "--sync",
+        "--no-preflight",
+        stoker.script("ok.py", "print('ran')"),
+    )
     assert done.code == 0 and "starting with 2 of 3 hosts" in done.err and done.out.count("ran") == 3, done.err
 
 
@@ -294,7 +349,9 @@ def test_strangers_and_machines_that_left_do_not_count_where_machines_meet() -> 
 
 
 @pytest.mark.parametrize(("guests", "most", "last_call", "nodes"), [(0, 3, 0.5, 1), (1, 3, 2.0, 2), (2, 3, 60.0, 3)])
-def test_more_machines_than_are_needed_may_come_until_the_last_call_is_over(guests: int, most: int, last_call: float, nodes: int) -> None:
+def test_more_machines_than_are_needed_may_come_until_the_last_call_is_over(
+    guests: int, most: int, last_call: float, nodes: int
+) -> None:
     port = free_port()
     thread, found = met(port, 1, most, last_call)
     ways = [knock(port) for _ in range(guests)]
@@ -303,7 +360,8 @@ def test_more_machines_than_are_needed_may_come_until_the_last_call_is_over(gues
     thread.join(20)
     assert found == [Nodes(nodes, 0, 0, 1 + 2 * guests, "127.0.0.1", 29999)]
     assert [json.loads(way.makefile().readline()) for way in ways] == [
-        {"rank": n + 1, "first": 1 + 2 * n, "world": 1 + 2 * guests, "port": 29999, "nodes": nodes} for n in range(guests)
+        {"rank": n + 1, "first": 1 + 2 * n, "world": 1 + 2 * guests, "port": 29999, "nodes": nodes}
+        for n in range(guests)
     ]
 
 
@@ -322,12 +380,16 @@ def test_a_signal_while_a_restart_waits_for_the_other_machine_has_a_verdict(stok
     out, _ = first.communicate(timeout=60)
     assert first.returncode == 130, out
     verdict = json.loads(next((stoker.cwd / "runs").glob("*-first")).joinpath("verdict.json").read_text())
-    assert (verdict["cause"], verdict["exit_code"]) == ("launch.stopped", 130) and "between two attempts" in verdict["summary"], verdict
+    assert (verdict["cause"], verdict["exit_code"]) == ("launch.stopped", 130) and "between two attempts" in verdict[
+        "summary"
+    ], verdict
 
 
 def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
     first = SimpleNamespace(host="", gone="", answers={})
-    first.say = lambda order: first.answers.update(refused={"line": "the agent could not reserve: Address family not supported by protocol", "code": 71})
+    first.say = lambda order: first.answers.update(
+        refused={"line": "the agent could not reserve: Address family not supported by protocol", "code": 71}
+    )
     muster = Muster.__new__(Muster)
     muster.by_name, muster._signals = {}, []
     muster.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
@@ -359,10 +421,14 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
             loop.told_to_stop = True
         return SimpleNamespace(read=lambda: Numbers(batch.step, 1.0, 1.0, False, stop, save, busy, slow), when=None)
 
-    nothing = SimpleNamespace(step=lambda *args: None, begin=lambda: None, close=lambda: None, said=lambda: "", done=lambda name: None)
+    nothing = SimpleNamespace(
+        step=lambda *args: None, begin=lambda: None, close=lambda: None, said=lambda: "", done=lambda name: None
+    )
     optim = SimpleNamespace(learning_rate=1.0)
     checkpoint = SimpleNamespace(every=0, every_steps=0, at_end=False)
-    loop.c = SimpleNamespace(optim=optim, checkpoint=checkpoint, train=SimpleNamespace(eval_every=0), nan=SimpleNamespace(dump=False))
+    loop.c = SimpleNamespace(
+        optim=optim, checkpoint=checkpoint, train=SimpleNamespace(eval_every=0), nan=SimpleNamespace(dump=False)
+    )
     loop.job = SimpleNamespace(drill=SimpleNamespace(step=0), steps=100, held_out=None, stages=nothing, tensors={})
     loop.group = SimpleNamespace(first=True, world=world)
     loop.saver = SimpleNamespace(busy=lambda: False)
@@ -379,9 +445,18 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
 
 @pytest.mark.parametrize(
     ("world", "slow", "when", "last"),
-    [(1, False, "late", 3), (1, True, "late", 3), (2, True, "early", 3), (2, True, "late", 4), (2, False, "early", 4), (2, False, "late", 5)],
+    [
+        (1, False, "late", 3),
+        (1, True, "late", 3),
+        (2, True, "early", 3),
+        (2, True, "late", 4),
+        (2, False, "early", 4),
+        (2, False, "late", 5),
+    ],
 )
-def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(monkeypatch: pytest.MonkeyPatch, world: int, slow: bool, when: str, last: int) -> None:
+def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(
+    monkeypatch: pytest.MonkeyPatch, world: int, slow: bool, when: str, last: int
+) -> None:
     monkeypatch.setattr("stoker.training.optim.schedule.share", lambda *args: 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -36,7 +36,10 @@ def two_ranks(stoker: Stoker, script: str, *args: str) -> list[list[dict[str, An
     logs = [done.log(rank).decode() for rank in (0, 1)]
     assert done.code == 0, done.err + "".join(logs)
     assert done.verdict["status"] == "completed"
-    return [[json.loads(line.removeprefix("RESULT ")) for line in log.splitlines() if line.startswith("RESULT ")] for log in logs]
+    return [
+        [json.loads(line.removeprefix("RESULT ")) for line in log.splitlines() if line.startswith("RESULT ")]
+        for log in logs
+    ]
 
 
 def ranks_that_stepped(stoker: Stoker) -> list[int]:
@@ -46,7 +49,13 @@ def ranks_that_stepped(stoker: Stoker) -> list[int]:
 def test_hugging_face_trainer(stoker: Stoker) -> None:
     (zero,), (one,) = two_ranks(stoker, "hf_trainer.py", str(stoker.cwd / "out"))
     for rank, found in enumerate((zero, one)):
-        assert (found["rank"], found["world"], found["steps"], found["finite"], found["wrapped"]) == (rank, 2, 3, True, "DistributedDataParallel")
+        assert (found["rank"], found["world"], found["steps"], found["finite"], found["wrapped"]) == (
+            rank,
+            2,
+            3,
+            True,
+            "DistributedDataParallel",
+        )
     assert zero["before"] == one["before"] != zero["after"] == one["after"]
     assert ranks_that_stepped(stoker) == [0, 1]
 
@@ -64,7 +73,13 @@ def test_lightning_sees_torchrun_s_environment(stoker: Stoker) -> None:
 def test_plain_ddp_ends_with_the_same_parameters(stoker: Stoker) -> None:
     (zero,), (one,) = two_ranks(stoker, "plain_ddp.py")
     for rank, found in enumerate((zero, one)):
-        assert (found["rank"], found["local"], found["world"], found["same"], found["moved"]) == (rank, rank, 2, True, True)
+        assert (found["rank"], found["local"], found["world"], found["same"], found["moved"]) == (
+            rank,
+            rank,
+            2,
+            True,
+            True,
+        )
     assert one["given"] and not zero["given"]
     assert zero["losses"] == one["losses"]
     assert zero["losses"][0] != zero["losses"][1] and 0.0 not in zero["losses"]
@@ -74,19 +89,29 @@ def test_plain_ddp_ends_with_the_same_parameters(stoker: Stoker) -> None:
 def test_sibling_is_found_from_another_folder(stoker: Stoker) -> None:
     stoker.script("neighbour.py", "WHO = 'a stranger in the working directory'\n")
     for (found,) in two_ranks(stoker, "sibling_import.py"):
-        assert found == {"who": "the neighbour in the script's own folder", "file": str(SCRIPTS / "neighbour.py"), "cwd": str(stoker.cwd)}
+        assert found == {
+            "who": "the neighbour in the script's own folder",
+            "file": str(SCRIPTS / "neighbour.py"),
+            "cwd": str(stoker.cwd),
+        }
 
 
 def test_data_loaders_spawn_and_fork(stoker: Stoker) -> None:
     squares = [0, 1, 4, 9, 16, 25, 36, 49]
     for found in two_ranks(stoker, "data_loaders.py"):
-        assert found == [{"method": method, "squares": squares, "workers": [0, 1], "processes": 2, "elsewhere": True} for method in ("spawn", "fork")]
+        assert found == [
+            {"method": method, "squares": squares, "workers": [0, 1], "processes": 2, "elsewhere": True}
+            for method in ("spawn", "fork")
+        ]
     for rank in (0, 1):
         log = stoker.result().log(rank).decode()
         # Two processes on one stream: their line ends may mix, with any launcher.
         assert sorted(re.findall(r"worker \d in __(?:mp_)?main__", log)) == [
-            "worker 0 in __main__", "worker 0 in __mp_main__", "worker 1 in __main__", "worker 1 in __mp_main__",
-        ]  # fmt: skip
+            "worker 0 in __main__",
+            "worker 0 in __mp_main__",
+            "worker 1 in __main__",
+            "worker 1 in __mp_main__",
+        ]
 
 
 def test_pickle_of_a_main_class_at_exit(stoker: Stoker) -> None:
@@ -97,7 +122,11 @@ def test_pickle_of_a_main_class_at_exit(stoker: Stoker) -> None:
 def test_children_of_the_script_run_its_functions(stoker: Stoker) -> None:
     for (found,) in two_ranks(stoker, "spawned_children.py", "--lr", "3"):
         assert found["codes"] == [0, 0]
-        assert [(one["by"], one["number"]) for one in found["found"]] == [("forkserver", 4), ("spawn", 2), ("torch-0", 20)]
+        assert [(one["by"], one["number"]) for one in found["found"]] == [
+            ("forkserver", 4),
+            ("spawn", 2),
+            ("torch-0", 20),
+        ]
         for one in found["found"]:
             assert (one["module"], one["argv"], one["shim"]) == ("__mp_main__", ["--lr", "3"], [])
 
@@ -123,7 +152,11 @@ class Pair:
         self.stoker = stoker
 
     def __call__(
-        self, program: list[str], flags: tuple[str, ...] = (), env: dict[str, str] | None = None, signals: Callable[[], None] = usual_signals
+        self,
+        program: list[str],
+        flags: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        signals: Callable[[], None] = usual_signals,
     ) -> tuple[subprocess.CompletedProcess[bytes], Done]:
         # Not with PYTHONUNBUFFERED and the like of whoever runs the tests: flags are to arrive as flags.
         usual = {name: value for name, value in self.stoker.env.items() if not name.startswith("PYTHON")}
@@ -131,13 +164,27 @@ class Pair:
         by_hand = {**common, **dict.fromkeys(GIVEN, "0")}
         # One pipe for both streams, in the log too: their order is part of what is compared.
         plain = subprocess.run(
-            [sys.executable, *flags, *program], cwd=cwd, env=by_hand, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=60, check=False, preexec_fn=signals,
-        )  # fmt: skip
+            [sys.executable, *flags, *program],
+            cwd=cwd,
+            env=by_hand,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=False,
+            preexec_fn=signals,
+        )
         own = subprocess.run(
-            [sys.executable, *flags, "-m", "stoker", "run", "--nproc-per-node", "1", *program], cwd=cwd, env=common, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60, check=False, preexec_fn=signals,
-        )  # fmt: skip
+            [sys.executable, *flags, "-m", "stoker", "run", "--nproc-per-node", "1", *program],
+            cwd=cwd,
+            env=common,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+            check=False,
+            preexec_fn=signals,
+        )
         return plain, Done(own.returncode, own.stdout, b"", cwd)
 
     def assert_same(self, program: list[str], **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -148,7 +195,9 @@ class Pair:
         (*words, alone), (*rank_words, under) = plain.stdout.splitlines(), done.log(0).splitlines()
         assert rank_words == words  # warnings, and what sitecustomize had to say
         python, rank = json.loads(alone), json.loads(under)
-        apart = [{name: one.pop(name) for name in ("sitecustomize", "inherited")} for one in (python, rank)]  # have tests of their own
+        apart = [
+            {name: one.pop(name) for name in ("sitecustomize", "inherited")} for one in (python, rank)
+        ]  # have tests of their own
         assert sorted(rank["environ"]) == sorted(python["environ"])
         # The one difference in what is compared: a launcher gives its variables values of their own.
         for one in (python, rank):
@@ -192,7 +241,9 @@ def test_a_script_sees_what_it_sees_under_python(pair: Pair, form: str, flags: t
     # That the probe looks at the real thing:
     assert python["argv"][1:] == ["a", "b"]
     assert python["stack"] == (3 if form == "module" else 1)  # python -m has two frames of runpy below
-    assert python["traceback"].count("  File ") == 4 and "stoker" not in python["traceback"].replace(str(SCRIPTS), "").replace(str(pair.stoker.cwd), "")
+    assert python["traceback"].count("  File ") == 4 and "stoker" not in python["traceback"].replace(
+        str(SCRIPTS), ""
+    ).replace(str(pair.stoker.cwd), "")
     assert python["main"]["spec_is_none"] == (form != "module")
     assert python["xoptions"].get("dev", False) == (flags == DEVELOPING)
 
@@ -200,7 +251,9 @@ def test_a_script_sees_what_it_sees_under_python(pair: Pair, form: str, flags: t
 @pytest.mark.parametrize("flags", ["-B -OO -Wdefault -Xfrozen_modules=off", "-u", "-bb", "-P"])
 def test_flags_of_the_interpreter_that_runs_stoker_are_the_rank_s_too(pair: Pair, flags: str) -> None:
     # A module: with -P a script would not find its sibling.
-    pair.assert_same(program("module", pair.stoker.cwd), flags=tuple(flags.split()), env={"PYTHONPATH": str(pair.stoker.cwd)})
+    pair.assert_same(
+        program("module", pair.stoker.cwd), flags=tuple(flags.split()), env={"PYTHONPATH": str(pair.stoker.cwd)}
+    )
 
 
 def test_no_open_file_of_the_launcher_is_handed_down(pair: Pair) -> None:
@@ -246,7 +299,9 @@ def test_the_user_s_own_sitecustomize_runs_exactly_once(pair: Pair, texts: list[
     for folder, text in zip(folders, texts, strict=True):
         folder.mkdir()
         (folder / "sitecustomize.py").write_text(text)
-    python, rank = pair.assert_same(program("absolute", pair.stoker.cwd), env={"PYTHONPATH": os.pathsep.join(map(str, folders))})
+    python, rank = pair.assert_same(
+        program("absolute", pair.stoker.cwd), env={"PYTHONPATH": os.pathsep.join(map(str, folders))}
+    )
     ran = [str(folder / "sitecustomize.py") for folder in folders[:runs]]
     assert [one["by"] for one in rank["customized"]] == ran
     assert rank["sitecustomize"] == python["sitecustomize"]
@@ -260,7 +315,16 @@ def test_no_module_of_ours_is_left_under_sitecustomize_s_name(pair: Pair) -> Non
 # ---- how they fail ----
 
 
-EXCEPTIONS = ("chained", "grouped", "unprintable", "surrogate", "recursion", "broken_import", "missing_import", "thread_first")
+EXCEPTIONS = (
+    "chained",
+    "grouped",
+    "unprintable",
+    "surrogate",
+    "recursion",
+    "broken_import",
+    "missing_import",
+    "thread_first",
+)
 
 
 @pytest.mark.parametrize("way", [*EXCEPTIONS, "exit_text", "exit_number", "interrupt"])
@@ -276,11 +340,20 @@ def test_a_failure_is_printed_as_python_prints_it(pair: Pair, way: str) -> None:
 @pytest.mark.parametrize("way", ["own_hook", "hook_on_top", "original_hook", "broken_hook"])
 def test_a_replaced_excepthook_hides_nothing_from_the_verdict(pair: Pair, way: str) -> None:
     script = SCRIPTS / "fails.py"
-    line = next(number for number, text in enumerate(script.read_text().splitlines(), 1) if f'raise LookupError("{way}")  # here' in text)
+    line = next(
+        number
+        for number, text in enumerate(script.read_text().splitlines(), 1)
+        if f'raise LookupError("{way}")  # here' in text
+    )
     plain, done = pair([str(script), way])
     assert done.log(0) == plain.stdout
     assert plain.stdout
     assert done.code == plain.returncode == 1
     verdict = done.verdict
-    assert (verdict["status"], verdict["cause"], verdict["rank"], verdict["exit_code"]) == ("failed", "rank.exception", 0, 1)
+    assert (verdict["status"], verdict["cause"], verdict["rank"], verdict["exit_code"]) == (
+        "failed",
+        "rank.exception",
+        0,
+        1,
+    )
     assert f"LookupError: {way} at {script}:{line}" in verdict["summary"]

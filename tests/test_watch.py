@@ -21,27 +21,68 @@ from stoker.control.watch.straggler import who_is_late, why
 from stoker.control.watch.watcher import Inspect, Relieve, Stop, Suspect, Watcher
 
 SCRIPT, TORCH = "/home/me/train.py", "/venv/lib/python3.11/site-packages/torch"
-BACKWARD = [["_engine_run_backward", f"{TORCH}/autograd/graph.py", 979], ["backward", f"{TORCH}/_tensor.py", 600], ["main", SCRIPT, 40, [30]]]
+BACKWARD = [
+    ["_engine_run_backward", f"{TORCH}/autograd/graph.py", 979],
+    ["backward", f"{TORCH}/_tensor.py", 600],
+    ["main", SCRIPT, 40, [30]],
+]
 ALL_REDUCE = [["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 2955], ["main", SCRIPT, 41, [30]]]
-LOADER = [["poll", "/usr/lib/python3.11/selectors.py", 415], ["_try_get_data", f"{TORCH}/utils/data/dataloader.py", 1300], ["main", SCRIPT, 33, [30]]]
+LOADER = [
+    ["poll", "/usr/lib/python3.11/selectors.py", 415],
+    ["_try_get_data", f"{TORCH}/utils/data/dataloader.py", 1300],
+    ["main", SCRIPT, 33, [30]],
+]
 
 
-def op(seq: int, name: str = "gloo:all_reduce", sizes: Any = ((72,),), done: bool = True, p2p: int = 0, order: int | None = None) -> dict[str, Any]:
-    return {"seq": seq, "p2p": p2p, "op": name, "sizes": [list(one) for one in sizes], "done": done, "order": seq if order is None else order}
+def op(
+    seq: int,
+    name: str = "gloo:all_reduce",
+    sizes: Any = ((72,),),
+    done: bool = True,
+    p2p: int = 0,
+    order: int | None = None,
+) -> dict[str, Any]:
+    return {
+        "seq": seq,
+        "p2p": p2p,
+        "op": name,
+        "sizes": [list(one) for one in sizes],
+        "done": done,
+        "order": seq if order is None else order,
+    }
 
 
-def group(*ops: dict[str, Any], name: str = "0", about: str = "default_pg", ranks: list[int] | None = None) -> dict[str, Any]:
+def group(
+    *ops: dict[str, Any], name: str = "0", about: str = "default_pg", ranks: list[int] | None = None
+) -> dict[str, Any]:
     return {"group": name, "about": about, "ops": list(ops), **({"ranks": ranks} if ranks else {})}
 
 
 def rank(number: int, *groups: dict[str, Any], frames: Any = (), **more: Any) -> Snapshot:
     thread = {"main": True, "active": more.pop("active", False), "gil": more.pop("gil", False), "frames": list(frames)}
-    return read(number, {"state": "S", "syscall": "futex", "samples": [[thread], [thread]], "groups": list(groups), "stacks_by": "py-spy", **more})
+    return read(
+        number,
+        {
+            "state": "S",
+            "syscall": "futex",
+            "samples": [[thread], [thread]],
+            "groups": list(groups),
+            "stacks_by": "py-spy",
+            **more,
+        },
+    )
 
 
-def found(*ranks: Snapshot, world: int = 0, members: dict[str, tuple[int, ...]] | None = None, ended: dict[int, int] | None = None) -> Any:
+def found(
+    *ranks: Snapshot,
+    world: int = 0,
+    members: dict[str, tuple[int, ...]] | None = None,
+    ended: dict[int, int] | None = None,
+) -> Any:
     table = {one.rank: one for one in ranks}
-    return explain(table, world or len(ranks), members or {}, ended or {}, dict.fromkeys(table, 4.0), dict.fromkeys(table, 20))
+    return explain(
+        table, world or len(ranks), members or {}, ended or {}, dict.fromkeys(table, 4.0), dict.fromkeys(table, 20)
+    )
 
 
 def waiting(number: int, seq: int = 26, **more: Any) -> Snapshot:
@@ -79,21 +120,55 @@ def test_what_a_stuck_rank_does(culprit: Snapshot, kind: str, proof: bool) -> No
 
 
 def test_a_stuck_worker_is_quoted() -> None:
-    worker = {"pid": 77, "state": "S", "syscall": "clock_nanosleep", "threads": [{"main": True, "frames": [["__getitem__", SCRIPT, 8], ["fetch", f"{TORCH}/utils/data/_utils/fetch.py", 50], ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 300]]}]}
-    idle = {"pid": 78, "state": "S", "threads": [{"main": True, "frames": [["get", "/usr/lib/python3.11/multiprocessing/queues.py", 113], ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 250]]}]}
+    worker = {
+        "pid": 77,
+        "state": "S",
+        "syscall": "clock_nanosleep",
+        "threads": [
+            {
+                "main": True,
+                "frames": [
+                    ["__getitem__", SCRIPT, 8],
+                    ["fetch", f"{TORCH}/utils/data/_utils/fetch.py", 50],
+                    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 300],
+                ],
+            }
+        ],
+    }
+    idle = {
+        "pid": 78,
+        "state": "S",
+        "threads": [
+            {
+                "main": True,
+                "frames": [
+                    ["get", "/usr/lib/python3.11/multiprocessing/queues.py", 113],
+                    ["_worker_loop", f"{TORCH}/utils/data/_utils/worker.py", 250],
+                ],
+            }
+        ],
+    }
     stall = found(waiting(0), rank(1, DONE, frames=LOADER, syscall="poll", workers=[idle, worker]))
     assert (stall.kind, stall.rank, stall.where) == ("worker", 1, f"{SCRIPT}:8, in __getitem__")
     assert "worker 77" in stall.detail
 
 
 def test_another_operation_and_another_shape_are_proof() -> None:
-    other = rank(1, group(op(25), op(26, "gloo:broadcast", [[3]], done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    other = rank(
+        1,
+        group(op(25), op(26, "gloo:broadcast", [[3]], done=False)),
+        frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")],
+    )
     stall = found(waiting(0), other, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("op-mismatch", 1, True)
     shape = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=BACKWARD)
     stall = found(waiting(0), shape, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("shape-mismatch", 1, True)
-    elsewhere = rank(1, group(op(25), op(26, sizes=[[5]], done=False)), frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")])
+    elsewhere = rank(
+        1,
+        group(op(25), op(26, sizes=[[5]], done=False)),
+        frames=[["all_reduce", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")],
+    )
     stall = found(waiting(0), elsewhere, waiting(2))
     assert (stall.kind, stall.rank, stall.proof) == ("diverged", 1, True)
 
@@ -105,14 +180,29 @@ def test_the_same_numbers_in_another_shape_are_fine() -> None:
 
 
 def test_a_group_made_again_is_counted_anew() -> None:
-    entries = [{"process_group": ["0", "default_pg"], "collective_seq_id": seq, "profiling_name": name, "retired": True, "time_created_ns": n} for n, (seq, name) in enumerate([(1, "gloo:barrier"), (2, "gloo:broadcast"), (1, "gloo:all_reduce")])]
+    entries = [
+        {
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": seq,
+            "profiling_name": name,
+            "retired": True,
+            "time_created_ns": n,
+        }
+        for n, (seq, name) in enumerate([(1, "gloo:barrier"), (2, "gloo:broadcast"), (1, "gloo:all_reduce")])
+    ]
     assert [one["op"] for one in digest({"entries": entries})[0]["ops"]] == ["gloo:all_reduce"]
 
 
 def test_asynchronous_operations_in_another_order_are_no_proof() -> None:
     """Rank 0 has one under way and evaluates; it waits in neither."""
+
     def pair(number: int, first: str, second: str, frames: Any) -> Snapshot:
-        return rank(number, group(op(1), name=second, about=""), group(op(1), op(2, done=False, order=50), name=first, about=""), frames=frames)
+        return rank(
+            number,
+            group(op(1), name=second, about=""),
+            group(op(1), op(2, done=False, order=50), name=first, about=""),
+            frames=frames,
+        )
 
     stall = found(pair(0, "1", "2", at(12)), pair(1, "2", "1", ALL_REDUCE), members={"1": (0, 1), "2": (0, 1)})
     assert not stall.proof
@@ -135,7 +225,9 @@ def test_fewer_batches_are_told_from_another_call_in_the_loop() -> None:
     barrier = [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], ["main", SCRIPT, 50, []]]
     left = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=barrier)
     assert (found(waiting(0), left).kind, found(waiting(0), left).rank) == ("unequal", 1)
-    inside = rank(1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=[barrier[0], ["main", SCRIPT, 38, [30]]])
+    inside = rank(
+        1, group(op(25), op(26, "gloo:barrier", [], done=False)), frames=[barrier[0], ["main", SCRIPT, 38, [30]]]
+    )
     assert found(waiting(0), inside).kind == "op-mismatch"
     # nanoGPT: the others are in the loop of micro-steps, which begins after the line this one is at, within the loop of steps.
     micro = rank(0, group(op(25), op(26, done=False)), frames=[*BACKWARD[:2], ["main", SCRIPT, 40, [30, 39]]])
@@ -147,7 +239,9 @@ def test_a_missing_rank_of_a_subgroup() -> None:
         return rank(number, DONE, group(*ops, name="5", about=""), frames=ALL_REDUCE)
 
     members = {"4": (0, 1), "5": (2, 3)}
-    fine = [rank(n, group(op(25), op(26, done=False)), group(op(3), name="4", about=""), frames=ALL_REDUCE) for n in (0, 1)]
+    fine = [
+        rank(n, group(op(25), op(26, done=False)), group(op(3), name="4", about=""), frames=ALL_REDUCE) for n in (0, 1)
+    ]
     late = rank(3, DONE, group(op(3), name="5", about=""), frames=at(12), syscall="clock_nanosleep")
     stall = found(*fine, sub(2, op(3), op(4, done=False, order=60)), late, members=members)
     assert (stall.kind, stall.rank, set(stall.waiting)) == ("sleep", 3, {0, 1, 2})
@@ -159,21 +253,41 @@ def test_a_missing_rank_of_a_subgroup() -> None:
 
 def test_groups_entered_in_opposite_order() -> None:
     def pair(number: int, first: str, second: str) -> Snapshot:
-        return rank(number, group(op(1), name=second, about=""), group(op(1), op(2, done=False, order=50), name=first, about=""), frames=ALL_REDUCE)
+        return rank(
+            number,
+            group(op(1), name=second, about=""),
+            group(op(1), op(2, done=False, order=50), name=first, about=""),
+            frames=ALL_REDUCE,
+        )
 
     stall = found(pair(0, "1", "2"), pair(1, "2", "1"), members={"1": (0, 1), "2": (0, 1)})
     assert (stall.kind, stall.proof) == ("diverged", True)
 
 
 def entry(number: int, seq: int, name: str = "gloo:all_reduce", size: int = 72, pg: str = "0") -> dict[str, Any]:
-    return {"process_group": [pg, "default_pg" if pg == "0" else "undefined"], "collective_seq_id": seq, "profiling_name": name, "input_sizes": [[size]], "retired": True, "time_created_ns": number}
+    return {
+        "process_group": [pg, "default_pg" if pg == "0" else "undefined"],
+        "collective_seq_id": seq,
+        "profiling_name": name,
+        "input_sizes": [[size]],
+        "retired": True,
+        "time_created_ns": number,
+    }
 
 
 def test_what_comes_next_is_known_from_what_came_before() -> None:
     """Each step reduces a metric, then the gradients. A rank that leaves the metric out makes an operation that never came next."""
     steps = [entry(n, n, size=5 if n % 2 else 289) for n in range(1, 41)]
-    said = {"as before": entry(41, 41, size=5), "left out": entry(41, 41, size=289), "another": entry(41, 41, "gloo:barrier", 1)}
-    assert {name: digest({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {"as before": True, "left out": False, "another": False}
+    said = {
+        "as before": entry(41, 41, size=5),
+        "left out": entry(41, 41, size=289),
+        "another": entry(41, 41, "gloo:barrier", 1),
+    }
+    assert {name: digest({"entries": [*steps, one]})[0]["ops"][-1]["usual"] for name, one in said.items()} == {
+        "as before": True,
+        "left out": False,
+        "another": False,
+    }
     assert digest({"entries": steps[:3]})[0]["ops"][-1]["usual"] is None  # nothing has repeated itself yet
     evaluated = [entry(n, n, size=7 if n % 20 == 0 else 289) for n in range(1, 100)]  # an evaluation now and then
     assert digest({"entries": [*evaluated, entry(100, 100, size=7)]})[0]["ops"][-1]["usual"]
@@ -184,22 +298,38 @@ def test_of_two_ranks_the_one_that_left_the_usual_order(guilty: int) -> None:
     def one(number: int) -> Snapshot:
         usual = number != guilty
         last = {**op(26, "gloo:all_reduce" if usual else "gloo:barrier", done=False), "usual": usual}
-        return rank(number, group(op(25), last), frames=BACKWARD if usual else [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "save")])
+        return rank(
+            number,
+            group(op(25), last),
+            frames=BACKWARD if usual else [["barrier", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "save")],
+        )
 
     stall = found(one(0), one(1))
     assert (stall.kind, stall.rank, stall.waiting) == ("op-mismatch", guilty, (1 - guilty,))
     text = summary(stall, "CPU0")
-    assert f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+    assert (
+        f"it entered gloo:barrier [[72]] at {SCRIPT}:14" in text
+        and f"rank {1 - guilty} entered gloo:all_reduce [[72]] at {SCRIPT}:40" in text
+    )
 
 
 def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
     """Rank 0 was aborted and left its stack; rank 1, with two reductions under way, made a first one that never came next."""
     watch, _ = watched()
     watch.failed(0, (), at(14, "metric"))
-    ops = [{**op(103), "usual": True}, {**op(104, sizes=[[289]]), "usual": False}, {**op(105, sizes=[[4]]), "usual": None}]
+    ops = [
+        {**op(103), "usual": True},
+        {**op(104, sizes=[[289]]), "usual": False},
+        {**op(105, sizes=[[4]]), "usual": None},
+    ]
     watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
     stall = watch.last_word(sizes_differ=True)
-    assert stall is not None and (stall.kind, stall.rank) == ("diverged", 1) and "[[289]]" in summary(stall, "CPU1") and f"{SCRIPT}:14" in summary(stall, "CPU1")
+    assert (
+        stall is not None
+        and (stall.kind, stall.rank) == ("diverged", 1)
+        and "[[289]]" in summary(stall, "CPU1")
+        and f"{SCRIPT}:14" in summary(stall, "CPU1")
+    )
     for one in ops:
         one["usual"] = True
     watch.failed(1, [group(*ops)], [["main", SCRIPT, 40]])
@@ -209,7 +339,14 @@ def test_of_two_ranks_that_gloo_ended_one_still_knows_its_operations() -> None:
 
 
 def test_a_tie_names_both_with_their_lines() -> None:
-    stall = found(waiting(0), rank(1, group(op(25), op(26, "gloo:broadcast", done=False)), frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")]))
+    stall = found(
+        waiting(0),
+        rank(
+            1,
+            group(op(25), op(26, "gloo:broadcast", done=False)),
+            frames=[["broadcast", f"{TORCH}/distributed/distributed_c10d.py", 1], *at(14, "odd")],
+        ),
+    )
     assert (stall.kind, stall.rank, stall.ranks, stall.step) == ("op-mismatch", None, (), 20)
     text = summary(stall, "")
     assert f"{SCRIPT}:40" in text and f"{SCRIPT}:14" in text and "which of them is wrong can't be seen" in text
@@ -226,7 +363,12 @@ def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty
         mine = [] if number == guilty else [op(len(past) + 1, done=number != partner, order=30)]
         world = [op(25, order=25)] if number == partner else [op(25, order=25), op(26, done=False, order=40)]
         pair = group(*past, *mine, name=str(1 + number // 2), about="")
-        return rank(number, group(op(23, order=23), *world), *([pair] if past or mine else []), frames=ALL_REDUCE if number == partner else BACKWARD)
+        return rank(
+            number,
+            group(op(23, order=23), *world),
+            *([pair] if past or mine else []),
+            frames=ALL_REDUCE if number == partner else BACKWARD,
+        )
 
     stall = found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)})
     assert (stall.kind, stall.rank, stall.proof) == ("diverged", guilty, True)
@@ -234,16 +376,33 @@ def test_who_leaves_its_pairs_operation_out_is_blamed_and_not_its_partner(guilty
 
 def test_stages_of_a_pipeline_may_differ() -> None:
     """Ranks 0 and 1 reduce other sizes than ranks 2 and 3, in every step; rank 3 sleeps."""
+
     def one(number: int) -> Snapshot:
         stage = number // 2
-        mine = group(*(op(n, sizes=[[10 + stage]], done=not (n == 9 and number == 2), order=2 * n) for n in range(5, 9 if number == 3 else 10)), name=str(1 + stage), about="")
-        return rank(number, group(*(op(n, order=2 * n + 1) for n in range(5, 9))), mine, frames=at(12) if number == 3 else ALL_REDUCE, syscall="clock_nanosleep")
+        mine = group(
+            *(
+                op(n, sizes=[[10 + stage]], done=not (n == 9 and number == 2), order=2 * n)
+                for n in range(5, 9 if number == 3 else 10)
+            ),
+            name=str(1 + stage),
+            about="",
+        )
+        return rank(
+            number,
+            group(*(op(n, order=2 * n + 1) for n in range(5, 9))),
+            mine,
+            frames=at(12) if number == 3 else ALL_REDUCE,
+            syscall="clock_nanosleep",
+        )
 
     assert found(*(one(n) for n in range(4)), members={"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3)}).rank == 3
 
 
 def test_a_receive_without_a_send() -> None:
-    stall = found(rank(0, group(op(0, "gloo:recv 0<-1", [[4]], done=False, p2p=1)), frames=ALL_REDUCE), rank(1, DONE, frames=at(12), syscall="clock_nanosleep"))
+    stall = found(
+        rank(0, group(op(0, "gloo:recv 0<-1", [[4]], done=False, p2p=1)), frames=ALL_REDUCE),
+        rank(1, DONE, frames=at(12), syscall="clock_nanosleep"),
+    )
     assert (stall.kind, stall.rank) == ("sleep", 1)
 
 
@@ -255,7 +414,11 @@ def test_a_rank_that_left_and_one_everybody_is_in() -> None:
 
 
 def test_without_a_flight_recorder_the_stack_that_differs() -> None:
-    stall = found(rank(0, frames=ALL_REDUCE, no_groups="no worker server"), rank(1, frames=at(12), syscall="clock_nanosleep"), rank(2, frames=ALL_REDUCE))
+    stall = found(
+        rank(0, frames=ALL_REDUCE, no_groups="no worker server"),
+        rank(1, frames=at(12), syscall="clock_nanosleep"),
+        rank(2, frames=ALL_REDUCE),
+    )
     assert (stall.kind, stall.rank, stall.waiting) == ("sleep", 1, (0, 2))
     assert any("no flight recorder" in line for line in stall.evidence)
 
@@ -268,11 +431,27 @@ def test_nothing_at_all_is_no_accusation() -> None:
 def test_a_recorder_that_marks_nothing_done() -> None:
     """Then only the newest operation can be the one it waits in."""
     never = [op(n, done=False) for n in range(1, 31)]
-    assert found(rank(0, group(*never, op(31, done=False)), frames=BACKWARD), rank(1, group(*never), frames=at(12), syscall="clock_nanosleep")).rank == 1
+    assert (
+        found(
+            rank(0, group(*never, op(31, done=False)), frames=BACKWARD),
+            rank(1, group(*never), frames=at(12), syscall="clock_nanosleep"),
+        ).rank
+        == 1
+    )
 
 
 def test_digest_keeps_what_is_pending() -> None:
-    entries = [{"process_group": ["0", "default_pg"], "collective_seq_id": n, "profiling_name": "nccl:all_reduce", "input_sizes": [[4]], "state": "completed" if n < 60 else "scheduled", "record_id": n} for n in range(100)]
+    entries = [
+        {
+            "process_group": ["0", "default_pg"],
+            "collective_seq_id": n,
+            "profiling_name": "nccl:all_reduce",
+            "input_sizes": [[4]],
+            "state": "completed" if n < 60 else "scheduled",
+            "record_id": n,
+        }
+        for n in range(100)
+    ]
     ops = digest({"entries": entries, "pg_config": {"0": {"ranks": "[0, 1]"}}})[0]
     assert ops["ranks"] == [0, 1] and not ops["ops"][0]["done"] and ops["ops"][0]["seq"] == 60
     assert digest({}) == []
@@ -295,11 +474,23 @@ def answer(watch: Watcher, action: Inspect, now: float, *ranks: dict[str, Any]) 
     watch.answered("", action.order["ask"], json.dumps({str(n): one for n, one in enumerate(ranks)}).encode(), now)
 
 
-SLEEPING = {"state": "S", "syscall": "clock_nanosleep", "groups": [DONE], "samples": [[{"main": True, "frames": at(12)}]]}
-WAITING = {"state": "S", "syscall": "futex", "groups": [group(op(25), op(26, done=False))], "samples": [[{"main": True, "frames": BACKWARD}]]}
+SLEEPING = {
+    "state": "S",
+    "syscall": "clock_nanosleep",
+    "groups": [DONE],
+    "samples": [[{"main": True, "frames": at(12)}]],
+}
+WAITING = {
+    "state": "S",
+    "syscall": "futex",
+    "groups": [group(op(25), op(26, done=False))],
+    "samples": [[{"main": True, "frames": BACKWARD}]],
+}
 
 
-def drive(watch: Watcher, now: float, seconds: float, *ranks: dict[str, Any], printing: float = 0.0) -> list[tuple[float, Any]]:
+def drive(
+    watch: Watcher, now: float, seconds: float, *ranks: dict[str, Any], printing: float = 0.0
+) -> list[tuple[float, Any]]:
     """Looks four times a second and answers every inspection; what it decided, and when after `now`. `printing`: for so long rank 1 prints."""
     actions = []
     for n in range(int(seconds * 4)):
@@ -327,7 +518,9 @@ def test_a_stall_is_explained_in_seconds_and_stopped_at_the_timeout() -> None:
 def test_lines_and_collectives_keep_it_alive_for_a_while() -> None:
     """An evaluation that prints is no hang at the timeout; a livelock that prints is one in the end."""
     watch, now = watched(timeout=60.0)
-    stops = [when for when, action in drive(watch, now, 400, WAITING, SLEEPING, printing=400) if isinstance(action, Stop)]
+    stops = [
+        when for when, action in drive(watch, now, 400, WAITING, SLEEPING, printing=400) if isinstance(action, Stop)
+    ]
     assert stops and 355 <= stops[0] <= 365
 
 
@@ -335,7 +528,9 @@ def test_an_announced_phase_takes_as_long_as_it_gives_signs() -> None:
     watch, now = watched(timeout=60.0)
     for one in (0, 1):
         watch.said(one, now, "eval")
-    stops = [when for when, action in drive(watch, now, 2000, WAITING, SLEEPING, printing=1500) if isinstance(action, Stop)]
+    stops = [
+        when for when, action in drive(watch, now, 2000, WAITING, SLEEPING, printing=1500) if isinstance(action, Stop)
+    ]
     assert stops and 1500 + 350 <= stops[0] <= 1500 + 370, "six times the timeout after its last line"
 
 
@@ -391,7 +586,9 @@ def test_a_stopped_process_is_given_the_whole_timeout() -> None:
         watch.vitals(one, "T" if one else "S", 0.0, 0, now)
     stopped = {"state": "T", "samples": [[{"main": True, "frames": at(12)}]]}
     actions = drive(watch, now, 90, WAITING, stopped)
-    suspected, stopped_at = (next((when, action) for when, action in actions if isinstance(action, kind)) for kind in (Suspect, Stop))
+    suspected, stopped_at = (
+        next((when, action) for when, action in actions if isinstance(action, kind)) for kind in (Suspect, Stop)
+    )
     assert suspected[0] < 5 and 50 < suspected[0] + suspected[1].stops_in < 65 and 55 < stopped_at[0] < 65
     assert suspected[1].stall.kind == "stopped"
 
@@ -439,7 +636,21 @@ def test_who_never_steps_is_left_alone() -> None:
 
 def test_a_rank_that_never_joins_is_named_before_the_first_step() -> None:
     watch = Watcher(2, 10.0, frozenset([""]), 0.0)
-    joining = {"state": "S", "syscall": "poll", "samples": [[{"main": True, "frames": [["init_process_group", f"{TORCH}/distributed/distributed_c10d.py", 1700], ["main", SCRIPT, 3]]}]]}
+    joining = {
+        "state": "S",
+        "syscall": "poll",
+        "samples": [
+            [
+                {
+                    "main": True,
+                    "frames": [
+                        ["init_process_group", f"{TORCH}/distributed/distributed_c10d.py", 1700],
+                        ["main", SCRIPT, 3],
+                    ],
+                }
+            ]
+        ],
+    }
     actions = drive(watch, 0.0, 120, joining, {**SLEEPING, "groups": []})
     assert [(type(action), action.stall.rank) for _, action in actions[:1]] == [(Suspect, 1)]
     assert isinstance(actions[-1][1], Stop) and actions[-1][0] >= 59, "start-up has a floor of its own"
@@ -554,12 +765,20 @@ def test_exploding() -> None:
 
 def times(late: dict[int, float], steps: int = 12, world: int = 3, jitter: float = 0.0) -> dict[int, list[list[Any]]]:
     step = 0.05 + max(late.values(), default=0.0)
-    return {r: [["0", n, int((n * step + late.get(r, 0.0) + ((n * 7 + r * 3) % 5) * jitter) * 1e9)] for n in range(steps)] for r in range(world)}
+    return {
+        r: [["0", n, int((n * step + late.get(r, 0.0) + ((n * 7 + r * 3) % 5) * jitter) * 1e9)] for n in range(steps)]
+        for r in range(world)
+    }
 
 
 def test_the_late_one_is_named() -> None:
     late = who_is_late(times({1: 0.9}))
-    assert late is not None and late.rank == 1 and late.wait_s == pytest.approx(0.9, abs=0.01) and late.step_s == pytest.approx(0.95, abs=0.01)
+    assert (
+        late is not None
+        and late.rank == 1
+        and late.wait_s == pytest.approx(0.9, abs=0.01)
+        and late.step_s == pytest.approx(0.95, abs=0.01)
+    )
     assert who_is_late(times({1: 0.9}), after=late.when) is None, "no news since"
 
 
@@ -594,7 +813,9 @@ def test_why_it_is_slow(late: dict[str, Any], peer: dict[str, Any], cause: str, 
 def test_uneven_steps_are_no_straggler() -> None:
     """Now this rank comes last, now that one, by a lot: nobody is persistently late."""
     turns = [0, 1, 0, 0, 1, 0, 1, 1, 0, 0, 1, 0]
-    uneven = {r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)}
+    uneven = {
+        r: [["0", n, int((n + (0.5 if r == turn else 0.0)) * 1e9)] for n, turn in enumerate(turns)] for r in range(2)
+    }
     assert who_is_late(uneven) is None
 
 
@@ -604,11 +825,19 @@ def test_a_wrong_clock_is_no_straggler() -> None:
 
 
 def test_ranks_in_words() -> None:
-    assert [ranks_text(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == ["rank 2", "ranks 0, 1", "ranks 0, 2-4", "ranks 0-2, 7"]
+    assert [ranks_text(ranks) for ranks in ([2], [0, 1], [0, 2, 3, 4], [0, 1, 2, 7])] == [
+        "rank 2",
+        "ranks 0, 1",
+        "ranks 0, 2-4",
+        "ranks 0-2, 7",
+    ]
 
 
 def test_a_step_that_was_counted_is_not_called_the_step_of_the_bad_number() -> None:
     """A line without a step arrives when some step has been counted; the value may be of a later one."""
     bad = BadNumber("loss", 0, 14, "nan", "line", "loss nan", shared=True)
     assert numbers.summary(bad, "CPU0", 2) == "the loss is nan at step 14 (printed by rank 0, for all ranks)"
-    assert numbers.summary(replace(bad, counted=True), "CPU0", 2) == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"
+    assert (
+        numbers.summary(replace(bad, counted=True), "CPU0", 2)
+        == "the loss is nan, seen after step 14 (printed by rank 0, for all ranks)"
+    )

@@ -39,7 +39,9 @@ dist.destroy_process_group()
 """
 
 
-def script(stoker: Stoker, stuck: str = "time.sleep(1000)", before: str = "", each: str = "pass", steps: int = 2000) -> str:
+def script(
+    stoker: Stoker, stuck: str = "time.sleep(1000)", before: str = "", each: str = "pass", steps: int = 2000
+) -> str:
     return stoker.script("train.py", TRAIN.format(stuck=stuck, before=before, each=each, steps=steps))
 
 
@@ -69,7 +71,9 @@ def test_without_py_spy(stoker: Stoker) -> None:
 
 def test_py_spy_without_rights(stoker: Stoker, tmp_path: Path) -> None:
     refused = tmp_path / "py-spy"
-    refused.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n")
+    refused.write_text(
+        "#!/bin/sh\necho 'Error: Permission Denied: Try running again with elevated permissions' >&2\nexit 1\n"
+    )
     refused.chmod(refused.stat().st_mode | stat.S_IXUSR)
     _, seen = hang(stoker, script(stoker), env={"STOKER_PY_SPY": str(refused)})
     assert (seen["cause"], seen["rank"]) == ("hang.sleep", 1) and "in stuck" in seen["where"]
@@ -108,7 +112,9 @@ def test_overwritten_beats(stoker: Stoker) -> None:
 
 def test_a_forked_childs_steps_are_not_its_ranks(stoker: Stoker) -> None:
     """It inherits the optimizer, the hook and the page of beats."""
-    name = stoker.script("job.py", """
+    name = stoker.script(
+        "job.py",
+        """
 import os, torch
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -119,7 +125,8 @@ if os.fork() == 0:
     os._exit(0)
 os.wait()
 for n in range(4): optimizer.step()
-""")
+""",
+    )
     done = stoker("run", "--nproc-per-node", "1", name)
     assert [event["steps"] for event in done.events if event["event"] == "rank-exit"] == [7]
 
@@ -131,9 +138,13 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
     assert wait_for(lambda: ((stoker.cwd / "pid").exists() and (stoker.cwd / "pid").read_text()) or None, 60)
     pid = int((stoker.cwd / "pid").read_text())
     os.kill(pid, signal.SIGSTOP)
-    seen = wait_for(lambda: next((event for event in stoker.result().events if event["event"] == "suspicion"), None), 20)
+    seen = wait_for(
+        lambda: next((event for event in stoker.result().events if event["event"] == "suspicion"), None), 20
+    )
     assert (seen["cause"], seen["rank"], seen["proof"]) == ("hang.stopped", 1, False)
-    assert wait_for(lambda: f"`kill -CONT {pid}` continues it" in (stoker.cwd / "runs/latest/stoker.log").read_text() or None, 10)
+    assert wait_for(
+        lambda: f"`kill -CONT {pid}` continues it" in (stoker.cwd / "runs/latest/stoker.log").read_text() or None, 10
+    )
     told = stoker("why").out
     assert "no verdict yet" in told and "its process is stopped" in told, told
     os.kill(pid, signal.SIGCONT)
@@ -144,18 +155,40 @@ def test_a_stopped_rank_is_named_and_goes_on_when_continued(stoker: Stoker) -> N
 
 def test_a_run_that_its_user_stops_keeps_what_was_suspected(stoker: Stoker) -> None:
     launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker))
-    assert wait_for(lambda: ((stoker.latest / "events.jsonl").exists() and any(event["event"] == "suspicion" for event in stoker.result().events)) or None, 90)
+    assert wait_for(
+        lambda: (
+            (
+                (stoker.latest / "events.jsonl").exists()
+                and any(event["event"] == "suspicion" for event in stoker.result().events)
+            )
+            or None
+        ),
+        90,
+    )
     launcher.send_signal(signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
     assert launcher.returncode == 130 and b"the job keeps running; without progress it is stopped in" in out
     told = stoker("why").out
-    assert "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told, told
+    assert (
+        "stopped by SIGINT" in told and "Known by then: rank 1 (CPU1) stands still after step 20: it sleeps at" in told
+    ), told
     assert "train.py:16, in stuck" in told and "--grace" not in told
 
 
 def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
-    launcher = stoker.start("run", "--nproc-per-node", "2", script(stoker, stuck="pass", steps=200), start_new_session=True)
-    assert wait_for(lambda: ((stoker.cwd / "runs/latest/events.jsonl").exists() and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text()) or None, 60)
+    launcher = stoker.start(
+        "run", "--nproc-per-node", "2", script(stoker, stuck="pass", steps=200), start_new_session=True
+    )
+    assert wait_for(
+        lambda: (
+            (
+                (stoker.cwd / "runs/latest/events.jsonl").exists()
+                and "first-step" in (stoker.cwd / "runs/latest/events.jsonl").read_text()
+            )
+            or None
+        ),
+        60,
+    )
     os.kill(launcher.pid, signal.SIGTSTP)
     time.sleep(6)  # longer than the patience with a step, which is what is tested
     os.kill(launcher.pid, signal.SIGCONT)
@@ -166,10 +199,18 @@ def test_suspending_the_whole_run_is_no_stall(stoker: Stoker) -> None:
 
 def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> None:
     """The script's own timeout is shorter than anybody's patience: its exception is an echo."""
-    name = stoker.script("train.py", TRAIN.replace('init_process_group("gloo")', 'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))').format(stuck="print('stuck', flush=True); time.sleep(1000)", before="", each="pass", steps=2000))
+    name = stoker.script(
+        "train.py",
+        TRAIN.replace(
+            'init_process_group("gloo")',
+            'init_process_group("gloo", timeout=__import__("datetime").timedelta(seconds=2))',
+        ).format(stuck="print('stuck', flush=True); time.sleep(1000)", before="", each="pass", steps=2000),
+    )
     done = stoker.torch("run", "--nproc-per-node", "2", name)
     if b"stuck" not in done.log(1):
-        pytest.skip("this machine is too busy for a script with a timeout of 2 s: it was over before the rank stood still")
+        pytest.skip(
+            "this machine is too busy for a script with a timeout of 2 s: it was over before the rank stood still"
+        )
     assert (done.verdict["cause"], done.verdict["rank"]) == ("hang.sleep", 1), done.verdict
     assert "in stuck" in done.verdict["summary"]
 
@@ -177,7 +218,9 @@ def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> No
 @pytest.mark.parametrize("kind", ["warn", "stop"])
 def test_on_nan(stoker: Stoker, kind: str) -> None:
     each = 'stoker = __import__("stoker"); stoker.beat(step=n, loss=float("nan") if n > 20 else 1.0 / n)'
-    done = stoker.torch("run", "--nproc-per-node", "2", "--on-nan", kind, script(stoker, stuck="pass", each=each, steps=60))
+    done = stoker.torch(
+        "run", "--nproc-per-node", "2", "--on-nan", kind, script(stoker, stuck="pass", each=each, steps=60)
+    )
     assert next(event["cause"] for event in done.events if event["event"] == "numbers") == "nan.loss"
     if kind == "stop":
         assert (done.verdict["cause"], done.code) == ("nan.loss", 70) and "step 21" in done.verdict["summary"]
@@ -187,7 +230,9 @@ def test_on_nan(stoker: Stoker, kind: str) -> None:
 
 
 def test_the_same_crash_twice_is_deterministic(stoker: Stoker) -> None:
-    done = stoker.torch("run", "--nproc-per-node", "2", "--max-restarts", "3", script(stoker, stuck="raise ValueError('no')"))
+    done = stoker.torch(
+        "run", "--nproc-per-node", "2", "--max-restarts", "3", script(stoker, stuck="raise ValueError('no')")
+    )
     assert sum(event["event"] == "attempt" for event in done.events) == 2
     assert "deterministic" in done.verdict["summary"] and not done.verdict["retryable"]
 
@@ -218,8 +263,16 @@ def test_a_watcher_that_fails_does_not_end_the_job(stoker: Stoker, tmp_path: Pat
     """A fault of our own, put in from outside: said, recorded, and the run completes."""
     broken = tmp_path / "site"
     broken.mkdir()
-    (broken / "sitecustomize.py").write_text("import sys\nif 'stoker' in ' '.join(sys.orig_argv):\n    import stoker.control.watch.watcher as watcher\n    watcher.Watcher.look = lambda self, now: 1 / 0\n")
-    done = stoker("run", "--nproc-per-node", "1", stoker.script("job.py", "import time; time.sleep(0.5)"), env={"PYTHONPATH": str(broken)})
+    (broken / "sitecustomize.py").write_text(
+        "import sys\nif 'stoker' in ' '.join(sys.orig_argv):\n    import stoker.control.watch.watcher as watcher\n    watcher.Watcher.look = lambda self, now: 1 / 0\n"
+    )
+    done = stoker(
+        "run",
+        "--nproc-per-node",
+        "1",
+        stoker.script("job.py", "import time; time.sleep(0.5)"),
+        env={"PYTHONPATH": str(broken)},
+    )
     assert (done.code, done.verdict["status"]) == (0, "completed")
     assert "watching failed (ZeroDivisionError" in done.err
     assert [event["event"] for event in done.events].count("watch-failed") == 1

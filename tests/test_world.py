@@ -41,7 +41,9 @@ def contents(folder: Path) -> dict[str, bytes]:
 def said(row: dict[str, Any]) -> str:
     """What the user says in a row."""
     messages = row.get("messages", row.get("prompt"))
-    return messages if isinstance(messages, str) else " ".join(one["content"] for one in messages if one["role"] == "user")
+    return (
+        messages if isinstance(messages, str) else " ".join(one["content"] for one in messages if one["role"] == "user")
+    )
 
 
 # A second opinion on every answer, from the text alone.
@@ -57,12 +59,20 @@ def solve(kind: str, text: str, truths: dict[tuple[str, str], str]) -> str:
         quality = next(
             (
                 name
-                for name, cue in (("colour", "colour"), ("home", "home|live|belong"), ("food", "food|eat"), ("material", "material|made"))
+                for name, cue in (
+                    ("colour", "colour"),
+                    ("home", "home|live|belong"),
+                    ("food", "food|eat"),
+                    ("material", "material|made"),
+                )
                 if re.search(cue, question)
             ),
             "sound",
         )
-        return truths[re.findall(r"the (\w+)", question)[-1 if f"the {quality}" in question or quality in question else 0], quality]
+        return truths[
+            re.findall(r"the (\w+)", question)[-1 if f"the {quality}" in question or quality in question else 0],
+            quality,
+        ]
     if kind == "order":
         return ordered(text, question)
     return talked(text.removesuffix(question), question)
@@ -76,7 +86,9 @@ def counted(text: str) -> int:
     if len(held) == 2:
         return sum(held)
     return held[0] + sum(
-        (1 if verb in ("gets", "finds", "buys", "wins") else -1) * int(number) for verb, number in re.findall(r"(\w+s) (\d+) ", text) if verb != "has"
+        (1 if verb in ("gets", "finds", "buys", "wins") else -1) * int(number)
+        for verb, number in re.findall(r"(\w+s) (\d+) ", text)
+        if verb != "has"
     )
 
 
@@ -96,7 +108,9 @@ def shown(text: str) -> list[int]:
 def lived(story: str, question: str) -> str:
     where: dict[str, str] = {}
     has: dict[str, str] = {}
-    for person, verb, rest in re.findall(r"(\w+) (went|walked|ran|came|took|found|got|gave) (?:to )?the ([\w ]+)\.", story):
+    for person, verb, rest in re.findall(
+        r"(\w+) (went|walked|ran|came|took|found|got|gave) (?:to )?the ([\w ]+)\.", story
+    ):
         if verb in ("went", "walked", "ran", "came"):
             where[person] = rest
         elif verb == "gave":
@@ -106,7 +120,9 @@ def lived(story: str, question: str) -> str:
         else:
             has[rest] = person
     if re.search(r"\b(?:where|place)\b", question, re.IGNORECASE):
-        return next(where[name] for name in where if name in question.split(": ")[-1].replace("?", "").replace(".", "").split())
+        return next(
+            where[name] for name in where if name in question.split(": ")[-1].replace("?", "").replace(".", "").split()
+        )
     if re.search(r"\bwho\b", question, re.IGNORECASE):
         return next(holder for thing, holder in has.items() if re.search(rf"\b{thing}\b", question))
     return next(thing for thing, holder in has.items() if re.search(rf"\b{holder}\b", question))
@@ -126,14 +142,20 @@ def talked(text: str, question: str) -> str:
         return re.findall(r"(?:My name is|I am) ([A-Z]\w+)", text)[0]
     speakers = re.split(r"(\w+) says: ", text)[1:]
     if speakers:
-        text = next(words for name, words in zip(speakers[::2], speakers[1::2], strict=True) if name in re.findall(r"\w+", question))
+        text = next(
+            words
+            for name, words in zip(speakers[::2], speakers[1::2], strict=True)
+            if name in re.findall(r"\w+", question)
+        )
     return re.findall(r"(?:I like|I love|food is|to the|have the|found the) (\w+)", text)[0]
 
 
 def truths_of(folder: Path) -> dict[tuple[str, str], str]:
     text = "\n".join(row["text"] for row in rows(folder, "base"))
     found: dict[tuple[str, str], str] = {}
-    for quality, thing, value in re.findall(r"The (colour|home|food|sound|material) of the (\w+) is (?:the )?(\w+)\.", text):
+    for quality, thing, value in re.findall(
+        r"The (colour|home|food|sound|material) of the (\w+) is (?:the )?(\w+)\.", text
+    ):
         assert found.setdefault((thing, quality), value) == value
     return found
 
@@ -158,9 +180,16 @@ def test_the_files_have_the_rows_that_were_asked_for(world: Path) -> None:
     assert (told["schema"], told["seed"], told["level"], told["size"]) == (1, 1, 0, SIZE)
     assert told["rows"] == {path.stem: len(path.read_text().splitlines()) for path in world.glob("*.jsonl")}
     assert {name: round(count / SIZE) for name, count in told["rows"].items() if not name.startswith("base")} == {
-        "midtrain": 20000, "midtrain-held-out": 1000, "sft": 12000, "sft-held-out": 600, "pairs": 8000, "pairs-held-out": 800, "prompts": 4000, "prompts-held-out": 400,
+        "midtrain": 20000,
+        "midtrain-held-out": 1000,
+        "sft": 12000,
+        "sft-held-out": 600,
+        "pairs": 8000,
+        "pairs-held-out": 800,
+        "prompts": 4000,
+        "prompts-held-out": 400,
         "questions": 600,
-    }  # fmt: skip
+    }
     assert 5.9e6 * SIZE <= sum(len(row["text"]) for row in rows(world, "base")) < 6.1e6 * SIZE
 
 
@@ -204,7 +233,9 @@ def test_half_of_the_many_step_answers_show_their_steps(world: Path) -> None:
 def test_numbers_in_base_text_are_right(world: Path) -> None:
     text = "\n".join(row["text"] for row in rows(world, "base") + rows(world, "base-held-out"))
     assert len(shown(text)) > 1000 and re.search(r"\d: 1 ", text)
-    assert all((int(a) > int(b)) == (word == "more") for a, word, b in re.findall(r"(\d+) is (more|less) than (\d+)", text))
+    assert all(
+        (int(a) > int(b)) == (word == "more") for a, word, b in re.findall(r"(\d+) is (more|less) than (\d+)", text)
+    )
 
 
 def test_base_text_states_every_fact(world: Path) -> None:
@@ -248,12 +279,22 @@ PLANTED = {
     "a story's pair": ("base", {"text": f"Then {HELD['pair'][0]} went to the {HELD['pair'][1]}."}, "with"),
     "a pair said by oneself": (
         "midtrain",
-        {"messages": [{"role": "user", "content": f"Hello. I am {HELD['dish'][0]}."}, {"role": "user", "content": f"I like {HELD['dish'][1]}."}]},
+        {
+            "messages": [
+                {"role": "user", "content": f"Hello. I am {HELD['dish'][0]}."},
+                {"role": "user", "content": f"I like {HELD['dish'][1]}."},
+            ]
+        },
         "with",
     ),
     "a pair in a rejected answer": (
         "pairs",
-        {"prompt": "Where?", "chosen": "No.", "rejected": f"{HELD['pair'][0]} is in the {HELD['pair'][1]}.", "kind": "right"},
+        {
+            "prompt": "Where?",
+            "chosen": "No.",
+            "rejected": f"{HELD['pair'][0]} is in the {HELD['pair'][1]}.",
+            "kind": "right",
+        },
         "with",
     ),
     "a fact's question": (
@@ -264,24 +305,46 @@ PLANTED = {
     "a sum": ("base", {"text": "{1} + {0} = 7.".format(*HELD["sum"])}, "the sum"),
     "a sum told": (
         "prompts",
-        {"prompt": "Anna has {} pears. Ben has {} pears. How many pears are there together?".format(*HELD["sum"]), "answer": "1", "kind": "sum"},
+        {
+            "prompt": "Anna has {} pears. Ben has {} pears. How many pears are there together?".format(*HELD["sum"]),
+            "answer": "1",
+            "kind": "sum",
+        },
         "the sum",
     ),
     "a sum that is a step": (
         "sft",
         {
             "messages": [
-                {"role": "user", "content": f"Anna has 1 nuts. Anna gets {HELD['less'][0] - 1} nuts. Then Anna drops {HELD['less'][1]} nuts. How many?"}
+                {
+                    "role": "user",
+                    "content": f"Anna has 1 nuts. Anna gets {HELD['less'][0] - 1} nuts. Then Anna drops {HELD['less'][1]} nuts. How many?",
+                }
             ]
         },
         "the sum",
     ),
-    "a problem of known sums": ("base", {"text": "Anna has {} nuts and wins {} more. Anna drops {} nuts.".format(*HELD["chain"])}, "the problem"),
-    "a bare problem": ("prompts", {"prompt": "What is {} + {} - {}?".format(*HELD["chain"]), "answer": "1", "kind": "steps"}, "the problem"),
+    "a problem of known sums": (
+        "base",
+        {"text": "Anna has {} nuts and wins {} more. Anna drops {} nuts.".format(*HELD["chain"])},
+        "the problem",
+    ),
+    "a bare problem": (
+        "prompts",
+        {"prompt": "What is {} + {} - {}?".format(*HELD["chain"]), "answer": "1", "kind": "steps"},
+        "the problem",
+    ),
     "a comparison": ("base", {"text": "{1} is more than {0}.".format(*HELD["order"])}, "the order"),
     "a comparison of people": (
         "sft",
-        {"messages": [{"role": "user", "content": "Anna has {} nuts. Ben has {} nuts. Who has more nuts?".format(*HELD["order"])}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": "Anna has {} nuts. Ben has {} nuts. Who has more nuts?".format(*HELD["order"]),
+                }
+            ]
+        },
         "the order",
     ),
 }
@@ -304,7 +367,9 @@ def test_a_held_out_wording_with_another_content_is_found(tmp_path: Path) -> Non
     held = next(one.thing for one in lexicon(0).facts if one.thing in sentence)
     with open(tmp_path / "midtrain.jsonl", "a") as file:
         file.write(json.dumps({"messages": [{"role": "user", "content": sentence.replace(held, "cup")}]}) + "\n")
-    assert any("the wording" in one and f"line {len(rows(tmp_path, 'midtrain'))}:" in one for one in leaks(str(tmp_path)))
+    assert any(
+        "the wording" in one and f"line {len(rows(tmp_path, 'midtrain'))}:" in one for one in leaks(str(tmp_path))
+    )
 
 
 def test_a_held_out_row_put_among_the_training_rows_is_found(tmp_path: Path) -> None:
@@ -337,7 +402,10 @@ def test_the_words_are_few_and_questions_use_no_others_than_base_text(world: Pat
 def test_words_of_different_classes_do_not_collide() -> None:
     for level in (0, 1, 2):
         lex = lexicon(level)
-        for classes in ([lex.names, lex.places, lex.things, lex.animals, lex.items], [lex.names, lex.dishes, lex.places, lex.things]):
+        for classes in (
+            [lex.names, lex.places, lex.things, lex.animals, lex.items],
+            [lex.names, lex.dishes, lex.places, lex.things],
+        ):
             every = [word.lower() for words in classes for word in words]
             assert [word for word, count in Counter(every).items() if count > 1] == []
     assert lexicon(1).most > lexicon(0).most and len(lexicon(2).names) > len(lexicon(1).names) > 24
@@ -348,7 +416,9 @@ def test_pairs_differ_and_their_length_tells_nothing(world: Path) -> None:
     assert all(row["chosen"] != row["rejected"] for row in found)
     assert 0.4 < sum(row["kind"] == "right" for row in found) / len(found) < 0.6
     for kind in ("right", "form"):
-        chosen, rejected = (sum(len(row[side].split()) for row in found if row["kind"] == kind) for side in ("chosen", "rejected"))
+        chosen, rejected = (
+            sum(len(row[side].split()) for row in found if row["kind"] == kind) for side in ("chosen", "rejected")
+        )
         assert 0.85 < chosen / rejected < 1.15
     stated = [(row["chosen"], row["rejected"]) for row in found if row["kind"] == "right"]
     assert all(not right_in_form(wrong, good) for good, wrong in stated)

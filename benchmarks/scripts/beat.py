@@ -26,7 +26,9 @@ def us_per_call(call: Callable[[], object], calls: int) -> float:
 
 
 def us_after_work(call: Callable[[], object], work: torch.Tensor) -> float:
-    """The middle one of some single calls, each after 64 MB went through the caches, less that of a call that does nothing."""
+    """The middle one of some single calls, each after 64 MB went through the caches, less that of a call that does
+    nothing.
+    """
     taken: dict[Callable[[], object], list[float]] = {call: [], nothing: []}
     for _ in range(COLD_CALLS):
         for one, times in taken.items():

@@ -29,7 +29,9 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 256))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     x = torch.randn(32, 256)
     begun = 0.0

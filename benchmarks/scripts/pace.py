@@ -1,4 +1,6 @@
-"""Steps of 20 ms until BENCH_DIR/stop is there, or for SECONDS at most: pace.py SECONDS quiet|talk. One line per step if it talks."""
+"""Steps of 20 ms until BENCH_DIR/stop is there, or for SECONDS at most: pace.py SECONDS quiet|talk. One line per step
+if it talks.
+"""
 
 import os
 import sys
@@ -20,6 +22,9 @@ while time.monotonic() < begun + float(sys.argv[1]) and not (here / "stop").exis
     optimizer.step()
     step += 1
     if talk:
-        print(f"step {step} loss {weight.item():.6f} lr 1.0e-06 tokens 262144 some more words such as a training log has", flush=True)
+        print(
+            f"step {step} loss {weight.item():.6f} lr 1.0e-06 tokens 262144 some more words such as a training log has",
+            flush=True,
+        )
     if step == 1:
         (here / f"up-{os.environ['RANK']}").touch()

@@ -1,7 +1,8 @@
-"""A small gloo DDP job that saves and resumes, and fails when told to: train.py --steps N --every K [--checkpoints DIR].
+"""A small gloo DDP job that saves and resumes, and fails when told to: train.py --steps N --every K [--checkpoints
+DIR].
 
-Rank 0 writes a line per step into $BENCH_DIR/steps: restart count, step, time. Every rank leaves its pid in $BENCH_DIR/pid-RANK, and
-ends as the file $BENCH_DIR/fault-PID says, when there is one.
+Rank 0 writes a line per step into $BENCH_DIR/steps: restart count, step, time. Every rank leaves its pid in
+$BENCH_DIR/pid-RANK, and ends as the file $BENCH_DIR/fault-PID says, when there is one.
 """
 
 from __future__ import annotations
@@ -69,7 +70,9 @@ def main() -> None:
     (HERE / f"pid-{RANK}.tmp").rename(HERE / f"pid-{RANK}")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=told.timeout_s))
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     begin = 0
     if (path := newest(folder)) is not None:

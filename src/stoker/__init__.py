@@ -19,10 +19,14 @@ __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "re
 
 
 class LaunchFailed(RuntimeError):
-    """A run of stoker.launch that did not end well. `verdict` says why (docs/verdicts.md); the rest are shortcuts into it."""
+    """A run of stoker.launch that did not end well. `verdict` says why (docs/verdicts.md); the rest are shortcuts into
+    it.
+    """
 
     def __init__(self, verdict: "Any", run_dir: str, traceback: str) -> None:
-        super().__init__(verdict.summary + (f"; record: {run_dir}" if run_dir else "") + (f"\n\n{traceback}" if traceback else ""))
+        super().__init__(
+            verdict.summary + (f"; record: {run_dir}" if run_dir else "") + (f"\n\n{traceback}" if traceback else "")
+        )
         self.verdict = verdict
         self.cause: str = verdict.cause
         self.rank: int | None = verdict.rank  # the guilty one
@@ -32,12 +36,18 @@ class LaunchFailed(RuntimeError):
 
 
 def launch(
-    function: "Callable[..., Any]", /, *args: "Any", nproc: "int | str | None" = None, env: "dict[str, str] | None" = None, **options: "Any"
+    function: "Callable[..., Any]",
+    /,
+    *args: "Any",
+    nproc: "int | str | None" = None,
+    env: "dict[str, str] | None" = None,
+    **options: "Any",
 ) -> "dict[int, Any]":
     """Calls function(*args) in every rank of a run on this machine. Returns {rank: its result}; raises LaunchFailed.
 
-    nproc: ranks, or gpu, cpu, auto (default: one per usable GPU). env: variables for the ranks. options: those of `stoker run` with underscores,
-    e.g. gpus="0,1", max_restarts=2, grace="60s", quiet=True, show="none", runs_dir="...". Ctrl-C stops the run. docs/torchrun.md has examples.
+    nproc: ranks, or gpu, cpu, auto (default: one per usable GPU). env: variables for the ranks. options: those of
+    `stoker run` with underscores, e.g. gpus="0,1", max_restarts=2, grace="60s", quiet=True, show="none",
+    runs_dir="...". Ctrl-C stops the run. docs/torchrun.md has examples.
     """
     from importlib import import_module  # the launcher's modules are loaded when somebody launches
 

@@ -1,7 +1,8 @@
-"""Unlike cards in anybody's DDP loop, in two lines: docs/balance.md. Needs torch and nothing else of Stoker's; works under any launcher.
+"""Unlike cards in anybody's DDP loop, in two lines: docs/balance.md. Needs torch and nothing else of Stoker's; works
+under any launcher.
 
-loader = DataLoader(dataset, batch_sampler=balance.Sampler(dataset, batch=64))    # 64 samples a step, of all ranks together
-model = balance.attach(DistributedDataParallel(net), loader)
+loader = DataLoader(dataset, batch_sampler=balance.Sampler(dataset, batch=64))    # 64 samples a step, of all ranks
+together model = balance.attach(DistributedDataParallel(net), loader)
 """
 
 from stoker.training.balance.dropin import attach

@@ -1,4 +1,6 @@
-"""`stoker.launch`: a function instead of a script, from a script, a REPL or a notebook. `stoker run` in a child process does the work."""
+"""`stoker.launch`: a function instead of a script, from a script, a REPL or a notebook. `stoker run` in a child process
+does the work.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,25 @@ from stoker.control.verdict.launch import lost
 # The program is the function, results come back through this machine's disk, and the caller waits.
 _NOT_HERE = ("module", "no_python", "run_path", "python", "hosts", "min_hosts", "rejoin", "sync", "stage", "ssh_option", "nnodes", "node_rank", "detach",
              "dry_run", "json", "config", "ladder", "nproc_per_node", "env")  # fmt: skip
-_LAUNCHER = "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.called import entry\nentry()"
+_LAUNCHER = (
+    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nfrom stoker.cli.called import"
+    " entry\nentry()"
+)
 _RANK = "import sys\nsys.path.append({root!r})\nfrom stoker.control.rank.call import main\nmain({folder!r})\n"
 
 
-def launch(function: Callable[..., Any], args: tuple[Any, ...], nproc: int | str | None, env: dict[str, str] | None, options: dict[str, Any]) -> dict[int, Any]:
+def launch(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    nproc: int | str | None,
+    env: dict[str, str] | None,
+    options: dict[str, Any],
+) -> dict[int, Any]:
     """See stoker.launch, which has the words for people."""
     if call.importing_main:
-        raise RuntimeError("stoker.launch runs while its ranks import this script: put the call below  if __name__ == '__main__':")
+        raise RuntimeError(
+            "stoker.launch runs while its ranks import this script: put the call below  if __name__ == '__main__':"
+        )
     words = _words(nproc, options)
     folder = tempfile.mkdtemp(prefix="stoker-launch-")  # 0700
     try:
@@ -76,7 +89,9 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
         json.dump({"sys_path": caller["sys_path"], "sys_argv": caller["sys_argv"], **main}, file)
     with open(os.path.join(folder, call.CALL), "wb") as pickled:
         pickled.write(data)
-    name = "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-") or "call"
+    name = (
+        "".join(char if char.isalnum() else "-" for char in getattr(function, "__name__", "call")).strip("-") or "call"
+    )
     script = os.path.join(folder, f"{name}.py")
     with open(script, "w", encoding="utf-8") as file:
         file.write(_RANK.format(root=ROOT, folder=folder))
@@ -85,16 +100,25 @@ def _write_call(folder: str, function: Callable[..., Any], args: tuple[Any, ...]
 
 def _run(words: list[str], environment: dict[str, str]) -> int:
     """To its end. Ctrl-C goes to the run, which ends its ranks, and then to the caller."""
-    env = {name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES}  # they are of a torchrun command
+    env = {
+        name: value for name, value in environment.items() if name not in TORCHRUN_VARIABLES
+    }  # they are of a torchrun command
     # A notebook's cell shows what is written to sys.stdout, which is no file there.
     captured = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
     stream = subprocess.PIPE if captured else None
     argv = [sys.executable, "-c", _LAUNCHER.format(root=ROOT), *words]
     for own in (sys.stdout, sys.stderr):
         own.flush()  # what the caller printed before comes before
-    # stdin stays the caller's: it may be the very script that is being read. A session of its own: the terminal's Ctrl-C comes here alone.
-    child = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True)
-    relays = [threading.Thread(target=_relay, args=pair, daemon=True) for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)) if captured]
+    # stdin stays the caller's: it may be the very script that is being read. A session of its own: the terminal's
+    # Ctrl-C comes here alone.
+    child = subprocess.Popen(
+        argv, env=env, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream, start_new_session=True
+    )
+    relays = [
+        threading.Thread(target=_relay, args=pair, daemon=True)
+        for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr))
+        if captured
+    ]
     for thread in relays:
         thread.start()
     interrupted = False
@@ -126,9 +150,15 @@ def _relay(source: IO[bytes], target: IO[str]) -> None:
 def _results(folder: str, report: str) -> dict[int, Any]:
     run = reader.load(reader.read_json(report)["run_dir"])
     assert run is not None
-    found = [tuple(int(part) for part in name[: -len(".pickle")].split("-")[1:]) for name in os.listdir(folder) if name.startswith("result-")]
+    found = [
+        tuple(int(part) for part in name[: -len(".pickle")].split("-")[1:])
+        for name in os.listdir(folder)
+        if name.startswith("result-")
+    ]
     last = max((restarts for restarts, _ in found), default=0)
-    results: dict[int, Any] = dict.fromkeys(range(int(run.data["plan"]["world_size"])))  # None of a rank that left with sys.exit(0)
+    results: dict[int, Any] = dict.fromkeys(
+        range(int(run.data["plan"]["world_size"]))
+    )  # None of a rank that left with sys.exit(0)
     for restarts, rank in found:
         if restarts == last:
             with open(call.result_file(folder, restarts, rank), "rb") as file:
@@ -145,5 +175,9 @@ def _failure(code: int, report: str) -> LaunchFailed:
         what = f"the launcher ended with {code} before the run began; what it printed says why"
         return LaunchFailed(Verdict("failed", "launch.system", what, code if code > 0 else EX_SOFTWARE), "", "")
     verdict = run.verdict or lost(run.id)
-    kept = reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank)) if verdict.rank is not None else None
+    kept = (
+        reader.read_json(layout.rank_error(run.dir, verdict.attempt, verdict.rank))
+        if verdict.rank is not None
+        else None
+    )
     return LaunchFailed(verdict, run.dir, str((kept or {}).get("traceback") or ""))

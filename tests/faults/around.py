@@ -33,7 +33,11 @@ def cannot(needs: str) -> str:
     if needs == "root":
         private = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
         done = subprocess.run(private, capture_output=True, text=True, check=False) if shutil.which("unshare") else None
-        return "" if done and done.returncode == 0 else f"no tmpfs can be mounted here: {done.stderr.strip() if done else 'no unshare'}"
+        return (
+            ""
+            if done and done.returncode == 0
+            else f"no tmpfs can be mounted here: {done.stderr.strip() if done else 'no unshare'}"
+        )
     if needs == "cgroup":
         try:
             _cgroup("try").rmdir()
@@ -65,7 +69,11 @@ def cgroup(limit: str, command: list[str]) -> int:
 def _cgroup(name: str) -> Path:
     """A fresh memory cgroup below our own: version 1, else version 2."""
     mine = {line.split(":")[1]: line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
-    parent = Path("/sys/fs/cgroup/memory" + mine["memory"]) if "memory" in mine else Path("/sys/fs/cgroup" + mine.get("", "/"))
+    parent = (
+        Path("/sys/fs/cgroup/memory" + mine["memory"])
+        if "memory" in mine
+        else Path("/sys/fs/cgroup" + mine.get("", "/"))
+    )
     folder = parent / f"faults-{name}"
     folder.mkdir()
     if not any((folder / room).exists() for room in ("memory.max", "memory.limit_in_bytes")):
@@ -103,10 +111,12 @@ def holder(share: str, go: str) -> int:
     cuda = ctypes.CDLL("libcuda.so.1")
     context, memory, free, total = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_size_t()
     for code in (
-        cuda.cuInit(0), cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0), cuda.cuCtxSetCurrent(context),
+        cuda.cuInit(0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0),
+        cuda.cuCtxSetCurrent(context),
         cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(total)),
         cuda.cuMemAlloc_v2(ctypes.byref(memory), ctypes.c_size_t(int(float(share) * total.value))),
-    ):  # fmt: skip
+    ):
         assert code == 0, f"CUDA error {code}"
     signal.pause()
     return 0

@@ -48,18 +48,43 @@ class Case:
         return [found[name] for name in self.line]
 
 
-def _crash(script: str, family: str, cause: str | tuple[str, ...], code: int, ranks: int = 2, ci: bool = False, **more: object) -> Case:
+def _crash(
+    script: str, family: str, cause: str | tuple[str, ...], code: int, ranks: int = 2, ci: bool = False, **more: object
+) -> Case:
     """Named after its script. Rank 1 does it, unless `more` says otherwise."""
     given = {"rank": (1,), "exit_code": (code,), "kind": "crash", **more}
-    return Case(script.removesuffix(".py"), script, ranks, cause if isinstance(cause, tuple) else (cause,), family=family, ci=ci, **given)  # type: ignore[arg-type]
+    return Case(
+        script.removesuffix(".py"),
+        script,
+        ranks,
+        cause if isinstance(cause, tuple) else (cause,),
+        family=family,
+        ci=ci,
+        **given,
+    )  # type: ignore[arg-type]
 
 
-def _hangs(script: str, family: str, cause: str | tuple[str, ...], ranks: tuple[int, ...] = (2, 4), ci: bool = False, **more: object) -> list[Case]:
+def _hangs(
+    script: str,
+    family: str,
+    cause: str | tuple[str, ...],
+    ranks: tuple[int, ...] = (2, 4),
+    ci: bool = False,
+    **more: object,
+) -> list[Case]:
     """The same on 2 and on 4 ranks. Stoker ends the job, so the code is ours."""
     given = {"rank": (1,), "exit_code": (OURS,), "kind": "hang", "args": HANG_TIMEOUT, **more}
     causes = cause if isinstance(cause, tuple) else (cause,)
     return [
-        Case(f"{script.removesuffix('.py')}-{count}", script, count, causes, family=family, ci=ci and count == min(ranks), **given)  # type: ignore[arg-type]
+        Case(
+            f"{script.removesuffix('.py')}-{count}",
+            script,
+            count,
+            causes,
+            family=family,
+            ci=ci and count == min(ranks),
+            **given,
+        )  # type: ignore[arg-type]
         for count in ranks
     ]
 
@@ -73,10 +98,24 @@ _EXCEPTIONS = [
     _crash("crash_spawned.py", "exception", "rank.exception", 1, ranks=1, rank=(0,), line=("spawned",)),
     _crash("crash_breakpoint.py", "exception", "rank.breakpoint", 1, rank=(0, 1), line=("breakpoint",)),
     _crash(
-        "crash_full_tmp.py", "exception", "rank.exception", 1, needs="root", around=("mount", "16m", "/mnt", "env", "TMPDIR=/mnt"), script_args=("/mnt",),
+        "crash_full_tmp.py",
+        "exception",
+        "rank.exception",
+        1,
+        needs="root",
+        around=("mount", "16m", "/mnt", "env", "TMPDIR=/mnt"),
+        script_args=("/mnt",),
         line=("full-tmp",),
     ),
-    _crash("crash_import.py", "environment", "env.import", 1, ci=True, args=("--max-restarts", "3"), torchrun_args=("--max-restarts", "3")),
+    _crash(
+        "crash_import.py",
+        "environment",
+        "env.import",
+        1,
+        ci=True,
+        args=("--max-restarts", "3"),
+        torchrun_args=("--max-restarts", "3"),
+    ),
     _crash("crash_syntax.py", "environment", "env.syntax", 1),
 ]
 
@@ -118,7 +157,9 @@ _BETWEEN_RANKS = [
     *_hangs("hang_subgroup_order.py", "mismatch", "gloo.diverged", ranks=(4,)),
     *_hangs("hang_subgroup_order.py", "mismatch", "gloo.diverged", ranks=(2,), rank=(None,)),
     *_hangs("hang_unequal_barrier.py", "mismatch", "gloo.unequal-batches"),
-    *_hangs("hang_recv.py", "mismatch", "gloo.diverged", rank=(0, 1)),  # one receives what the other never sends: the verdict names both
+    *_hangs(
+        "hang_recv.py", "mismatch", "gloo.diverged", rank=(0, 1)
+    ),  # one receives what the other never sends: the verdict names both
     _crash("crash_shape_smaller.py", "mismatch", "hang.shape-mismatch", ABORTED, ranks=4),
     _crash("crash_shape_larger.py", "mismatch", "hang.shape-mismatch", ABORTED, ranks=4, exit_code=(ABORTED, OURS, 1)),
     _crash("crash_extra_collective.py", "mismatch", "gloo.diverged", ABORTED, ranks=4),
@@ -127,12 +168,38 @@ _BETWEEN_RANKS = [
 _DATA = [
     _crash("data_worker_killed.py", "data", "data.worker-died", 1, ci=True),
     _crash("data_file_missing.py", "data", "data.file-missing", 1),
-    _crash("data_no_space.py", "data", "data.no-space", 1, needs="root", around=("mount", "4m", "/mnt"), script_args=("/mnt",)),
-    _crash("data_no_space_checkpoint.py", "data", "data.no-space", 1, needs="root", around=("mount", "4m", "/mnt"), script_args=("/mnt",)),
+    _crash(
+        "data_no_space.py",
+        "data",
+        "data.no-space",
+        1,
+        needs="root",
+        around=("mount", "4m", "/mnt"),
+        script_args=("/mnt",),
+    ),
+    _crash(
+        "data_no_space_checkpoint.py",
+        "data",
+        "data.no-space",
+        1,
+        needs="root",
+        around=("mount", "4m", "/mnt"),
+        script_args=("/mnt",),
+    ),
     _crash("data_too_many_files.py", "data", "data.too-many-files", 1),
     _crash("data_corrupt_safetensors.py", "data", "data.corrupt", 1, needs="safetensors"),
     _crash("data_corrupt_checkpoint.py", "data", "data.corrupt", 1),
-    _crash("data_shm.py", "data", "data.shm", OURS, kind="hang", args=HANG_TIMEOUT, needs="root", around=("mount", "1m", "/dev/shm"), exit_code=(OURS, 1)),
+    _crash(
+        "data_shm.py",
+        "data",
+        "data.shm",
+        OURS,
+        kind="hang",
+        args=HANG_TIMEOUT,
+        needs="root",
+        around=("mount", "1m", "/dev/shm"),
+        exit_code=(OURS, 1),
+    ),
     _crash("data_shm_bus_error.py", "data", "data.shm", 1, needs="root", around=("mount", "1m", "/dev/shm")),
 ]
 
@@ -146,22 +213,70 @@ _NUMBERS = [
 _SLOW = [
     _crash("slow_data.py", "slow", "slow.data", 0, ranks=4, kind="slow"),
     _crash(
-        "slow_cpu.py", "slow", ("slow.code", "slow.cpu"), 0, kind="slow", ci=True,
+        "slow_cpu.py",
+        "slow",
+        ("slow.code", "slow.cpu"),
+        0,
+        kind="slow",
+        ci=True,
         reason="it burns CPU at one line: which of both is seen depends on whether a core is free for it",
     ),
 ]
 
 _MEMORY = [
-    Case("memory_cgroup", "memory_grows.py", 2, ("oom.host",), (1,), (KILLED,), "memory", "memory", needs="cgroup", around=("cgroup", "1000m")),
-    Case("memory_ram_limit", "memory_grows.py", 2, ("oom.ram-limit",), (1,), (OURS,), "memory", "memory", args=("--ram-limit", "1GB"), torchrun=False),
+    Case(
+        "memory_cgroup",
+        "memory_grows.py",
+        2,
+        ("oom.host",),
+        (1,),
+        (KILLED,),
+        "memory",
+        "memory",
+        needs="cgroup",
+        around=("cgroup", "1000m"),
+    ),
+    Case(
+        "memory_ram_limit",
+        "memory_grows.py",
+        2,
+        ("oom.ram-limit",),
+        (1,),
+        (OURS,),
+        "memory",
+        "memory",
+        args=("--ram-limit", "1GB"),
+        torchrun=False,
+    ),
     _crash("memory_address_space.py", "memory", "oom.host-allocation", 1, kind="memory", ci=True),
     _crash("memory_allocator.py", "memory", "oom.host-allocation", 1, kind="memory"),
 ]
 
 _AGAIN = ("--max-restarts", "3")
 _RESTARTS = [
-    _crash("restart_crash_loop.py", "restart", "rank.exception", 1, kind="restart", args=_AGAIN, torchrun_args=_AGAIN, attempts=2, says="deterministic", ci=True),
-    _crash("restart_once.py", "restart", "completed", 0, kind="restart", args=_AGAIN, torchrun_args=_AGAIN, attempts=2, rank=(None,)),
+    _crash(
+        "restart_crash_loop.py",
+        "restart",
+        "rank.exception",
+        1,
+        kind="restart",
+        args=_AGAIN,
+        torchrun_args=_AGAIN,
+        attempts=2,
+        says="deterministic",
+        ci=True,
+    ),
+    _crash(
+        "restart_once.py",
+        "restart",
+        "completed",
+        0,
+        kind="restart",
+        args=_AGAIN,
+        torchrun_args=_AGAIN,
+        attempts=2,
+        rank=(None,),
+    ),
 ]
 
 _LAUNCH = [
@@ -186,7 +301,18 @@ _GPU = [
     _gpu("gpu_illegal_access.py", "gpu.illegal-access", 1, exit_code=(1, ABORTED)),
     _gpu("gpu_endless_kernel.py", "hang.gpu-kernel", OURS, kind="hang", args=HANG_TIMEOUT),
     _gpu("gpu_killed_holding.py", "rank.killed", KILLED),
-    Case("gpu_duplicate", "gpu_duplicate.py", 2, ("gpu.duplicate",), (0, 1, None), (1, ABORTED), "crash", "gpu", args=("--share-gpus",), needs="gpu"),
+    Case(
+        "gpu_duplicate",
+        "gpu_duplicate.py",
+        2,
+        ("gpu.duplicate",),
+        (0, 1, None),
+        (1, ABORTED),
+        "crash",
+        "gpu",
+        args=("--share-gpus",),
+        needs="gpu",
+    ),
     _gpu("gpu_ordinal.py", "gpu.ordinal", 1),
 ]
 
@@ -229,9 +355,20 @@ def _style(style: str, mistake: str, guilty: int, ranks: int, ci: bool = False) 
     nobody = mistake == "nan" or (mistake == "first-time-apart" and ranks == 2)
     args = HANG_TIMEOUT if kind == "hang" else ()
     return Case(
-        f"{style}_{mistake}-{guilty}of{ranks}", f"style_{style}.py", ranks, (cause,), (None,) if nobody else (guilty,), codes, kind, "style", args,
-        script_args=(mistake, str(guilty)), needs=_NEEDS.get(style, ""), line=line, ci=ci,
-    )  # fmt: skip
+        f"{style}_{mistake}-{guilty}of{ranks}",
+        f"style_{style}.py",
+        ranks,
+        (cause,),
+        (None,) if nobody else (guilty,),
+        codes,
+        kind,
+        "style",
+        args,
+        script_args=(mistake, str(guilty)),
+        needs=_NEEDS.get(style, ""),
+        line=line,
+        ci=ci,
+    )
 
 
 _STYLES = [

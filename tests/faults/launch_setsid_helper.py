@@ -7,7 +7,9 @@ from training import steps
 
 for step in steps():
     if step == 0:
-        helper = subprocess.Popen(["setsid", "sleep", str(HANG_S)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        helper = subprocess.Popen(
+            ["setsid", "sleep", str(HANG_S)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         subprocess.run(["sh", "-c", f"(setsid sleep {HANG_S} >/dev/null 2>&1 &) &"], check=True)
     if guilty(step):
         fault()

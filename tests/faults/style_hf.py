@@ -28,16 +28,25 @@ class OwnBatches(Trainer):
 
     def get_train_dataloader(self) -> torch.utils.data.DataLoader:
         return torch.utils.data.DataLoader(
-            Samples(length()), batch_size=None, num_workers=WORKERS, prefetch_factor=1 if WORKERS else None, collate_fn=lambda batch: {"x": batch}
+            Samples(length()),
+            batch_size=None,
+            num_workers=WORKERS,
+            prefetch_factor=1 if WORKERS else None,
+            collate_fn=lambda batch: {"x": batch},
         )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     arguments = TrainingArguments(
-        output_dir=os.environ.get("FAULTS_DIR", "out"), use_cpu=True, max_steps=400, logging_steps=1, save_strategy="no", report_to="none",
+        output_dir=os.environ.get("FAULTS_DIR", "out"),
+        use_cpu=True,
+        max_steps=400,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
         per_device_train_batch_size=8,
-    )  # fmt: skip
+    )
     OwnBatches(Model(), arguments, train_dataset=Samples(), callbacks=[Mistake()]).train()
 
 

@@ -34,9 +34,17 @@ def main() -> None:
     lightning.seed_everything(0, verbose=False)
     loader = DataLoader(Samples(STEPS), batch_size=None, num_workers=WORKERS, prefetch_factor=1 if WORKERS else None)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=WORLD, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False,
-        use_distributed_sampler=False, callbacks=[TQDMProgressBar(refresh_rate=1)], default_root_dir=os.environ.get("FAULTS_DIR", "."),
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=WORLD,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[TQDMProgressBar(refresh_rate=1)],
+        default_root_dir=os.environ.get("FAULTS_DIR", "."),
+    )
     trainer.fit(Model(), loader)
 
 

@@ -1,9 +1,9 @@
 """The healthy job that every fault script breaks: a tiny DDP model on gloo, 50 ms a step.
 
-    for step in steps():          yields before each step; what the loop's body does there is the fault
-        if guilty(step):
-            fault()
-            raise ValueError("boom")
+for step in steps():          yields before each step; what the loop's body does there is the fault
+    if guilty(step):
+        fault()
+        raise ValueError("boom")
 """
 
 from __future__ import annotations

@@ -25,7 +25,12 @@ class Slow(Dataset[torch.Tensor]):
 def main() -> None:
     told = arguments(seconds=8.0, every=70, workers=2, context="fork", steps=140)
     tiny = Tiny()
-    batches = DataLoader(Slow(told.steps, told.every, told.seconds), batch_size=1, num_workers=told.workers, multiprocessing_context=told.context)
+    batches = DataLoader(
+        Slow(told.steps, told.every, told.seconds),
+        batch_size=1,
+        num_workers=told.workers,
+        multiprocessing_context=told.context,
+    )
     for batch in batches:
         tiny.batch = batch.expand(16, 64) / 1000
         tiny.step(0.02)

@@ -31,7 +31,11 @@ class Outcome:
 def outcome(run_dir: Path) -> Outcome:
     events = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
     verdict_file = run_dir / "verdict.json"
-    verdict: dict[str, Any] = json.loads(verdict_file.read_text()) if verdict_file.exists() else {"status": "none", "summary": "no verdict was written"}
+    verdict: dict[str, Any] = (
+        json.loads(verdict_file.read_text())
+        if verdict_file.exists()
+        else {"status": "none", "summary": "no verdict was written"}
+    )
     return Outcome(
         verdict["status"],
         verdict["summary"],

@@ -35,7 +35,12 @@ for epoch in range(told.epochs):
         scheduler.step()
         tiny.optimizer.zero_grad()
         if step % 10 == 0:
-            log(loss=f"{total:.4f}", grad_norm=f"{norm.item():.4f}", learning_rate=scheduler.get_last_lr()[0], epoch=epoch + step / told.steps)
+            log(
+                loss=f"{total:.4f}",
+                grad_norm=f"{norm.item():.4f}",
+                learning_rate=scheduler.get_last_lr()[0],
+                epoch=epoch + step / told.steps,
+            )
     with torch.no_grad():
         end = time.monotonic() + told.evaluation
         while time.monotonic() < end:

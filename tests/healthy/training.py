@@ -43,7 +43,9 @@ class Tiny:
     def __init__(self, width: int = 64) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
-        self.model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width)))
+        self.model = DistributedDataParallel(
+            torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.ReLU(), torch.nn.Linear(width, width))
+        )
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.batch = torch.randn(16, width)
         self.steps = 0

@@ -10,7 +10,14 @@ import threading
 import time
 from typing import Any
 
-MACHINE = {"hostname": "evil", "cores": 2, "memory_total": 10**10, "memory_available": 9 * 10**9, "gpus": [], "schema": 1}
+MACHINE = {
+    "hostname": "evil",
+    "cores": 2,
+    "memory_total": 10**10,
+    "memory_available": 9 * 10**9,
+    "gpus": [],
+    "schema": 1,
+}
 
 
 def say(message: dict[str, Any], payload: bytes = b"") -> None:
@@ -49,7 +56,10 @@ def answer(order: dict[str, Any]) -> None:
     if do in ("open", "look"):
         say({"is": "host", "machine": MACHINE, "held": {}, "selves": [[1, 2]], "found": [], "visible": None})
     elif do == "probe" and order["what"] == "ready":
-        say({"is": "probe", "ask": order["ask"], "what": "ready"}, json.dumps({"problems": [], "shared": True, "unwritable": ""}).encode())
+        say(
+            {"is": "probe", "ask": order["ask"], "what": "ready"},
+            json.dumps({"problems": [], "shared": True, "unwritable": ""}).encode(),
+        )
     elif do == "probe":
         say({"is": "probe", "ask": order["ask"], "what": order["what"]}, b'{"error": "not here"}')
     elif do == "lock":

@@ -116,7 +116,9 @@ SETTINGS: dict[str, Callable[[Path], None]] = {
     ".json not a number": text('{"shutdown_timeout": NaN}'),
     ".json infinite": text('{"max_restarts": 1e400}'),
 }
-add("run --config", lambda path: ["run", "--dry-run", "--config", str(path), _script(path.parent)], "settings", SETTINGS)
+add(
+    "run --config", lambda path: ["run", "--dry-run", "--config", str(path), _script(path.parent)], "settings", SETTINGS
+)
 TRAIN: dict[str, Callable[[Path], None]] = {
     ".yaml an alias bomb": text(ALIAS_BOMB),
     ".json deep objects": text(DEEP_JSON),
@@ -184,7 +186,11 @@ def _one_word_many_rows() -> dict[str, Any]:
     """A dictionary with one text of 8 MB, in a thousand rows: 8 GB from a few KB."""
     import pyarrow
 
-    return {"text": pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array(["x " * (4 << 20)]))}
+    return {
+        "text": pyarrow.DictionaryArray.from_arrays(
+            pyarrow.array([0] * 1000, pyarrow.int32()), pyarrow.array(["x " * (4 << 20)])
+        )
+    }
 
 
 def _data_folder(write: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -223,7 +229,9 @@ DATA: dict[str, Callable[[Path], None]] = {
     ".txt a byte-order mark alone": text(b"\xef\xbb\xbf"),
     ".jsonl NaN for a text": text('{"text": NaN}\n'),
     ".parquet one text of 8 MB in 1,000 rows": _parquet(_one_word_many_rows, store_schema=False),
-    ".parquet one text of 700 MB": _parquet(lambda: {"text": ["x" * (700 << 20)]}, use_dictionary=False, compression="zstd", write_statistics=False),
+    ".parquet one text of 700 MB": _parquet(
+        lambda: {"text": ["x" * (700 << 20)]}, use_dictionary=False, compression="zstd", write_statistics=False
+    ),
     ".parquet bent metadata": _bent,
     ".parquet control codes in a column's name": _parquet(lambda: {"\x1b]0;owned\x07": ["x"]}),
     ".parquet another kind of column": _parquet(lambda: {"text": [[1, 2], [3]]}),
@@ -234,7 +242,19 @@ DATA: dict[str, Callable[[Path], None]] = {
 
 def _prepare(path: Path, tokenizer: str = "bytes") -> list[str]:
     cache = path.parent / "cache"
-    return ["prepare", "--data", str(path), "--tokenizer.path", tokenizer, "--data.cache", str(cache), "--data.context_length", "16", "--data.validation", "0"]
+    return [
+        "prepare",
+        "--data",
+        str(path),
+        "--tokenizer.path",
+        tokenizer,
+        "--data.cache",
+        str(cache),
+        "--data.context_length",
+        "16",
+        "--data.validation",
+        "0",
+    ]
 
 
 add("prepare --data", _prepare, "data", DATA)
@@ -309,11 +329,16 @@ def bytes_tokenizer_file(where: Path) -> None:
     (where / "tokenizer.json").write_bytes(bytes_tokenizer().data)
 
 
-add("tokenizer", _prepare_with, "words/", {
-    "tokenizer_config.json config: deep": _tokenizer_config(text(DEEP_JSON)),
-    "tokenizer_config.json config: a list": _tokenizer_config(text("[1]")),
-    "tokenizer_config.json config: a device": _tokenizer_config(zeros),
-})  # fmt: skip
+add(
+    "tokenizer",
+    _prepare_with,
+    "words/",
+    {
+        "tokenizer_config.json config: deep": _tokenizer_config(text(DEEP_JSON)),
+        "tokenizer_config.json config: a list": _tokenizer_config(text("[1]")),
+        "tokenizer_config.json config: a device": _tokenizer_config(zeros),
+    },
+)
 
 # ---- stoker export: models ----
 
@@ -394,7 +419,9 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "model.safetensors a folder": _in_model(folder),
     "model.safetensors an empty file": _in_model(text("")),
     "model.safetensors a header of 2^63 bytes": _in_model(lambda path: write_weights(path, b"{}", 0, 1 << 63)),
-    "model.safetensors a header of 200 MB": _in_model(lambda path: (write_weights(path, b"{}", 0, 200 << 20), os.truncate(path, 1 << 30))[0]),
+    "model.safetensors a header of 200 MB": _in_model(
+        lambda path: (write_weights(path, b"{}", 0, 200 << 20), os.truncate(path, 1 << 30))[0]
+    ),
     "model.safetensors a deep header": _in_model(lambda path: write_weights(path, DEEP_JSON.encode(), 0)),
     "model.safetensors a header that is a list": _in_model(lambda path: write_weights(path, b"[1]", 0)),
     "model.safetensors metadata that is a list": _weights(lambda header: header.update(__metadata__=[1])),
@@ -410,8 +437,12 @@ MODELS: dict[str, Callable[[Path], None]] = {
     "model.safetensors three offsets": _weights(_set(NAME, "data_offsets", to=[0, 1, 2])),
     "model.safetensors two tensors in the same bytes": _weights(_set("model.norm.weight", "data_offsets", to=[0, 64])),
     "model.safetensors bytes that are missing": _weights(lambda header: None, data=100),
-    f"{INDEX} a shard outside": _in_model(text(json.dumps({"weight_map": {NAME: "../../../etc/passwd.safetensors"}})), _NO_WEIGHTS),
-    f"{INDEX} an absolute shard": _in_model(text(json.dumps({"weight_map": {NAME: "/etc/x.safetensors"}})), _NO_WEIGHTS),
+    f"{INDEX} a shard outside": _in_model(
+        text(json.dumps({"weight_map": {NAME: "../../../etc/passwd.safetensors"}})), _NO_WEIGHTS
+    ),
+    f"{INDEX} an absolute shard": _in_model(
+        text(json.dumps({"weight_map": {NAME: "/etc/x.safetensors"}})), _NO_WEIGHTS
+    ),
     f"{INDEX} a shard with a NUL": _in_model(text('{"weight_map": {"a": "x\\u0000.safetensors"}}'), _NO_WEIGHTS),
     f"{INDEX} a shard that is a list": _in_model(text('{"weight_map": {"a": ["x.safetensors"]}}'), _NO_WEIGHTS),
     f"{INDEX} no map": _in_model(text('{"weight_map": [1]}'), _NO_WEIGHTS),
@@ -440,7 +471,10 @@ def _run_json(content: Callable[[Path], None]) -> Make:
     return make
 
 
-CASES |= {f"why: run.json is {label}": _run_json(write) for label, write in (("deep", text(DEEP_JSON)), ("a named pipe", fifo), ("a device", zeros))}
+CASES |= {
+    f"why: run.json is {label}": _run_json(write)
+    for label, write in (("deep", text(DEEP_JSON)), ("a named pipe", fifo), ("a device", zeros))
+}
 
 
 def _nan(content: Callable[[Path], None]) -> Make:
@@ -453,7 +487,10 @@ def _nan(content: Callable[[Path], None]) -> Make:
     return make
 
 
-CASES |= {f"nan: report.json is {label}": _nan(write) for label, write in (("deep", text(DEEP_JSON)), ("a list", text("[]")), ("a device", zeros))}
+CASES |= {
+    f"nan: report.json is {label}": _nan(write)
+    for label, write in (("deep", text(DEEP_JSON)), ("a list", text("[]")), ("a device", zeros))
+}
 
 
 def _own_script(content: Callable[[Path], None]) -> Make:
@@ -470,9 +507,26 @@ CASES |= {
     "script: a named pipe": _own_script(fifo),
     "script: a device": _own_script(zeros),
     "script: NUL bytes": _own_script(text(b"print(1)\0\n")),
-    "script: control codes in its name": lambda where: ["run", "--dry-run", str(where / "gone\x1b]0;owned\x07\nstoker: fine.py")],
-    "script: a name that is not UTF-8": lambda where: ["run", "--dry-run", os.fsdecode(os.fsencode(where) + b"/gone\xff\xfe.py")],
-    "doctor: a deep recorded machine": lambda where: (text(DEEP_JSON)(where / "m.json"), ["doctor", "--machine", str(where / "m.json")])[1],
-    "doctor: a machine that is a list": lambda where: (text("[1]")(where / "m.json"), ["doctor", "--machine", str(where / "m.json")])[1],
-    "doctor: a machine of other types": lambda where: (text('{"machine": {"gpus": 3}}')(where / "m.json"), ["doctor", "--machine", str(where / "m.json")])[1],
+    "script: control codes in its name": lambda where: [
+        "run",
+        "--dry-run",
+        str(where / "gone\x1b]0;owned\x07\nstoker: fine.py"),
+    ],
+    "script: a name that is not UTF-8": lambda where: [
+        "run",
+        "--dry-run",
+        os.fsdecode(os.fsencode(where) + b"/gone\xff\xfe.py"),
+    ],
+    "doctor: a deep recorded machine": lambda where: (
+        text(DEEP_JSON)(where / "m.json"),
+        ["doctor", "--machine", str(where / "m.json")],
+    )[1],
+    "doctor: a machine that is a list": lambda where: (
+        text("[1]")(where / "m.json"),
+        ["doctor", "--machine", str(where / "m.json")],
+    )[1],
+    "doctor: a machine of other types": lambda where: (
+        text('{"machine": {"gpus": 3}}')(where / "m.json"),
+        ["doctor", "--machine", str(where / "m.json")],
+    )[1],
 }

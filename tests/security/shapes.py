@@ -21,10 +21,26 @@ def shapes(place: str) -> dict[str, tuple[str, str]]:
     return {
         "private key": ("-----BEGIN RSA " + "PRIVATE KEY-----\n" + pem + "-----END RSA " + "PRIVATE KEY-----", body),
         "private key, cut": ("-----BEGIN " + "PRIVATE KEY-----\n" + pem, body),
-        "private key, escaped": ('{"private_key": "-----BEGIN ' + "PRIVATE KEY-----\\n" + pem.replace("\n", "\\n") + "-----END " + 'PRIVATE KEY-----\\n"}', body),
-        "azure account": ("DefaultEndpointsProtocol=https;AccountName=me;AccountKey=" + long + "==;EndpointSuffix=core.windows.net", long),
-        "azure sas": ("https://me.blob.core.windows.net/c/x?sv=2023-01-03&se=2026-01-01&sr=b&sig=" + long + "%3D", long),
-        "s3 signature": ("https://bucket.s3.amazonaws.com/x?X-Amz-Algorithm=A&X-Amz-Date=20260101T000000Z&X-Amz-Signature=" + hex, hex),
+        "private key, escaped": (
+            '{"private_key": "-----BEGIN '
+            + "PRIVATE KEY-----\\n"
+            + pem.replace("\n", "\\n")
+            + "-----END "
+            + 'PRIVATE KEY-----\\n"}',
+            body,
+        ),
+        "azure account": (
+            "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=" + long + "==;EndpointSuffix=core.windows.net",
+            long,
+        ),
+        "azure sas": (
+            "https://me.blob.core.windows.net/c/x?sv=2023-01-03&se=2026-01-01&sr=b&sig=" + long + "%3D",
+            long,
+        ),
+        "s3 signature": (
+            "https://bucket.s3.amazonaws.com/x?X-Amz-Algorithm=A&X-Amz-Date=20260101T000000Z&X-Amz-Signature=" + hex,
+            hex,
+        ),
         "basic auth": ("Authorization: Basic " + basic, basic),
         "basic auth, bare": ("sent Basic " + basic, basic),
         "bearer": ("Authorization: Bearer " + body, body),
@@ -65,7 +81,10 @@ def shapes(place: str) -> dict[str, tuple[str, str]]:
         "xml": ("<server><password>" + body + "</password></server>", body),
         "flag": ("deploy --password " + body + " now", body),
         "flag in quotes": ("deploy --password 'two " + body + "' now", body),
-        "command that failed": ("Command '['curl', '-u', 'me:" + body + "', 'https://example.org']' returned non-zero exit status 22.", body),
+        "command that failed": (
+            "Command '['curl', '-u', 'me:" + body + "', 'https://example.org']' returned non-zero exit status 22.",
+            body,
+        ),
         "flags that failed": ("Command '['deploy', '--password', '" + body + "']' timed out", body),
         "python": ("os.environ['OPENAI_API_KEY'] = '" + body + "'", body),
         "letters only": ("login(token='" + letters[:9] + "')", letters[:9]),

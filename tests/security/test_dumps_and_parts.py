@@ -45,8 +45,14 @@ REPORT = Report(
     inputs=(STATS,),
     advice=("lower it",),
 )
-DUMP: dict[str, Any] = {"report": REPORT.to_json(), "files": {"cut": {"output": "1 of 2 rows"}, "left_out": {"parameters.safetensors": "no room"}}}
-BATCH: dict[str, Any] = {"schema": 1, "samples": [{"micro_batch": 0, "id": 4, "tokens": [1, 2], "text": "ab", "targets": 2}]}
+DUMP: dict[str, Any] = {
+    "report": REPORT.to_json(),
+    "files": {"cut": {"output": "1 of 2 rows"}, "left_out": {"parameters.safetensors": "no room"}},
+}
+BATCH: dict[str, Any] = {
+    "schema": 1,
+    "samples": [{"micro_batch": 0, "id": 4, "tokens": [1, 2], "text": "ab", "targets": 2}],
+}
 
 
 def read_dump(folder: Path) -> None:

@@ -93,10 +93,32 @@ REFUSED: dict[str, Callable[[], list[str]]] = {
     "a config's key": lambda: ["run", "--dry-run", "--config", evil_file("c.json", {EVIL: 1}), script()],
     "a config's value": lambda: ["run", "--dry-run", "--config", evil_file("c.json", {"master_port": EVIL}), script()],
     "a config's name": lambda: ["run", "--dry-run", "--config", f"{EVIL}.yaml", script()],
-    "a training config's key": lambda: ["train", "pretrain", "--dry-run", "--data", script(), "--config", evil_file("c.json", {"optim": {EVIL: 1}})],
-    "a training config's value": lambda: ["train", "pretrain", "--dry-run", "--data", script(), "--config", evil_file("c.json", {"optim": {"kind": EVIL}})],
+    "a training config's key": lambda: [
+        "train",
+        "pretrain",
+        "--dry-run",
+        "--data",
+        script(),
+        "--config",
+        evil_file("c.json", {"optim": {EVIL: 1}}),
+    ],
+    "a training config's value": lambda: [
+        "train",
+        "pretrain",
+        "--dry-run",
+        "--data",
+        script(),
+        "--config",
+        evil_file("c.json", {"optim": {"kind": EVIL}}),
+    ],
     "a stage": lambda: ["train", EVIL],
-    "a host's name": lambda: ["run", "--dry-run", "--hosts", evil_file("h.json", {"hosts": [{"host": EVIL}]}), script()],
+    "a host's name": lambda: [
+        "run",
+        "--dry-run",
+        "--hosts",
+        evil_file("h.json", {"hosts": [{"host": EVIL}]}),
+        script(),
+    ],
     "a host's key": lambda: ["run", "--dry-run", "--hosts", evil_file("h.json", {"hosts": [{EVIL: 1}]}), script()],
     "a list of hosts": lambda: ["run", "--dry-run", "--hosts", f"a,{EVIL}", script()],
     "a row's keys": lambda: evil_data({EVIL: "x"}),
@@ -118,17 +140,33 @@ def test_refusals_quote_foreign_text_safely(case: str, capfd: pytest.CaptureFixt
     main(REFUSED[case]())
     out, err = capfd.readouterr()
     check_text(out + err)
-    assert "owned" in out + err or case in ("a row's text", "a script's text", "a recorded machine"), "the foreign text is not even quoted: the test tests nothing"
+    assert "owned" in out + err or case in ("a row's text", "a script's text", "a recorded machine"), (
+        "the foreign text is not even quoted: the test tests nothing"
+    )
 
 
 def evil_run(root: Path) -> dict[str, Any]:
     """A run directory that somebody else wrote."""
     run = root / "20260101-000000-evil"
     run.mkdir(parents=True)
-    (run / "run.json").write_text(json.dumps({"name": EVIL, "started": 1.0, "launcher": {"pid": 1, "start": 1, "host": ""}, "plan": {"world_size": 1}}))
+    (run / "run.json").write_text(
+        json.dumps(
+            {"name": EVIL, "started": 1.0, "launcher": {"pid": 1, "start": 1, "host": ""}, "plan": {"world_size": 1}}
+        )
+    )
     verdict = {
-        "status": EVIL, "cause": EVIL, "summary": EVIL, "exit_code": 1, "rank": 0, "host": EVIL, "evidence": [EVIL], "fix": [EVIL], "schema": 1, "run": EVIL, "attempt": 0,
-    }  # fmt: skip
+        "status": EVIL,
+        "cause": EVIL,
+        "summary": EVIL,
+        "exit_code": 1,
+        "rank": 0,
+        "host": EVIL,
+        "evidence": [EVIL],
+        "fix": [EVIL],
+        "schema": 1,
+        "run": EVIL,
+        "attempt": 0,
+    }
     (run / "verdict.json").write_text(json.dumps(verdict))
     (run / "events.jsonl").write_text(json.dumps({"event": "restart", "cause": EVIL, "time": 1.0}) + "\n")
     return verdict
@@ -149,7 +187,9 @@ def test_the_record_of_a_run_is_shown_safely(tmp_path: Path, capfd: pytest.Captu
     assert json.loads(capfd.readouterr().out)["runs"][0]["name"] == EVIL
 
 
-def test_what_nvml_and_proc_say_is_shown_safely(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nvml_and_proc_say_is_shown_safely(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     holder = {"pid": 4242, "memory": 10**9, "command": f"python {EVIL}", "user": EVIL, "run": EVIL, "age": 3.0}
     card = gpu_json(0, name=EVIL, memory_used=20 * 10**9, holders=[holder])
     (tmp_path / "machine.json").write_text(json.dumps(machine_json([card], hostname=EVIL, driver=EVIL)))
@@ -157,7 +197,12 @@ def test_what_nvml_and_proc_say_is_shown_safely(tmp_path: Path, capfd: pytest.Ca
     whole = json.loads((Path(__file__).parents[1] / "machines" / "box8-healthy.json").read_text())
     whole["machine"] |= machine_json([card], hostname=EVIL, driver=EVIL, gpu_error=EVIL)
     path.write_text(json.dumps(whole))
-    for argv in (["doctor", "--machine", str(path)], ["clean"], ["run", "--dry-run", script()], ["run", "--nproc-per-node", "9", script()]):
+    for argv in (
+        ["doctor", "--machine", str(path)],
+        ["clean"],
+        ["run", "--dry-run", script()],
+        ["run", "--nproc-per-node", "9", script()],
+    ):
         main(argv)
         out, err = capfd.readouterr()
         check_text(out + err)
@@ -166,18 +211,24 @@ def test_what_nvml_and_proc_say_is_shown_safely(tmp_path: Path, capfd: pytest.Ca
     out, _ = capfd.readouterr()
     check_text(out)
     assert json.loads(out)["examination"]["machine"]["gpus"][0]["name"] == EVIL
-    monkeypatch.setattr(clean_command.debris, "find_locks", lambda: ([Lock(f"GPU-{EVIL}", True, EVIL)], [f"{EVIL} is no lock file"]))
+    monkeypatch.setattr(
+        clean_command.debris, "find_locks", lambda: ([Lock(f"GPU-{EVIL}", True, EVIL)], [f"{EVIL} is no lock file"])
+    )
     main(["clean"])
     out, _ = capfd.readouterr()
     check_text(out)
     assert "held by" in out
 
 
-def test_a_process_with_a_hostile_command_line_is_shown_safely(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_with_a_hostile_command_line_is_shown_safely(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     tag = {"STOKER_RUN_ID": "20260101-gone", "STOKER_RUN_DIR": str(tmp_path / "runs" / "20260101-gone")}
     (tmp_path / "runs").mkdir()
     command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)", EVIL]
-    with subprocess.Popen(command, env={**os.environ, **tag}, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, env={**os.environ, **tag}, stdout=subprocess.PIPE, start_new_session=True
+    ) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == b"up\n"
             main(["clean", "--runs-dir", str(tmp_path / "runs")])
@@ -202,9 +253,18 @@ def test_an_exception_is_quoted_safely_and_the_ranks_own_output_stays_its_own(st
 
 
 def test_a_rank_may_write_anything_as_its_error_file(stoker: Stoker) -> None:
-    texts = ["[" * 100_000, "[1]", '{"type": 5, "message": [1]}', json.dumps({"message": {"message": EVIL, "extraInfo": {"py_callstack": EVIL}}}), '{"type": "X"}', "\\xff\\xfe"]
+    texts = [
+        "[" * 100_000,
+        "[1]",
+        '{"type": 5, "message": [1]}',
+        json.dumps({"message": {"message": EVIL, "extraInfo": {"py_callstack": EVIL}}}),
+        '{"type": "X"}',
+        "\\xff\\xfe",
+    ]
     for text in texts:
-        stoker.script("bad.py", f"import os, sys\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r})\nsys.exit(3)\n")
+        stoker.script(
+            "bad.py", f"import os, sys\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write({text!r})\nsys.exit(3)\n"
+        )
         done = stoker("run", "bad.py")
         assert done.code == 3 and "Traceback" not in done.err, done.err
         check_text(done.err)
@@ -242,7 +302,9 @@ def test_prints_are_cleaned_and_progress_bars_still_draw(monkeypatch: pytest.Mon
             print("\x07")
         assert sys.stdout.getvalue() == out.getvalue()
     assert sys.stdout is out and sys.stderr is err
-    check_text(out.getvalue().replace("\nstoker: forged", "\n forged"))  # an end of line is print's own: one-line texts are cleaned where they are put in
+    check_text(
+        out.getvalue().replace("\nstoker: forged", "\n forged")
+    )  # an end of line is print's own: one-line texts are cleaned where they are put in
     assert err.getvalue().startswith("\r50 % ") and err.getvalue().endswith("\x1b[K\r\x1b[K")
     check_text(err.getvalue().replace("\x1b[K", "").replace("\r", ""))
 

@@ -68,7 +68,28 @@ def bent_bytes(data: bytes, dice: random.Random) -> bytes:
         elif what < 0.6:
             del made[at : at + dice.randrange(1, 20)]
         elif what < 0.8:
-            made[at:at] = dice.choice((b"[", b"{", b"}", b": ", b"\0", b"\xff", b"&a ", b"*a", b"- ", b"\n", b"\t", b"!!", b"9" * 30, b"'", b'"', b"\xef\xbb\xbf", b"? ", b"<<: "))
+            made[at:at] = dice.choice(
+                (
+                    b"[",
+                    b"{",
+                    b"}",
+                    b": ",
+                    b"\0",
+                    b"\xff",
+                    b"&a ",
+                    b"*a",
+                    b"- ",
+                    b"\n",
+                    b"\t",
+                    b"!!",
+                    b"9" * 30,
+                    b"'",
+                    b'"',
+                    b"\xef\xbb\xbf",
+                    b"? ",
+                    b"<<: ",
+                )
+            )
         else:
             del made[at:]
         if not made:
@@ -175,10 +196,16 @@ def test_bent_tokenizers() -> None:
     whole["model"]["merges"] = [["a", "b"], ["ab", "c"]]
     for token in whole["added_tokens"]:
         token["id"] += 10
-    whole["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-        {"type": "Split", "pattern": {"Regex": r"\p{L}+| ?[^\p{L}]+"}, "behavior": "Isolated", "invert": False},
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}]}  # fmt: skip
-    small = {key: value for key, value in whole.items() if key != "model"} | {"model": {key: value for key, value in whole["model"].items() if key != "vocab"}}
+    whole["pre_tokenizer"] = {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": r"\p{L}+| ?[^\p{L}]+"}, "behavior": "Isolated", "invert": False},
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        ],
+    }
+    small = {key: value for key, value in whole.items() if key != "model"} | {
+        "model": {key: value for key, value in whole["model"].items() if key != "vocab"}
+    }
 
     def read(data: bytes, config: Any) -> None:
         tokenizer = Tokenizer(data, config, "here")
@@ -189,7 +216,9 @@ def test_bent_tokenizers() -> None:
         if isinstance(changed, dict) and isinstance(changed.get("model"), dict):
             changed["model"].setdefault("vocab", whole["model"]["vocab"])
         data = dumped(changed) if number % 4 else bent_bytes(dumped(whole), dice)
-        config = dice.choice(({}, {}, {"eos_token": dice.choice(STRANGE)}, {"eos_token": {"content": dice.choice(STRANGE)}}))
+        config = dice.choice(
+            ({}, {}, {"eos_token": dice.choice(STRANGE)}, {"eos_token": {"content": dice.choice(STRANGE)}})
+        )
         fine += refused_or_fine(lambda data=data, config=config: read(data, config), data[-400:])
     assert 0 < fine < ROUNDS
 

@@ -77,8 +77,14 @@ print(json.dumps([os.waitstatus_to_exitcode(status), used.ru_maxrss, used.ru_uti
 @pytest.mark.parametrize("case", FEW)
 def test_memory_stays_below_a_gigabyte(case: str, tmp_path: Path) -> None:
     (tmp_path / "hostile").mkdir()
-    made = subprocess.run([sys.executable, "-c", MAKE, os.path.dirname(__file__), case, str(tmp_path / "hostile")], capture_output=True, check=True)
-    done = subprocess.run([sys.executable, "-c", MEASURE, *json.loads(made.stdout)], capture_output=True, check=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-c", MAKE, os.path.dirname(__file__), case, str(tmp_path / "hostile")],
+        capture_output=True,
+        check=True,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *json.loads(made.stdout)], capture_output=True, check=True, text=True
+    )
     code, kilobytes, seconds = json.loads(done.stdout)
     check_refusal(code, done.stderr)
     assert kilobytes < 1_000_000 and seconds < HANGS_S, f"{kilobytes / 1000:.0f} MB, {seconds:.1f} s of CPU"
@@ -108,11 +114,31 @@ def test_texts_that_many_rows_share_are_read(tmp_path: Path, capfd: pytest.Captu
     import pyarrow
     import pyarrow.parquet
 
-    shared = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0, 1, 0, 1, 0], pyarrow.int32()), pyarrow.array(["x " * 10_000, "y " * 20_000]))
+    shared = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0, 1, 0, 1, 0], pyarrow.int32()), pyarrow.array(["x " * 10_000, "y " * 20_000])
+    )
     pyarrow.parquet.write_table(pyarrow.table({"text": shared}), tmp_path / "shared.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"text": [f"{number} " * 500_000 for number in range(20)]}), tmp_path / "long.parquet")
-    for name, count in (("shared.parquet", 2 * (3 * 10_000 + 2 * 20_000)), ("long.parquet", 500_000 * (2 * 10 + 3 * 10))):
-        argv = ["prepare", "--data", name, "--tokenizer.path", "bytes", "--data.cache", "cache", "--data.context_length", "16", "--data.validation", "0", "--json"]
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": [f"{number} " * 500_000 for number in range(20)]}), tmp_path / "long.parquet"
+    )
+    for name, count in (
+        ("shared.parquet", 2 * (3 * 10_000 + 2 * 20_000)),
+        ("long.parquet", 500_000 * (2 * 10 + 3 * 10)),
+    ):
+        argv = [
+            "prepare",
+            "--data",
+            name,
+            "--tokenizer.path",
+            "bytes",
+            "--data.cache",
+            "cache",
+            "--data.context_length",
+            "16",
+            "--data.validation",
+            "0",
+            "--json",
+        ]
         assert main(argv) == 0
         assert json.loads(capfd.readouterr().out)["train_bytes"] == count
 
@@ -125,10 +151,21 @@ NOBODY = 54321
 def test_a_user_whom_nobody_knows(home: str) -> None:
     """As in many containers: a uid without a name, HOME unset or not writable."""
     # With the right to read what root keeps for itself: an interpreter in /root, say.
-    as_nobody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+    as_nobody = [
+        "setpriv",
+        f"--reuid={NOBODY}",
+        f"--regid={NOBODY}",
+        "--clear-groups",
+        "--inh-caps=+dac_read_search",
+        "--ambient-caps=+dac_read_search",
+    ]
     if subprocess.run([*as_nobody, sys.executable, "-c", "import stoker"], capture_output=True, check=False).returncode:
         pytest.skip(f"uid {NOBODY} can't start {sys.executable} here")
-    env = {key: value for key, value in os.environ.items() if key not in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME")}
+    env = {
+        key: value
+        for key, value in os.environ.items()
+        if key not in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME", "XDG_CACHE_HOME")
+    }
     env |= {} if home == "none" else {"HOME": home}
     with tempfile.TemporaryDirectory() as place:
         os.chmod(place, 0o777)
@@ -138,18 +175,33 @@ def test_a_user_whom_nobody_knows(home: str) -> None:
         Path(place, "data.txt").write_text("some text to train on " * 400)
         env["STOKER_MACHINE"] = os.path.join(place, "machine.json")
         prepare = ["prepare", "--data", "data.txt", "--tokenizer.path", "bytes", "--data.context_length", "16"]
-        for argv, codes in ((["run", "ok.py"], [0]), (prepare, [0]), (["doctor", "--only", "host."], [0, 1, 2, 3]), (["clean"], [0, 1, 3]), (["clean", "--cache"], [0]),
-                            (["run", "--dry-run", "--hosts", "cluster.yaml", "ok.py"], range(64, 79)), (["runs"], [0])):  # fmt: skip
-            done = subprocess.run([*as_nobody, sys.executable, "-m", "stoker", *argv], cwd=place, env=env, capture_output=True, check=False)
+        for argv, codes in (
+            (["run", "ok.py"], [0]),
+            (prepare, [0]),
+            (["doctor", "--only", "host."], [0, 1, 2, 3]),
+            (["clean"], [0, 1, 3]),
+            (["clean", "--cache"], [0]),
+            (["run", "--dry-run", "--hosts", "cluster.yaml", "ok.py"], range(64, 79)),
+            (["runs"], [0]),
+        ):
+            done = subprocess.run(
+                [*as_nobody, sys.executable, "-m", "stoker", *argv],
+                cwd=place,
+                env=env,
+                capture_output=True,
+                check=False,
+            )
             assert done.returncode in codes and b"Traceback" not in done.stderr, (argv, done)
         assert not os.path.exists(os.path.join(place, "~"))
 
 
-
-@pytest.mark.parametrize(("problem", "code", "words"), [(RecursionError("deep"), 65, "nested too deeply"), (MemoryError(), 71, "out of memory")])
+@pytest.mark.parametrize(
+    ("problem", "code", "words"),
+    [(RecursionError("deep"), 65, "nested too deeply"), (MemoryError(), 71, "out of memory")],
+)
 def test_the_last_resort_is_a_line_that_says_where(
     problem: BaseException, code: int, words: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     """Other exceptions are bugs, and keep their traceback."""
 
     def fail(argv: list[str]) -> int:

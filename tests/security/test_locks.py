@@ -80,15 +80,34 @@ def a_folder_that_is_not_sticky(locks: Path, victims: Path) -> None:
     locks.chmod(0o777)
 
 
-FOLDERS = [a_link, a_dangling_link, a_plain_file, a_pipe, a_closed_folder, a_read_only_folder, a_folder_that_is_not_sticky]
+FOLDERS = [
+    a_link,
+    a_dangling_link,
+    a_plain_file,
+    a_pipe,
+    a_closed_folder,
+    a_read_only_folder,
+    a_folder_that_is_not_sticky,
+]
 Plant = Callable[[Path, Path], None]
 
 
 @pytest.mark.parametrize("plant", FOLDERS)
-def test_a_run_goes_on_where_the_folder_is_not_one(stoker: Stoker, box: Callable[..., dict[str, str]], locks: Path, victims: Path, plant: Plant) -> None:
+def test_a_run_goes_on_where_the_folder_is_not_one(
+    stoker: Stoker, box: Callable[..., dict[str, str]], locks: Path, victims: Path, plant: Plant
+) -> None:
     do_as(ATTACKER, lambda: plant(locks, victims))
     script = stoker.script("ok.py", "print('ran')\n")
-    done = stoker("run", "--nproc-per-node", "1", "--gpus", "0", script, env={**box(1), "STOKER_GPU_LOCKS": str(locks)}, timeout=60)
+    done = stoker(
+        "run",
+        "--nproc-per-node",
+        "1",
+        "--gpus",
+        "0",
+        script,
+        env={**box(1), "STOKER_GPU_LOCKS": str(locks)},
+        timeout=60,
+    )
     assert done.code == 0 and "ran" in done.out, done.err
     assert "Traceback" not in done.err
     assert f"locking in {locks}-0: GPU locks keep out only your own runs" in done.err and str(ATTACKER) in done.err
@@ -190,7 +209,6 @@ def file_link(place: Path, victims: Path) -> None:
     place.symlink_to(victims / "notes.txt")
 
 
-
 def file_of_mode_600(place: Path, victims: Path) -> None:
     place.touch(mode=0o600)
 
@@ -214,7 +232,11 @@ def test_what_is_no_lock_file_is_reported_and_goes_unused(folder: Path, victims:
         mine = GpuLocks("r")
         assert mine.take([UUID, "GPU-fine"]) == {}
         if plant is not file_of_mode_600 or uid:  # root may open that one
-            assert len(mine.notices) == 1 and f"locking it in {folder}-{uid}" in mine.notices[0] and str(ATTACKER) in mine.notices[0], mine.notices
+            assert (
+                len(mine.notices) == 1
+                and f"locking it in {folder}-{uid}" in mine.notices[0]
+                and str(ATTACKER) in mine.notices[0]
+            ), mine.notices
             assert UUID in GpuLocks("again").take([UUID])
         assert (folder / "GPU-fine").is_file()
 
@@ -274,11 +296,17 @@ def squatter(folder: Path, public: Path) -> Iterator[Callable[[bytes], int]]:
 
 
 @pytest.mark.parametrize("content", NASTY.values(), ids=NASTY)
-def test_whatever_a_lock_file_says_its_holder_is_named_by_the_kernel(squatter: Callable[[bytes], int], content: bytes) -> None:
+def test_whatever_a_lock_file_says_its_holder_is_named_by_the_kernel(
+    squatter: Callable[[bytes], int], content: bytes
+) -> None:
     pid = squatter(content)
     for found in (held([UUID]), GpuLocks("r").take([UUID])):
         assert list(found) == [UUID]
-        assert found[UUID].startswith(f"pid {pid} (") and f"user {ATTACKER}" in found[UUID] and "--share-gpus" in found[UUID], found
+        assert (
+            found[UUID].startswith(f"pid {pid} (")
+            and f"user {ATTACKER}" in found[UUID]
+            and "--share-gpus" in found[UUID]
+        ), found
     listed, strange = debris.find_locks()
     assert [one.held for one in listed] == [True] and strange == [] and listed[0].who.isprintable()
 
@@ -309,7 +337,13 @@ def test_a_squatter_is_named_and_share_gpus_is_the_way_out(
     script = stoker.script("ok.py", "print('ran')\n")
     env = {**box(1), "STOKER_GPU_LOCKS": str(folder)}
     done = stoker("run", "--nproc-per-node", "1", script, env=env, timeout=60)
-    assert done.code == 69 and f"pid {pid} (" in done.err and f"user {ATTACKER}" in done.err and "--share-gpus" in done.err and "Traceback" not in done.err, done.err
+    assert (
+        done.code == 69
+        and f"pid {pid} (" in done.err
+        and f"user {ATTACKER}" in done.err
+        and "--share-gpus" in done.err
+        and "Traceback" not in done.err
+    ), done.err
     done = stoker("run", "--nproc-per-node", "1", "--share-gpus", script, env=env, timeout=60)
     assert done.code == 0 and "ran" in done.out, done.err
 
@@ -328,7 +362,9 @@ def test_clean_with_everything_at_once(stoker: Stoker, folder: Path, victims: Pa
     assert "named pipe" in done.out and "a folder" in done.out and "a symbolic link" in done.out
     done = stoker("clean", "--json", env={"STOKER_GPU_LOCKS": str(folder)}, timeout=60)
     assert len(json.loads(done.out)["not_locks"]) >= 3
-    assert (victims / "notes.txt").read_text() == "keep me" and len(list(folder.iterdir())) == len(FILES) + len(NASTY) + 1
+    assert (victims / "notes.txt").read_text() == "keep me" and len(list(folder.iterdir())) == len(FILES) + len(
+        NASTY
+    ) + 1
 
 
 def test_a_folder_full_of_files_takes_no_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

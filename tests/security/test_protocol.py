@@ -105,7 +105,22 @@ def mutated(rng: random.Random, data: bytes) -> bytes:
         if kind == 0 and at < len(out):
             out[at] = rng.randrange(256)
         elif kind == 1:
-            out[at:at] = rng.choice([b"[", b"{", b'"', b"\n", b"\0", b"\xff", b"-", b"9" * 40, b"null", b"1e999", b"[" * 2000, b'{"a":' * 300])
+            out[at:at] = rng.choice(
+                [
+                    b"[",
+                    b"{",
+                    b'"',
+                    b"\n",
+                    b"\0",
+                    b"\xff",
+                    b"-",
+                    b"9" * 40,
+                    b"null",
+                    b"1e999",
+                    b"[" * 2000,
+                    b'{"a":' * 300,
+                ]
+            )
         elif kind == 2:
             del out[at : at + rng.randint(1, 20)]
         elif kind == 3:
@@ -181,9 +196,17 @@ def test_an_answer_that_does_not_fit_is_an_error_of_that_host(what: str, payload
 
 
 def test_texts_in_answers_are_printable() -> None:
-    found = read_answer("ready", json.dumps({"problems": ["\x1b[2Jgone\n"], "shared": False, "unwritable": "\u202eabc"}).encode())
-    assert found["problems"] == ["\\x1b[2Jgone\\n"] and found["unwritable"].isprintable() and "\u202e" not in found["unwritable"]
-    assert fitting({"ports": "tuple[int, int]"}, read_word(b'{"ports": [1]}'), "ports")["error"].startswith("its answer about ports can't be used")
+    found = read_answer(
+        "ready", json.dumps({"problems": ["\x1b[2Jgone\n"], "shared": False, "unwritable": "\u202eabc"}).encode()
+    )
+    assert (
+        found["problems"] == ["\\x1b[2Jgone\\n"]
+        and found["unwritable"].isprintable()
+        and "\u202e" not in found["unwritable"]
+    )
+    assert fitting({"ports": "tuple[int, int]"}, read_word(b'{"ports": [1]}'), "ports")["error"].startswith(
+        "its answer about ports can't be used"
+    )
 
 
 BAD_MACHINES: list[Any] = [
@@ -216,8 +239,19 @@ def test_a_report_of_a_rank_with_wrong_types_is_none(report: Any) -> None:
 def test_types_are_read_as_they_are_written() -> None:
     assert typed.read("dict[str, tuple[int, str | None]]", {"a": [1, None]}) == {"a": (1, None)}
     assert typed.read("tuple[float, ...] | None", [1, 2.5]) == (1, 2.5) and typed.read("float", 3) == 3
-    for kind, value in (("int", True), ("int", 1.0), ("float", float("nan")), ("float", "1"), ("str", b"x"), ("bool", 1), ("list[int]", (1, "x")),
-                        ("tuple[int, int]", [1]), ("dict[str, int]", []), ("None", 0), ("int", 1 << 64)):  # fmt: skip
+    for kind, value in (
+        ("int", True),
+        ("int", 1.0),
+        ("float", float("nan")),
+        ("float", "1"),
+        ("str", b"x"),
+        ("bool", 1),
+        ("list[int]", (1, "x")),
+        ("tuple[int, int]", [1]),
+        ("dict[str, int]", []),
+        ("None", 0),
+        ("int", 1 << 64),
+    ):
         with pytest.raises(ValueError, match="is expected, found"):
             typed.read(kind, value)
 
@@ -231,7 +265,9 @@ def evil(stoker: Stoker, tmp_path: Path) -> Any:
     folder = tmp_path / "bin"
     folder.mkdir()
     ssh = folder / "ssh"
-    ssh.write_text(f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(Path(__file__).with_name('hostile_agent.py'))!r}, run_name='x')\n")
+    ssh.write_text(
+        f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(Path(__file__).with_name('hostile_agent.py'))!r}, run_name='x')\n"
+    )
     ssh.chmod(0o755)
     work = tmp_path / "work"
     work.mkdir()
@@ -240,13 +276,40 @@ def evil(stoker: Stoker, tmp_path: Path) -> Any:
     def run(at: str, data: bytes, *more: str, **env: str) -> tuple[subprocess.CompletedProcess[bytes], float]:
         content.write_bytes(data)
         (work / "ok.py").write_text("print('ran')\n")
-        given = {**stoker.env, "PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": at, "HOSTILE_FILE": str(content), **env}
+        given = {
+            **stoker.env,
+            "PATH": f"{folder}:{stoker.env['PATH']}",
+            "HOSTILE_AT": at,
+            "HOSTILE_FILE": str(content),
+            **env,
+        }
         began = time.monotonic()
         done = subprocess.run(
-            [sys.executable, "-m", "stoker", "run", "--hosts", "evil.example", "--nproc-per-node", "1", "--no-preflight", *more, "ok.py"],
-            cwd=work, env=given, capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-        outside = [path for path in tmp_path.rglob("*") if work not in (path, *path.parents) and path not in (content, folder, ssh, tmp_path / "machine.json")]
+            [
+                sys.executable,
+                "-m",
+                "stoker",
+                "run",
+                "--hosts",
+                "evil.example",
+                "--nproc-per-node",
+                "1",
+                "--no-preflight",
+                *more,
+                "ok.py",
+            ],
+            cwd=work,
+            env=given,
+            capture_output=True,
+            timeout=60,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        outside = [
+            path
+            for path in tmp_path.rglob("*")
+            if work not in (path, *path.parents) and path not in (content, folder, ssh, tmp_path / "machine.json")
+        ]
         assert outside == [], outside
         assert {path.name for path in work.iterdir()} <= {"ok.py", "runs", "__pycache__"}
         return done, time.monotonic() - began
@@ -316,7 +379,10 @@ BEFORE = {
     "no machine": ("open", line(**{"is": "host"})),
     "locks of nonsense": ("open", line(**{"is": "host", "machine": {}, "held": [1]})),
     "a deep answer": ("probe-ready", encode({"is": "probe", "ask": "%ASK%", "what": "ready"}, b"[" * 100_000)),
-    "a refusal that says 0": ("open", line(**{"is": "refused", "line": "\x1b[31mno\x07\nstoker: all is well", "code": 0})),
+    "a refusal that says 0": (
+        "open",
+        line(**{"is": "refused", "line": "\x1b[31mno\x07\nstoker: all is well", "code": 0}),
+    ),
     "a refusal of nothing": ("open", line(**{"is": "refused"})),
     "a port out of range": ("reserve", line(**{"is": "port", "port": 70000})),
     "a port that is text": ("reserve", line(**{"is": "port", "port": "22"})),
@@ -331,7 +397,11 @@ def test_a_host_that_sends_nonsense_before_the_start_is_refused(evil: Any, at: s
     err = done.stderr.decode()
     assert b"Traceback" not in done.stderr, err
     assert done.returncode in (69, 71), (done.returncode, err)
-    assert "\x1b" not in err and "\x07" not in err and not any(text.startswith("stoker: all is well") for text in err.splitlines())
+    assert (
+        "\x1b" not in err
+        and "\x07" not in err
+        and not any(text.startswith("stoker: all is well") for text in err.splitlines())
+    )
 
 
 @pytest.mark.parametrize("data", [b"x" * 65536, b'{"is":"ping"' * 5000, b"\0" * 65536])
@@ -362,10 +432,14 @@ PROBES = [
 def test_a_check_of_a_host_that_answers_nonsense(stoker: Stoker, tmp_path: Path, at: str, payload: bytes) -> None:
     folder = tmp_path / "bin"
     folder.mkdir()
-    (folder / "ssh").write_text(f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(Path(__file__).with_name('hostile_agent.py'))!r}, run_name='x')\n")
+    (folder / "ssh").write_text(
+        f"#!{sys.executable} -IS\nimport runpy\nrunpy.run_path({str(Path(__file__).with_name('hostile_agent.py'))!r}, run_name='x')\n"
+    )
     (folder / "ssh").chmod(0o755)
     what = at.partition("-")[2]
-    (tmp_path / "hostile").write_bytes(b'{"is": "probe", "ask": "%%ASK%%", "what": "%s", "size": %d}\n' % (what.encode(), len(payload)) + payload)
+    (tmp_path / "hostile").write_bytes(
+        b'{"is": "probe", "ask": "%%ASK%%", "what": "%s", "size": %d}\n' % (what.encode(), len(payload)) + payload
+    )
     env = {"PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": at, "HOSTILE_FILE": str(tmp_path / "hostile")}
     done = stoker("cluster", "check", "--hosts", "evil.example", "--quick", env=env, timeout=90)
     assert "Traceback" not in done.err and done.code in (1, 2, 3), done.err

@@ -46,7 +46,9 @@ def far(stoker: Stoker, tmp_path: Path, home: Path) -> Callable[..., Done]:
     (folder / "ssh").write_text(SSH.format(home=shlex.quote(str(home))))
     (folder / "ssh").chmod(0o755)
     stoker.env["PATH"] = f"{folder}:{stoker.env['PATH']}"
-    script = stoker.script("ok.py", "import os, stoker\nprint('ran from', os.path.dirname(os.path.dirname(stoker.__file__)))\n")
+    script = stoker.script(
+        "ok.py", "import os, stoker\nprint('ran from', os.path.dirname(os.path.dirname(stoker.__file__)))\n"
+    )
 
     def run(*more: str, **env: str) -> Done:
         flags = ("--hosts", "far.example", "--python", sys.executable, "--nproc-per-node", "1", "--no-preflight", *more)
@@ -63,7 +65,10 @@ def test_a_kept_agent_is_private_and_used_again(far: Callable[..., Done], home: 
     done = far()
     (base,) = agents(home)
     assert done.code == 0 and f"ran from {base}" in done.out, done.err
-    assert stat.S_IMODE(base.stat().st_mode) == 0o700 and stat.S_IMODE((home / ".cache" / "stoker").stat().st_mode) == 0o700
+    assert (
+        stat.S_IMODE(base.stat().st_mode) == 0o700
+        and stat.S_IMODE((home / ".cache" / "stoker").stat().st_mode) == 0o700
+    )
     before = base.stat().st_ino
     assert far().code == 0 and [path.stat().st_ino for path in agents(home)] == [before]
 
@@ -109,9 +114,21 @@ def half_a_one(base: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "spoil", [a_changed_file, of_the_same_size, a_missing_file, a_file_too_many, a_folder_too_many, a_link_in_it, open_to_others, half_a_one]
+    "spoil",
+    [
+        a_changed_file,
+        of_the_same_size,
+        a_missing_file,
+        a_file_too_many,
+        a_folder_too_many,
+        a_link_in_it,
+        open_to_others,
+        half_a_one,
+    ],
 )
-def test_an_agent_that_is_not_what_was_sent_is_replaced_before_it_runs(far: Callable[..., Done], home: Path, tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+def test_an_agent_that_is_not_what_was_sent_is_replaced_before_it_runs(
+    far: Callable[..., Done], home: Path, tmp_path: Path, spoil: Callable[[Path], None]
+) -> None:
     assert far().code == 0
     (base,) = agents(home)
     spoil(base)
@@ -127,7 +144,12 @@ def test_a_link_in_the_place_of_the_agent_is_refused(far: Callable[..., Done], h
     base.rename(home / "elsewhere")
     base.symlink_to(home / "elsewhere")
     done = far()
-    assert done.code == 69 and "the agent's folder there is not safe" in done.err and "is not a folder" in done.err and "Traceback" not in done.err, done.err
+    assert (
+        done.code == 69
+        and "the agent's folder there is not safe" in done.err
+        and "is not a folder" in done.err
+        and "Traceback" not in done.err
+    ), done.err
 
 
 def test_another_users_folder_in_the_place_of_the_agent_is_refused(far: Callable[..., Done], home: Path) -> None:
@@ -146,11 +168,15 @@ def test_a_folder_that_others_can_write_to_is_closed(far: Callable[..., Done], h
     assert far().code == 0 and stat.S_IMODE((home / ".cache" / "stoker").stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""])
+@pytest.mark.parametrize(
+    "change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""]
+)
 def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[bytes], bytes]) -> None:
     packed = bundle.pack()
     argv = [sys.executable, "-I", "-S", "-c", bundle.unpack("stoker.control.agent.receiving"), bundle.announced(packed)]
-    done = subprocess.run(argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(
+        argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False
+    )
     assert done.returncode == 1 and bundle.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
     assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
 
@@ -158,16 +184,43 @@ def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[by
 def test_exactly_these_variables_travel(far: Callable[..., Done], stoker: Stoker) -> None:
     """As docs/cluster.md lists them."""
     travel = ["NCCL_X", "GLOO_X", "TORCH_X", "PYTORCH_X", "CUDA_X", "HF_TOKEN", "OMP_X"]
-    stay = ["CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "STOKER_RDZV_SECRET", "PYTHONPATH", "LD_PRELOAD", "HUGGING_FACE_HUB_TOKEN", "MINE"]
+    stay = [
+        "CUDA_VISIBLE_DEVICES",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "STOKER_RDZV_SECRET",
+        "PYTHONPATH",
+        "LD_PRELOAD",
+        "HUGGING_FACE_HUB_TOKEN",
+        "MINE",
+    ]
     stoker.script("ok.py", "import os\nprint(*sorted(name for name, value in os.environ.items() if value == 'mark'))\n")
-    done = far("--env", "GIVEN=mark", **dict.fromkeys([*travel, *(name for name in stay if name not in ("PYTHONPATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"))], "mark"))
+    done = far(
+        "--env",
+        "GIVEN=mark",
+        **dict.fromkeys(
+            [*travel, *(name for name in stay if name not in ("PYTHONPATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES"))],
+            "mark",
+        ),
+    )
     assert done.code == 0 and done.out.removeprefix("CPU0:").split() == sorted([*travel, "GIVEN"]), done.out + done.err
 
 
 # ---- what a host prints before its agent ----
 
 
-@pytest.mark.parametrize("text", ["@" * 60_000, "x@" * 30_000, "a" * 60_000, "line 1: bad\n" * 5000, "\x1b[2J\x07" * 100, "Permission denied (" * 5000, "\n" * 60_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "@" * 60_000,
+        "x@" * 30_000,
+        "a" * 60_000,
+        "line 1: bad\n" * 5000,
+        "\x1b[2J\x07" * 100,
+        "Permission denied (" * 5000,
+        "\n" * 60_000,
+    ],
+)
 def test_what_a_login_prints_is_explained_in_no_time_and_printable(text: str) -> None:
     import time
 
@@ -181,7 +234,9 @@ def test_what_a_login_prints_is_explained_in_no_time_and_printable(text: str) ->
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "pipe", "foreign", "open"])
-def test_a_folder_for_connections_that_is_not_ours_is_not_used(public: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_folder_for_connections_that_is_not_ours_is_not_used(
+    public: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     needs_root()
     place = public / "sockets"
     monkeypatch.setattr(transport, "_sockets", lambda: str(place))
@@ -250,7 +305,9 @@ def test_nothing_is_changed_or_removed_behind_a_link(tmp_path: Path, monkeypatch
         (folder / "x").write_text("hello")
         (folder / "x").chmod(0o600)
     digest = sha256_of(str(elsewhere / "x"))
-    (root / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "root": str(root), "origins": {"here": {"data/x": digest}}}))
+    (root / ".stoker-sync.json").write_text(
+        json.dumps({"schema": 2, "root": str(root), "origins": {"here": {"data/x": digest}}})
+    )
     (root / "data" / "x").unlink()
     (root / "data").rmdir()
     (root / "data").symlink_to(elsewhere)  # its user has moved it
@@ -285,7 +342,9 @@ def test_a_manifest_that_names_files_elsewhere_removes_none(tmp_path: Path) -> N
 
 def test_a_pipe_where_a_file_was_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x")
-    (tmp_path / ".stoker-sync.json").write_text(json.dumps({"schema": 2, "root": str(tmp_path), "origins": {"": {"x": "0" * 64}}}))
+    (tmp_path / ".stoker-sync.json").write_text(
+        json.dumps({"schema": 2, "root": str(tmp_path), "origins": {"": {"x": "0" * 64}}})
+    )
     receiver = Receiver()
     offer(receiver, tmp_path)
     assert receiver.finish()["removed"] == 0
@@ -317,8 +376,12 @@ def test_the_far_end_refuses_orders_it_can_not_read(tmp_path: Path, orders: byte
 
 def test_sync_through_the_stand_in(far: Callable[..., Done], home: Path, stoker: Stoker) -> None:
     (stoker.cwd / "more.txt").write_text("more")
-    (stoker.cwd / "cluster.yaml").write_text(f"hosts: [{{host: far.example, workdir: {home}/work, python: {sys.executable}}}]\n")
-    done = stoker("run", "--hosts", "cluster.yaml", "--sync", "--nproc-per-node", "1", "--no-preflight", "ok.py", timeout=60)
+    (stoker.cwd / "cluster.yaml").write_text(
+        f"hosts: [{{host: far.example, workdir: {home}/work, python: {sys.executable}}}]\n"
+    )
+    done = stoker(
+        "run", "--hosts", "cluster.yaml", "--sync", "--nproc-per-node", "1", "--no-preflight", "ok.py", timeout=60
+    )
     assert done.code == 0 and (home / "work" / "more.txt").read_text() == "more", done.err
 
 
@@ -337,7 +400,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("answer", HOSTILE.values(), ids=HOSTILE)
-def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes) -> None:
+def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
     """The whole sender, with a far end that says this and then goes."""
     source = tmp_path / "source"
     source.mkdir()
@@ -347,7 +412,11 @@ def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(tmp_path: Pa
     says = tmp_path / "says"
     says.write_bytes(protocol.SENTINEL + answer)
     heard = tmp_path / "heard"
-    monkeypatch.setattr(transport, "python_command", lambda *_: ["sh", "-c", f"cat {shlex.quote(str(says))}; cat > {shlex.quote(str(heard))}"])
+    monkeypatch.setattr(
+        transport,
+        "python_command",
+        lambda *_: ["sh", "-c", f"cat {shlex.quote(str(says))}; cat > {shlex.quote(str(heard))}"],
+    )
     from stoker.control.cluster.hosts import from_mapping
 
     hosts = from_mapping({"hosts": [{"host": "far.example", "workdir": "/there"}]}, "cluster.yaml", written=False)
@@ -367,7 +436,10 @@ def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(tmp_path: Pa
 # ---- caches of hashes ----
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"7", b'{"a": 1}', b'{"a": [1, 2]}', b'{"a": [1, 2, 3, 4]}', b"\xff", b"", b'{"a":' * 3000])
+@pytest.mark.parametrize(
+    "content",
+    [b"[" * 100_000, b"7", b'{"a": 1}', b'{"a": [1, 2]}', b'{"a": [1, 2, 3, 4]}', b"\xff", b"", b'{"a":' * 3000],
+)
 def test_a_memory_of_hashes_that_is_none_is_read_again(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "hashes.json").write_bytes(content)
     (tmp_path / "big").write_bytes(b"x" * (5 << 20))

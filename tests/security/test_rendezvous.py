@@ -151,7 +151,9 @@ def test_a_stranger_gets_no_number_and_the_machine_behind_it_does(
         stranger.sendall(data)
     second = Machine(port)
     machines.append(second)
-    assert first.end() == Nodes(2, 0, 0, 2, "127.0.0.1", 29999) and second.end() == Nodes(2, 1, 1, 2, "127.0.0.1", 29999)
+    assert first.end() == Nodes(2, 0, 0, 2, "127.0.0.1", 29999) and second.end() == Nodes(
+        2, 1, 1, 2, "127.0.0.1", 29999
+    )
     heard = b""
     with contextlib.suppress(OSError):
         while more := stranger.recv(4096):
@@ -186,15 +188,21 @@ def test_connections_are_limited_in_number(port: int, machines: list[Machine]) -
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_fuzzed_lines_end_nothing(port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_fuzzed_lines_end_nothing(
+    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     rng = random.Random(seed)
     monkeypatch.setenv("STOKER_RDZV_SECRET", SECRET if seed % 2 else "")
     first = host(port, machines)
     for _ in range(30):
-        line = bytearray(rng.choice([hello(job="x"), hello(job="x", nonce="ab"), b'{"proof": "00"}\n', hello(job="y", ranks=3)]))
+        line = bytearray(
+            rng.choice([hello(job="x"), hello(job="x", nonce="ab"), b'{"proof": "00"}\n', hello(job="y", ranks=3)])
+        )
         for _ in range(rng.randint(1, 6)):
             at = rng.randrange(len(line))
-            line[at : at + rng.randint(0, 3)] = rng.choice([b"[", b"{", b'"', b"\n", b"\0", b"\xff", b"9" * 30, b"-", b"true", b"[" * 500])
+            line[at : at + rng.randint(0, 3)] = rng.choice(
+                [b"[", b"{", b'"', b"\n", b"\0", b"\xff", b"9" * 30, b"-", b"true", b"[" * 500]
+            )
         with knock(port) as way, contextlib.suppress(OSError):
             way.sendall(bytes(line))
     assert first.found is None
@@ -259,13 +267,31 @@ def test_an_answer_out_of_range_is_refused(port: int, machines: list[Machine], c
     assert isinstance(found, Refusal) and "its answer can't be used" in found.line and found.line.isprintable(), found
 
 
-@pytest.mark.parametrize("reply", [b"[" * 4000 + b"\n", b"x" * 100_000, b"\xff\n", b"HTTP/1.1 400 Bad Request\r\n", b"\n", b"[]\n", b"", b'{"a":' * 600 + b"\n"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"[" * 4000 + b"\n",
+        b"x" * 100_000,
+        b"\xff\n",
+        b"HTTP/1.1 400 Bad Request\r\n",
+        b"\n",
+        b"[]\n",
+        b"",
+        b'{"a":' * 600 + b"\n",
+    ],
+)
 def test_nonsense_at_the_endpoint_is_tried_again(port: int, machines: list[Machine], reply: bytes) -> None:
     thread = server(port, reply, 2)
     one = Machine(port)
     machines.append(one)
     thread.join(SOON)
-    assert not thread.is_alive() and one.found is None and len(one.lines) == 1 and one.lines[0].isprintable() and len(one.lines[0]) < 400
+    assert (
+        not thread.is_alive()
+        and one.found is None
+        and len(one.lines) == 1
+        and one.lines[0].isprintable()
+        and len(one.lines[0]) < 400
+    )
 
 
 def test_a_refusal_is_printed_without_control_codes(port: int, machines: list[Machine]) -> None:
@@ -296,12 +322,23 @@ def test_with_one_secret_they_meet(port: int, machines: list[Machine], monkeypat
     ("there", "here", "says", "there_says"),
     [
         (SECRET, "", "has a secret (STOKER_RDZV_SECRET), and it has none", "has a secret"),
-        ("", SECRET, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", "it has a secret"),
+        (
+            "",
+            SECRET,
+            "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none",
+            "it has a secret",
+        ),
         (SECRET, OTHER, "the secrets differ", "the secrets differ"),
     ],
 )
 def test_where_the_secrets_do_not_agree_both_sides_say_so(
-    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch, there: str, here: str, says: str, there_says: str
+    port: int,
+    machines: list[Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    there: str,
+    here: str,
+    says: str,
+    there_says: str,
 ) -> None:
     monkeypatch.setenv("STOKER_RDZV_SECRET", there)
     first = host(port, machines)
@@ -310,11 +347,15 @@ def test_where_the_secrets_do_not_agree_both_sides_say_so(
     machines.append(second)
     found = second.end()
     assert isinstance(found, Refusal) and says in found.line, found
-    assert any("127.0.0.1 was turned away" in line and there_says in line for line in first.lines) and first.found is None
+    assert (
+        any("127.0.0.1 was turned away" in line and there_says in line for line in first.lines) and first.found is None
+    )
     assert not any(secret in line for secret in (SECRET, OTHER) for line in [*first.lines, found.line])
 
 
-def test_a_proof_that_was_overheard_is_worth_nothing(port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proof_that_was_overheard_is_worth_nothing(
+    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A real guest's words, sent again by a stranger: to the same machine, with the same hello."""
     monkeypatch.setenv("STOKER_RDZV_SECRET", SECRET)
     host(port, machines, count=2, most=3)
@@ -329,13 +370,17 @@ def test_a_proof_that_was_overheard_is_worth_nothing(port: int, machines: list[M
     assert "the secrets differ" in proofs(replay)["refused"]
 
 
-def test_the_other_sides_proof_can_not_be_sent_back(port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_sides_proof_can_not_be_sent_back(
+    port: int, machines: list[Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("STOKER_RDZV_SECRET", SECRET)
     host(port, machines)
     way = knock(port)
     said = {"job": "job", "count": 2, "ranks": 1, "nonce": "n"}
     way.sendall(json.dumps(said).encode() + b"\n")
-    way.sendall(json.dumps({"proof": Secret(SECRET.encode()).proof("host", said, proofs(way)["challenge"])}).encode() + b"\n")
+    way.sendall(
+        json.dumps({"proof": Secret(SECRET.encode()).proof("host", said, proofs(way)["challenge"])}).encode() + b"\n"
+    )
     assert "refused" in proofs(way)
 
 
@@ -383,9 +428,11 @@ def test_the_secret_may_be_in_a_file_that_nobody_else_reads(tmp_path: Path) -> N
     fifo = tmp_path / "pipe"
     os.mkfifo(fifo, 0o600)
     for change, says in (
-        ({"STOKER_RDZV_SECRET_FILE": str(file), "STOKER_RDZV_SECRET": SECRET}, "both set"), ({"STOKER_RDZV_SECRET": "short"}, "can be guessed"),
-        ({"STOKER_RDZV_SECRET_FILE": str(tmp_path / "none")}, "can't be read"), ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
-    ):  # fmt: skip
+        ({"STOKER_RDZV_SECRET_FILE": str(file), "STOKER_RDZV_SECRET": SECRET}, "both set"),
+        ({"STOKER_RDZV_SECRET": "short"}, "can be guessed"),
+        ({"STOKER_RDZV_SECRET_FILE": str(tmp_path / "none")}, "can't be read"),
+        ({"STOKER_RDZV_SECRET_FILE": str(fifo)}, "can't be read"),
+    ):
         with pytest.raises(Refusal, match=says) as refused:
             find(change)
         assert SECRET not in refused.value.line and "short" not in refused.value.line
@@ -395,13 +442,21 @@ def test_the_secret_may_be_in_a_file_that_nobody_else_reads(tmp_path: Path) -> N
 
 
 def test_the_secret_is_neither_recorded_nor_given_to_ranks(stoker: Stoker, port: int) -> None:
-    script = stoker.script("s.py", "import os\nprint(sorted(name for name in os.environ if 'RDZV' in name), os.environ['WORLD_SIZE'])\n")
+    script = stoker.script(
+        "s.py", "import os\nprint(sorted(name for name in os.environ if 'RDZV' in name), os.environ['WORLD_SIZE'])\n"
+    )
     where = ("run", "--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", "--nproc-per-node", "1")
     env = {**stoker.env, "STOKER_RDZV_SECRET": SECRET}
     both = [
-        subprocess.Popen([sys.executable, "-m", "stoker", *where, "--name", f"n{n}", script], cwd=stoker.cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        subprocess.Popen(
+            [sys.executable, "-m", "stoker", *where, "--name", f"n{n}", script],
+            cwd=stoker.cwd,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         for n in range(2)
-    ]  # fmt: skip
+    ]
     said = [one.communicate(timeout=60)[0] for one in both]
     assert [one.returncode for one in both] == [0, 0], said
     assert all(b"[] 2" in one for one in said)

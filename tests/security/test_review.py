@@ -34,7 +34,11 @@ SOON = 5.0
 # ---- texts that take long to search ----
 
 
-@pytest.mark.parametrize("line", [b"loss" + b" " * 60_000 + b"x", b"loss " + b"1" * 60_000 + b"x", b"loss=1." + b"1" * 60_000 + b"x"], ids=["spaces", "digits", "decimals"])
+@pytest.mark.parametrize(
+    "line",
+    [b"loss" + b" " * 60_000 + b"x", b"loss " + b"1" * 60_000 + b"x", b"loss=1." + b"1" * 60_000 + b"x"],
+    ids=["spaces", "digits", "decimals"],
+)
 def test_a_printed_line_does_not_hold_the_launcher_up(line: bytes) -> None:
     began = time.process_time()
     assert Losses().read(0, line + b"\n") == []
@@ -46,7 +50,11 @@ def test_a_step_of_five_thousand_digits_is_a_step_like_any_other() -> None:
     assert bad.kind == "loss"
 
 
-@pytest.mark.parametrize("piece", ["authorization: -----BEGIN RSA PRIVATE KEY-----\\n", "-----BEGIN PRIVATE KEY-----\nA: b\n"], ids=["headers", "lines"])
+@pytest.mark.parametrize(
+    "piece",
+    ["authorization: -----BEGIN RSA PRIVATE KEY-----\\n", "-----BEGIN PRIVATE KEY-----\nA: b\n"],
+    ids=["headers", "lines"],
+)
 def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
     began = time.process_time()
     assert "BEGIN" not in redact.whole(piece * (1_000_000 // len(piece)))
@@ -64,7 +72,10 @@ def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> N
     assert done.stdout == "None\n", done.stderr
 
 
-@pytest.mark.parametrize("head", [b"\xff\xfe\x00", b"ref: ../../secret", b"ref: refs/../../../secret", b"x" * 100_000_000, b"\x1b]0;owned\x07"])
+@pytest.mark.parametrize(
+    "head",
+    [b"\xff\xfe\x00", b"ref: ../../secret", b"ref: refs/../../../secret", b"x" * 100_000_000, b"\x1b]0;owned\x07"],
+)
 def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path, head: bytes) -> None:
     (tmp_path / "secret").write_text("a secret\n")
     (tmp_path / "project" / ".git" / "refs").mkdir(parents=True)
@@ -75,11 +86,23 @@ def test_nothing_but_a_commit_is_read_from_a_strangers_repository(tmp_path: Path
 # ---- a json.py and a torch.py in the working directory ----
 
 
-@pytest.mark.parametrize("command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"])
+@pytest.mark.parametrize(
+    "command", [["doctor"], ["cluster", "check", "--hosts", "localhost"]], ids=["doctor", "cluster-check"]
+)
 def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker: Stoker, command: list[str]) -> None:
     for name in ("json", "torch", "numpy", "ctypes", "importlib_metadata"):
-        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
-    done = subprocess.run([sys.executable, "-P", "-m", "stoker", *command], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=120, check=False)
+        (stoker.cwd / f"{name}.py").write_text(
+            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
+        )
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "stoker", *command],
+        cwd=stoker.cwd,
+        env=stoker.env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert "planted" not in done.stdout + done.stderr
     assert not (stoker.cwd / "owned").exists()
 
@@ -87,11 +110,15 @@ def test_looking_at_a_machine_imports_nothing_from_the_working_directory(stoker:
 def test_a_recipe_imports_nothing_from_the_working_directory(stoker: Stoker) -> None:
     """As where somebody goes to the folder of a model or of data from elsewhere, and trains there."""
     for name in ("json", "torch", "numpy", "stoker"):
-        (stoker.cwd / f"{name}.py").write_text(f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n")
+        (stoker.cwd / f"{name}.py").write_text(
+            f"open({str(stoker.cwd / 'owned')!r}, 'w').close()\nraise ImportError('planted')\n"
+        )
     (stoker.cwd / "notes.txt").write_text("\n".join(map(str, range(20_000))))
     command = [sys.executable, "-c", "import sys; del sys.path[0]; from stoker.cli.main import entry; entry()"]
     words = ["train", "pretrain", "--preset", "debug", "--data", "notes.txt", "--max_steps", "2"]
-    done = subprocess.run([*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command, *words], cwd=stoker.cwd, env=stoker.env, capture_output=True, text=True, timeout=300, check=False
+    )
     assert not (stoker.cwd / "owned").exists()
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -111,9 +138,15 @@ def from_evil(stoker: Stoker, tmp_path: Path) -> Callable[[list[dict[str, Any]]]
 
     def run(words: list[dict[str, Any]]) -> float:
         (tmp_path / "hostile").write_bytes(b"".join(json.dumps(word).encode() + b"\n" for word in words) + b"the end\n")
-        env = {"PATH": f"{folder}:{stoker.env['PATH']}", "HOSTILE_AT": "start", "HOSTILE_FILE": str(tmp_path / "hostile")}
+        env = {
+            "PATH": f"{folder}:{stoker.env['PATH']}",
+            "HOSTILE_AT": "start",
+            "HOSTILE_FILE": str(tmp_path / "hostile"),
+        }
         began = time.monotonic()
-        done = stoker("run", "--hosts", "evil.example", "--nproc-per-node", "1", "--no-preflight", "ok.py", env=env, timeout=300)
+        done = stoker(
+            "run", "--hosts", "evil.example", "--nproc-per-node", "1", "--no-preflight", "ok.py", env=env, timeout=300
+        )
         assert "Traceback" not in done.err and "it is broken" in done.err, done.err
         return time.monotonic() - began
 
@@ -129,12 +162,22 @@ _EXIT = {"is": "exit", "rank": 0, "code": 1, "time": 1.0, "ours": False, "error"
     [{**_EXIT, "elastic": ["password=abc1"] * 900_000}, {**_EXIT, "stack": "--token y curl -u a:b " * 700_000}],
     ids=["many texts", "long stack"],
 )
-def test_one_huge_message_does_not_hold_the_launcher_up(from_evil: Callable[[list[dict[str, Any]]], float], word: dict[str, Any]) -> None:
+def test_one_huge_message_does_not_hold_the_launcher_up(
+    from_evil: Callable[[list[dict[str, Any]]], float], word: dict[str, Any]
+) -> None:
     assert from_evil([word]) < 20.0
 
 
 def test_a_host_that_repeats_itself_fills_no_memory() -> None:
-    attempt = Attempt(0, SimpleNamespace(places=(SimpleNamespace(rank=0, host="evil", label="evil/CPU0"),), hosts=("evil",), world_size=1, ranks=range(1)))  # type: ignore[arg-type]
+    attempt = Attempt(
+        0,
+        SimpleNamespace(
+            places=(SimpleNamespace(rank=0, host="evil", label="evil/CPU0"),),
+            hosts=("evil",),
+            world_size=1,
+            ranks=range(1),
+        ),
+    )  # type: ignore[arg-type]
     attempt.begin_watch(60.0)
     attempt.watch.groups(";".join(f"{number}{'x' * 1000}=*" for number in range(20_000)))
     assert sum(map(len, attempt.watch._members)) < 10_000_000
@@ -201,7 +244,9 @@ def test_an_error_file_that_is_a_pipe_is_not_waited_for(stoker: Stoker) -> None:
 
 def test_the_launchers_error_file_has_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    tell_launcher(Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None)
+    tell_launcher(
+        Verdict("refused", "launch.x", "no host at https://me:hunter2hunter2@example.org", 69), "", lambda line: None
+    )
     assert "hunter2" not in (tmp_path / "error.json").read_text()
 
 
@@ -214,7 +259,9 @@ def test_a_full_disk_does_not_keep_a_gpu_from_being_locked(tmp_path: Path, monke
     """Another user can fill /tmp; the lock itself needs no room."""
     if os.getuid() != 0:
         pytest.skip("a file system of its own takes root")
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "none", str(tmp_path)], check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k,mode=1777", "none", str(tmp_path)], check=False
+    ).returncode:
         pytest.skip("no file system can be mounted here")
     try:
         (tmp_path / "locks").mkdir()

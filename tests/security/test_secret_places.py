@@ -32,16 +32,27 @@ def _secrets(*places: str) -> set[str]:
 
 def _files(folder: Path) -> dict[str, str]:
     """All but what the ranks printed, which is theirs."""
-    found = [path for path in folder.rglob("*") if path.is_file() and not (path.name.startswith("rank-") and path.suffix == ".log")]
+    found = [
+        path
+        for path in folder.rglob("*")
+        if path.is_file() and not (path.name.startswith("rank-") and path.suffix == ".log")
+    ]
     return {str(path.relative_to(folder)): path.read_text(errors="replace") for path in found}
 
 
 def _leaks(texts: dict[str, str], secrets: set[str]) -> list[str]:
-    return [f"{secret} in {name}: ...{text[max(0, text.index(secret) - 60) : text.index(secret) + 60]!r}" for name, text in texts.items() for secret in secrets if secret in text]
+    return [
+        f"{secret} in {name}: ...{text[max(0, text.index(secret) - 60) : text.index(secret) + 60]!r}"
+        for name, text in texts.items()
+        for secret in secrets
+        if secret in text
+    ]
 
 
 PLACES = ("environment", "arguments", "config", "notify", "exception")
-NAMED = {name: f"{body_of(name)}-{number}" for number, name in enumerate(NAMES)}  # of no shape: known by their names only
+NAMED = {
+    name: f"{body_of(name)}-{number}" for number, name in enumerate(NAMES)
+}  # of no shape: known by their names only
 FAILING = """
 import json, os
 said = json.load(open("said.json"))
@@ -53,16 +64,31 @@ raise ValueError("can't log in: " + " | ".join([*said, *(os.environ[name] for na
 @pytest.fixture
 def failed(stoker: Stoker) -> Done:
     """One run for all shapes in all places, and all names."""
-    urls = [f"https://me:{secret}@example.org/x?access_token={secret}" for secret in (body_of(f"url {name}") for name in shapes(""))]
+    urls = [
+        f"https://me:{secret}@example.org/x?access_token={secret}"
+        for secret in (body_of(f"url {name}") for name in shapes(""))
+    ]
     said = [*(text for text, _ in _all("exception").values()), *urls, *HARMLESS]
     (stoker.cwd / "said.json").write_text(json.dumps(said))
     (stoker.cwd / "names.json").write_text(json.dumps(list(NAMED)))
-    notify = "cat > notified.json; printf '%s' \"$MY_PASSWORD\" > given.txt; : " + " ".join(shlex.quote(text) for text, _ in _all("notify").values())
+    notify = "cat > notified.json; printf '%s' \"$MY_PASSWORD\" > given.txt; : " + " ".join(
+        shlex.quote(text) for text, _ in _all("notify").values()
+    )
     lines = [f"CONFIG_{number}={text}" for number, (text, _) in enumerate(_all("config").values())]
     (stoker.cwd / "run.json").write_text(json.dumps({"env": lines, "notify": notify}))  # JSON is YAML
     told = {f"SETTING_{number}": text for number, (text, _) in enumerate(_all("environment").values())}
     args = [word for text, _ in _all("arguments").values() for word in ("--setting", text)]
-    return stoker("run", "--show", "none", "--config", "run.json", stoker.script("fails.py", FAILING), *args, *HARMLESS, env={**told, **NAMED})
+    return stoker(
+        "run",
+        "--show",
+        "none",
+        "--config",
+        "run.json",
+        stoker.script("fails.py", FAILING),
+        *args,
+        *HARMLESS,
+        env={**told, **NAMED},
+    )
 
 
 def test_no_secret_in_anything_that_is_written_said_or_sent(stoker: Stoker, failed: Done) -> None:
@@ -74,7 +100,9 @@ def test_no_secret_in_anything_that_is_written_said_or_sent(stoker: Stoker, fail
     assert not _leaks({"stdout": failed.out, "stderr": failed.err}, secrets)
     notified = (stoker.cwd / "notified.json").read_text()
     assert json.loads(notified)["cause"] == "rank.exception" and not _leaks({"--notify": notified}, secrets)
-    assert (stoker.cwd / "given.txt").read_text() == NAMED["MY_PASSWORD"]  # the user's command has the user's environment
+    assert (stoker.cwd / "given.txt").read_text() == NAMED[
+        "MY_PASSWORD"
+    ]  # the user's command has the user's environment
     assert NAMED["MY_PASSWORD"] in failed.log(0).decode()  # and the rank's own output is as it was printed
     for words in (["why"], ["why", "--json"], ["runs", "--json"]):
         assert not _leaks({" ".join(words): stoker(*words).out}, secrets)
@@ -96,9 +124,14 @@ def test_no_secret_in_a_bundle(stoker: Stoker) -> None:
     texts = [text for text, _ in _all("record").values()]
     old = stoker.cwd / "runs" / "old"
     old.mkdir(parents=True)
-    (old / "run.json").write_text(json.dumps({"schema": 1, "args": texts, "environment": {**NAMED, "SETTING": texts[0]}}))
+    (old / "run.json").write_text(
+        json.dumps({"schema": 1, "args": texts, "environment": {**NAMED, "SETTING": texts[0]}})
+    )
     (old / "verdict.json").write_text(json.dumps({"summary": " | ".join(texts), "evidence": texts}))
-    (old / "events.jsonl").write_text("".join(json.dumps({"event": "x", "said": text, "api_key": NAMED["HF_TOKEN"]}) + "\n" for text in texts) + '{"cut": "of')
+    (old / "events.jsonl").write_text(
+        "".join(json.dumps({"event": "x", "said": text, "api_key": NAMED["HF_TOKEN"]}) + "\n" for text in texts)
+        + '{"cut": "of'
+    )
     (old / "stoker.log").write_text("\n".join(texts))
     (old.parent / "latest").symlink_to("old")
     words = [text for text, _ in _all("process").values()]
@@ -129,20 +162,41 @@ def test_a_dry_run_and_a_job_script_show_no_secret(stoker: Stoker) -> None:
     args = [word for text, _ in _all("arguments").values() for word in ("--setting", text)]
     secrets = _secrets("arguments") | {NAMED["HF_TOKEN"]}
     words = ["--env", f"HF_TOKEN={NAMED['HF_TOKEN']}", script, *args]
-    for command in (["run", "--dry-run", *words], ["run", "--dry-run", "--json", *words], ["submit", "--dry-run", "--", *words]):
+    for command in (
+        ["run", "--dry-run", *words],
+        ["run", "--dry-run", "--json", *words],
+        ["submit", "--dry-run", "--", *words],
+    ):
         done = stoker(*command)
         assert done.code == 0 and not _leaks({command[0]: done.out + done.err}, secrets)
 
 
 def test_a_refusal_shows_no_secret(stoker: Stoker) -> None:
     secret = body_of("refused")
-    for command in (["train", "pretrain", "--data", f"https://me:{secret}@example.org/x.txt"], ["run", f"--frobnicate=hf_{secret}AAAA"], ["run", f"sk-{secret}-x.py"]):
+    for command in (
+        ["train", "pretrain", "--data", f"https://me:{secret}@example.org/x.txt"],
+        ["run", f"--frobnicate=hf_{secret}AAAA"],
+        ["run", f"sk-{secret}-x.py"],
+    ):
         done = stoker(*command)
         assert done.code in (64, 66) and HIDDEN in done.err and secret not in done.err
 
 
 def test_commands_of_other_processes_are_shown_without_secrets() -> None:
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", "--api-key", "two words", "curl", "-u", "me:hunter2", "--max-tokens", "5"])
+    child = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import time; time.sleep(600)",
+            "--api-key",
+            "two words",
+            "curl",
+            "-u",
+            "me:hunter2",
+            "--max-tokens",
+            "5",
+        ]
+    )
     try:
         deadline = time.monotonic() + 30
         while "--api-key" not in (processes.command(child.pid) or "") and time.monotonic() < deadline:
@@ -163,7 +217,9 @@ def test_a_configuration_is_written_without_secrets_and_else_as_it_is() -> None:
     config = config_of("small", combine("small", []))
     assert redact.whole(as_yaml(config)) == as_yaml(config)
     secret = body_of("config")
-    shown = redact.whole(as_yaml(replace(config, data=replace(config.data, path=(f"https://me:{secret}@example.org/x.txt",)))))
+    shown = redact.whole(
+        as_yaml(replace(config, data=replace(config.data, path=(f"https://me:{secret}@example.org/x.txt",))))
+    )
     assert secret not in shown and f"https://me:{HIDDEN}@example.org/x.txt" in shown
 
 
@@ -176,9 +232,16 @@ def _mode(path: Path) -> int:
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_run_directories_are_private(stoker: Stoker, umask: int) -> None:
-    script = stoker.script("scratch.py", "import os\nfolder = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])\nprint(oct(os.stat(folder).st_mode & 0o777))\nprint(oct(os.umask(0)))")
+    script = stoker.script(
+        "scratch.py",
+        "import os\nfolder = os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE'])\nprint(oct(os.stat(folder).st_mode & 0o777))\nprint(oct(os.umask(0)))",
+    )
     done = stoker("run", "--log-dir", "logs", script, umask=umask)
-    assert done.code == 0 and done.out.splitlines()[-2].endswith("0o700") and done.out.splitlines()[-1].endswith(oct(umask))
+    assert (
+        done.code == 0
+        and done.out.splitlines()[-2].endswith("0o700")
+        and done.out.splitlines()[-1].endswith(oct(umask))
+    )
     assert _mode(done.run_dir) == 0o700 and _mode(done.run_dir.parent) == 0o700
     (folder,) = (stoker.cwd / "logs").iterdir()
     assert folder.name.startswith(done.run_dir.name) and _mode(folder) == 0o700
@@ -225,4 +288,8 @@ def test_folders_of_speedruns_and_jobs_are_private(tmp_path: Path) -> None:
         path = submit.write(submit.JobScript("#!/bin/bash\n", "x", {}), str(tmp_path / "jobs"), "x")
     finally:
         os.umask(before)
-    assert _mode(tmp_path / "runs" / "speedrun-x") == 0o700 and _mode(Path(path).parent) == 0o700 and _mode(tmp_path / "jobs") == 0o700
+    assert (
+        _mode(tmp_path / "runs" / "speedrun-x") == 0o700
+        and _mode(Path(path).parent) == 0o700
+        and _mode(tmp_path / "jobs") == 0o700
+    )

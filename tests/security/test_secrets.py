@@ -39,10 +39,15 @@ def test_every_shape_is_hidden_in_a_text(shape: str, place: str) -> None:
 def test_every_shape_is_hidden_as_a_value(shape: str) -> None:
     text, secret = SHAPES[shape]
     shown = [
-        *redact.environment({"SETTINGS": text}).values(), *redact.arguments(["train.py", text]), *redact.arguments(["train.py", f"--setting={text}"]),
-        *redact.arguments(["train.py", "--setting", text]), str(redact.data({"setting": [{"deep": text}]})), redact.command(f"python train.py {text}"),
-        *redact.arguments([f"--env=SETTINGS={text}"]), *(redact.arguments(text.split()) if "\n" not in text else ()),
-    ]  # fmt: skip
+        *redact.environment({"SETTINGS": text}).values(),
+        *redact.arguments(["train.py", text]),
+        *redact.arguments(["train.py", f"--setting={text}"]),
+        *redact.arguments(["train.py", "--setting", text]),
+        str(redact.data({"setting": [{"deep": text}]})),
+        redact.command(f"python train.py {text}"),
+        *redact.arguments([f"--env=SETTINGS={text}"]),
+        *(redact.arguments(text.split()) if "\n" not in text else ()),
+    ]
     assert not [line for line in shown if secret in line]
 
 
@@ -52,9 +57,11 @@ def test_any_value_is_hidden_under_a_secret_name(name: str, value: str) -> None:
     assert redact.environment({name: value}) == {name: HIDDEN}
     flag = f"--{name.lower()}"
     for line, shown in (
-        ([f"{name}={value}"], [f"{name}={HIDDEN}"]), ([f"--env={name}={value}"], [f"--env={name}={HIDDEN}"]), ([f"{flag}={value}"], [f"{flag}={HIDDEN}"]),
+        ([f"{name}={value}"], [f"{name}={HIDDEN}"]),
+        ([f"--env={name}={value}"], [f"--env={name}={HIDDEN}"]),
+        ([f"{flag}={value}"], [f"{flag}={HIDDEN}"]),
         (["--env", f"{name}={value}"], ["--env", f"{name}={HIDDEN}"]),
-    ):  # fmt: skip
+    ):
         assert redact.arguments(line) == shown
     if not value.startswith("-"):
         assert redact.arguments([flag, value]) == [flag, HIDDEN]
@@ -63,8 +70,18 @@ def test_any_value_is_hidden_under_a_secret_name(name: str, value: str) -> None:
 
 
 def test_numbers_and_switches_under_secret_names() -> None:
-    assert redact.data({"password": 47110815, "token": 123, "pin": 9081}) == dict.fromkeys(("password", "token", "pin"), HIDDEN)
-    readable = {"use_auth_token": True, "token": None, "password": "", "secret": "false", "pad_token_id": 50256, "key": 5, "max_tokens": 512}
+    assert redact.data({"password": 47110815, "token": 123, "pin": 9081}) == dict.fromkeys(
+        ("password", "token", "pin"), HIDDEN
+    )
+    readable = {
+        "use_auth_token": True,
+        "token": None,
+        "password": "",
+        "secret": "false",
+        "pad_token_id": 50256,
+        "key": 5,
+        "max_tokens": 512,
+    }
     assert redact.data(readable) == readable
 
 
@@ -97,7 +114,9 @@ def test_our_own_names_are_not_taken_for_secrets() -> None:
     from stoker.training.config.keys import KEYS
 
     for name in (*KEYS, *options_of(RunOptions)):
-        assert secretnames.rate(name) == secretnames.NO and secretnames.rate(name.replace("_", "-")) == secretnames.NO, name
+        assert (
+            secretnames.rate(name) == secretnames.NO and secretnames.rate(name.replace("_", "-")) == secretnames.NO
+        ), name
 
 
 @pytest.mark.parametrize("name, words", [
@@ -110,8 +129,17 @@ def test_words_of_a_name(name: str, words: str) -> None:
 
 def test_what_a_process_was_given_is_hidden_wherever_it_turns_up() -> None:
     odd, quoted, many = "swordfish-of-no-shape", 'with "quotes" & spaces/и', f"first {BODY}\nsecond {LONG}"
-    redact.learn({"MY_PASSWORD": odd, "DB_PASS": quoted, "CA_SECRET": many, "COUNT_TOKEN": "1234567", "TOKEN": "true", "SHELL": "/bin/sh-and-more"},
-                 ["train.py", "--notify", f"curl -u me:{BODY}x https://x", "--api-key", "argumentsvalue"])  # fmt: skip
+    redact.learn(
+        {
+            "MY_PASSWORD": odd,
+            "DB_PASS": quoted,
+            "CA_SECRET": many,
+            "COUNT_TOKEN": "1234567",
+            "TOKEN": "true",
+            "SHELL": "/bin/sh-and-more",
+        },
+        ["train.py", "--notify", f"curl -u me:{BODY}x https://x", "--api-key", "argumentsvalue"],
+    )
     text = f"{odd} {quoted!r} {quoted} second {LONG} and {BODY}x and argumentsvalue, 1234567 true /bin/sh-and-more with%20%22quotes%22%20%26%20spaces%2F%D0%B8"
     shown = redact.whole(text)
     for secret in (odd, quoted, LONG, f"{BODY}x", "argumentsvalue", "%22quotes%22"):
@@ -150,7 +178,16 @@ SIZE = 1 << 20
 def _hostile() -> Iterator[str]:
     for piece in HOSTILE:
         yield piece * (SIZE // len(piece))
-    for head in ("password=", 'password="', "Authorization: ", "://", "eyJ", "-----BEGIN " + "PRIVATE KEY-----\n", "<password>", "curl -u a:"):
+    for head in (
+        "password=",
+        'password="',
+        "Authorization: ",
+        "://",
+        "eyJ",
+        "-----BEGIN " + "PRIVATE KEY-----\n",
+        "<password>",
+        "curl -u a:",
+    ):
         for piece in ("a", " ", "\n", "=", '"', "\\", "/", "A1", "@"):
             yield head + piece * (SIZE // 16 // len(piece))
 
@@ -172,7 +209,9 @@ def test_a_long_command_line_is_read_once() -> None:
 
 def test_importing_it_compiles_no_pattern() -> None:
     """Every launch and every agent imports it."""
-    code = "import re\nreal = re._compiler.compile if hasattr(re, '_compiler') else None\ncount = []\n" \
-           "old = re.compile\nre.compile = lambda *a, **k: (count.append(a), old(*a, **k))[1]\nimport stoker.contract.redact\nprint(len(count))"  # fmt: skip
+    code = (
+        "import re\nreal = re._compiler.compile if hasattr(re, '_compiler') else None\ncount = []\n"
+        "old = re.compile\nre.compile = lambda *a, **k: (count.append(a), old(*a, **k))[1]\nimport stoker.contract.redact\nprint(len(count))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n"

@@ -26,7 +26,13 @@ ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need roo
 ANN, BOB = 12345, 12346
 LIMIT_S = 5.0
 ESC = "\x1b]0;owned\x07\x1b[2J\u202e"
-GOOD: dict[str, Any] = {"schema": 1, "name": "x", "started": 5.0, "launcher": {"pid": 1, "start": 1, "host": os.uname().nodename}, "plan": {"world_size": 1}}
+GOOD: dict[str, Any] = {
+    "schema": 1,
+    "name": "x",
+    "started": 5.0,
+    "launcher": {"pid": 1, "start": 1, "host": os.uname().nodename},
+    "plan": {"world_size": 1},
+}
 
 
 def _text(data: Any) -> Callable[[Path], None]:
@@ -169,7 +175,9 @@ def test_one_damaged_record_is_skipped_and_reported(tmp_path: Path, kind: str) -
     write_json(str(tmp_path / "2026-good" / "run.json"), {**GOOD, "name": "good"})
     listing = reader.look(str(tmp_path))
     word = DAMAGED[kind][1]
-    assert [run.id for run in listing.runs if run.name == "good"] == ["2026-good"] and len(listing.runs) == (1 if word else 2)
+    assert [run.id for run in listing.runs if run.name == "good"] == ["2026-good"] and len(listing.runs) == (
+        1 if word else 2
+    )
     assert word in listing.skipped and "\n" not in listing.skipped and listing.skipped.isprintable(), listing.skipped
     assert reader.find("good", str(tmp_path)).id == "2026-good"
     for run in listing.runs:
@@ -191,11 +199,27 @@ def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:
     script = stoker.script("ok.py", "print('fine')")
     good = stoker("run", "--name", "good", script)
     assert good.code == 0 and good.run_dir.name.endswith("-good") and good.err.count("damaged") == 1
-    for words in (("runs",), ("runs", "--json"), ("runs", "--all"), ("why", "good"), ("why",), ("logs", "good"), ("attach", "good"), ("stop", "good"), ("stop",),
-                  ("clean", "--runs-dir", "runs"), ("run", "--again", "--name", "good", script), ("run", "--name", "x", script)):  # fmt: skip
+    for words in (
+        ("runs",),
+        ("runs", "--json"),
+        ("runs", "--all"),
+        ("why", "good"),
+        ("why",),
+        ("logs", "good"),
+        ("attach", "good"),
+        ("stop", "good"),
+        ("stop",),
+        ("clean", "--runs-dir", "runs"),
+        ("run", "--again", "--name", "good", script),
+        ("run", "--name", "x", script),
+    ):
         began = time.monotonic()
         done = stoker(*words, timeout=60)
-        assert done.code == 0 and "Traceback" not in done.err and "\x1b" not in done.out + done.err, (words, done.code, done.err)
+        assert done.code == 0 and "Traceback" not in done.err and "\x1b" not in done.out + done.err, (
+            words,
+            done.code,
+            done.err,
+        )
         by_link = words in (("why",), ("stop",)) or words[0] == "clean"  # they had no need to look at all of them
         assert done.err.count("damaged") == (0 if by_link else 1), (words, done.err)
         assert words[0] == "run" or time.monotonic() - began < LIMIT_S, words
@@ -205,7 +229,11 @@ def test_every_command_gets_past_all_of_them(stoker: Stoker) -> None:
         for command in ("why", "logs", "stop", "attach"):
             if DAMAGED[kind][1]:
                 done = stoker(command, f"runs/20260101-000000-{kind.replace(' ', '-')}", timeout=30)
-                assert done.code == 65 and done.err.count("\n") == 1 and "Traceback" not in done.err, (kind, command, done.err)
+                assert done.code == 65 and done.err.count("\n") == 1 and "Traceback" not in done.err, (
+                    kind,
+                    command,
+                    done.err,
+                )
                 break  # one path for all four: reader.find
 
 
@@ -274,11 +302,21 @@ class User:
 
     def __call__(self, *words: str) -> Done:
         argv = self.command(sys.executable, "-m", "stoker", *words)
-        done = subprocess.run(argv, cwd=self.cwd, env=self.env, capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, cwd=self.cwd, env=self.env, capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL
+        )
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def python(self, code: str) -> str:
-        return subprocess.run(self.command(sys.executable, "-c", code), cwd=self.cwd, env=self.env, capture_output=True, text=True, timeout=60, check=True).stdout
+        return subprocess.run(
+            self.command(sys.executable, "-c", code),
+            cwd=self.cwd,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
 
     def runs(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(self("runs", "--json").out)["runs"]
@@ -313,7 +351,9 @@ def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -
     done = bob("run", "--name", "exp", "fail.py")
     assert done.code == 3 and "going on with" not in done.err, done.err  # a name of Ann's is no name of Bob's
     assert done.err.count("stays as it is") == (1 if sticky else 0)
-    assert [run["user"] for run in ann.runs()] == [f"uid {ANN}"] and [run["user"] for run in bob.runs()] == [f"uid {BOB}"]
+    assert [run["user"] for run in ann.runs()] == [f"uid {ANN}"] and [run["user"] for run in bob.runs()] == [
+        f"uid {BOB}"
+    ]
     again = ann("run", "--name", "exp", "fail.py")
     assert again.code == 3 and "starting run" in again.err and len(ann.runs()) == len(bob.runs()) == 1
     both = json.loads(bob("runs", "--json", "--all").out)["runs"]
@@ -335,11 +375,25 @@ def test_nobody_stops_anothers_run(users: tuple[User, User]) -> None:
     assert ann("run", "--detach", "--name", "nap", "nap.py").code == 0
     row = ann.runs()[0]
     assert row["status"] == "running"
-    for words in (("stop", row["dir"]), ("stop", row["run"]), ("stop", "nap"), ("stop",), ("stop", "--now", f"runs/{row['run']}")):
+    for words in (
+        ("stop", row["dir"]),
+        ("stop", row["run"]),
+        ("stop", "nap"),
+        ("stop",),
+        ("stop", "--now", f"runs/{row['run']}"),
+    ):
         refused = bob(*words)
         assert refused.code in (66, 77) and refused.err.count("\n") == 1, (words, refused.out, refused.err)
     # Root could, and does not by mistake: it is not root's run either.
-    done = subprocess.run([sys.executable, "-m", "stoker", "stop", row["dir"]], cwd=ann.cwd, env=ann.env, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "stoker", "stop", row["dir"]],
+        cwd=ann.cwd,
+        env=ann.env,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
     assert done.returncode == 77 and f"belongs to uid {ANN}" in done.stderr
     listed = next(run for run in json.loads(bob("runs", "--all", "--json").out)["runs"] if run["user"] == f"uid {ANN}")
     assert listed["status"] == "unknown" and ann.runs()[0]["status"] == "running"
@@ -361,13 +415,20 @@ def test_a_planted_record_is_neither_listed_continued_nor_signalled(users: tuple
             folder = bob.cwd / "runs" / name
             folder.mkdir()
             who = {"pid": victim.pid, "start": start, "host": os.uname().nodename, "uid": ANN}
-            (folder / "run.json").write_text(json.dumps({"name": "exp", "started": 9e9, "launcher": who, "config_hash": "x"}))
+            (folder / "run.json").write_text(
+                json.dumps({"name": "exp", "started": 9e9, "launcher": who, "config_hash": "x"})
+            )
             (folder / "events.jsonl").write_text("")
             for path in (folder, *folder.iterdir()):
                 os.chown(path, BOB, BOB)
         (bob.cwd / "runs" / "latest").symlink_to("exp")
         os.lchown(bob.cwd / "runs" / "latest", BOB, BOB)
-        for words in (("stop",), ("stop", "exp"), ("stop", "runs/exp"), ("stop", "--now", str(bob.cwd / "runs" / "2026-planted"))):
+        for words in (
+            ("stop",),
+            ("stop", "exp"),
+            ("stop", "runs/exp"),
+            ("stop", "--now", str(bob.cwd / "runs" / "2026-planted")),
+        ):
             assert ann(*words).code in (66, 77), words
         done = ann("run", "--name", "exp", "ok.py")
         assert done.code == 0 and [run["name"] for run in ann.runs()] == ["exp"] and "is running" not in done.err
@@ -398,17 +459,39 @@ def test_what_anothers_record_says_is_only_printed(users: tuple[User, User]) -> 
     folder = next(path for path in (bob.cwd / "runs").iterdir() if path.name.endswith("-bobs"))
     secret = ann.cwd / "secret"
     secret.write_text("do not print\n")
-    verdict = {**VERDICT, "summary": f"{ESC}summary", "evidence": [f"a\n{ESC}b"], "fix": [ESC], "host": ESC, "cause": ESC}
+    verdict = {
+        **VERDICT,
+        "summary": f"{ESC}summary",
+        "evidence": [f"a\n{ESC}b"],
+        "fix": [ESC],
+        "host": ESC,
+        "cause": ESC,
+    }
     (folder / "verdict.json").write_text(json.dumps(verdict))
-    (folder / "events.jsonl").write_text(json.dumps({"event": "restart", "time": 1.0, "cause": ESC}) + "\n" + json.dumps({"event": "rank-up", "time": 2.0, "rank": [], "label": ESC}) + "\n")
+    (folder / "events.jsonl").write_text(
+        json.dumps({"event": "restart", "time": 1.0, "cause": ESC})
+        + "\n"
+        + json.dumps({"event": "rank-up", "time": 2.0, "rank": [], "label": ESC})
+        + "\n"
+    )
     log = folder / "attempt-0" / "rank-0.log"
     log.unlink()
     log.symlink_to(secret)
     done = ann("why", str(folder))
-    assert done.code == 0 and f"(of uid {BOB})" in done.out and "\x1b" not in done.out and "\u202e" not in done.out and "\\x1b" in done.out
+    assert (
+        done.code == 0
+        and f"(of uid {BOB})" in done.out
+        and "\x1b" not in done.out
+        and "\u202e" not in done.out
+        and "\\x1b" in done.out
+    )
     for words in (("logs", str(folder)), ("attach", str(folder))):
         done = ann(*words)
-        assert "do not print" not in done.out and done.code == 66 and done.err.count("\n") == 1, (words, done.out, done.err)
+        assert "do not print" not in done.out and done.code == 66 and done.err.count("\n") == 1, (
+            words,
+            done.out,
+            done.err,
+        )
     shutil.rmtree(folder / "attempt-0")
     (folder / "attempt-0").symlink_to(ann.cwd)
     (ann.cwd / "rank-0.log").write_text("do not print\n")
@@ -458,7 +541,9 @@ def test_a_path_through_latest_is_ones_own_run(users: tuple[User, User]) -> None
         assert user.python(code).strip().endswith(f"-{name}/hf"), user.uid
 
 
-def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NFS makes nobody of root: what we make there is not ours by number, and still ours."""
     about = tmp_path.stat()
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))

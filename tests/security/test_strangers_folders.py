@@ -82,7 +82,11 @@ def test_a_checkpoint_folders_lock_that_is_a_link_is_not_written_through(tmp_pat
 def test_a_caches_lock_that_is_something_else_is_not_written_through(tmp_path: Path, kind: str) -> None:
     (tmp_path / "victim").write_text("mine")
     lock = tmp_path / "key.lock"
-    {"link": lambda: lock.symlink_to(tmp_path / "victim"), "hard link": lambda: lock.hardlink_to(tmp_path / "victim"), "pipe": lambda: os.mkfifo(lock)}[kind]()
+    {
+        "link": lambda: lock.symlink_to(tmp_path / "victim"),
+        "hard link": lambda: lock.hardlink_to(tmp_path / "victim"),
+        "pipe": lambda: os.mkfifo(lock),
+    }[kind]()
     with pytest.raises(OSError), build.alone(str(tmp_path / "key"), print):
         pass
     assert (tmp_path / "victim").read_text() == "mine"
@@ -97,7 +101,10 @@ def test_a_cache_that_names_files_elsewhere_is_no_cache(tmp_path: Path, file: ob
 
 def test_a_shard_that_is_a_link_is_damage(tmp_path: Path) -> None:
     (tmp_path / "train-00000.bin").symlink_to("/dev/zero")
-    manifest = {"schema": shards.SCHEMA, "splits": {"train": {"shards": [{"file": "train-00000.bin", "bytes": 0, "crc32": 0}]}}}
+    manifest = {
+        "schema": shards.SCHEMA,
+        "splits": {"train": {"shards": [{"file": "train-00000.bin", "bytes": 0, "crc32": 0}]}},
+    }
     (tmp_path / shards.MANIFEST).write_text(json.dumps(manifest))
     found = shards.read_manifest(str(tmp_path))
     assert found is not None and "is a symbolic link" in (shards.damage(str(tmp_path), found, verify=True) or "")

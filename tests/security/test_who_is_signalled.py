@@ -50,7 +50,9 @@ def record(folder: Path, victim: int, name: str = "forged") -> Path:
     assert about is not None
     folder.mkdir(parents=True)
     who = {"pid": victim, "start": about.start, "host": os.uname().nodename, "uid": os.getuid()}
-    (folder / "run.json").write_text(json.dumps({"schema": 1, "name": name, "started": 1.0, "launcher": who, "plan": {"world_size": 1}}))
+    (folder / "run.json").write_text(
+        json.dumps({"schema": 1, "name": name, "started": 1.0, "launcher": who, "plan": {"world_size": 1}})
+    )
     (folder / "events.jsonl").write_text("")
     return folder
 
@@ -58,7 +60,9 @@ def record(folder: Path, victim: int, name: str = "forged") -> Path:
 # ---- whom a record names ----
 
 
-@pytest.mark.parametrize("words", [("stop", "forged"), ("stop",), ("stop", "--now", "runs/2026-forged"), ("stop", "2026-forged")])
+@pytest.mark.parametrize(
+    "words", [("stop", "forged"), ("stop",), ("stop", "--now", "runs/2026-forged"), ("stop", "2026-forged")]
+)
 def test_a_forged_record_has_no_process_signalled(stoker: Stoker, start: Start, words: tuple[str, ...]) -> None:
     victim = start(["sleep", "600"])
     record(stoker.cwd / "runs" / "2026-forged", victim.pid)
@@ -83,9 +87,13 @@ def test_who_only_reads_a_record_is_not_its_launcher(stoker: Stoker, start: Star
     folder.mkdir(parents=True)
     (folder / "events.jsonl").touch()
     reading = start(["tail", "-f", str(folder / "events.jsonl")])
-    other = start([sys.executable, "-c", f"import time; f = open({str(stoker.cwd / 'events.jsonl')!r}, 'w'); time.sleep(600)"])
+    other = start(
+        [sys.executable, "-c", f"import time; f = open({str(stoker.cwd / 'events.jsonl')!r}, 'w'); time.sleep(600)"]
+    )
     for victim in (reading, other):
-        assert wait_for(lambda pid=victim.pid: True if any("events.jsonl" in path for path in _open_files(pid)) else None, 10)
+        assert wait_for(
+            lambda pid=victim.pid: True if any("events.jsonl" in path for path in _open_files(pid)) else None, 10
+        )
         (folder / "run.json").unlink(missing_ok=True)
         about = process(victim.pid)
         assert about is not None
@@ -114,7 +122,12 @@ def test_another_users_record_of_our_own_launcher_stops_nothing(stoker: Stoker, 
     try:
         for words in (("stop", str(forged)), ("stop", "theirs"), ("stop", "2026-theirs"), ("stop", "runs/2026-theirs")):
             refused = stoker(*words)
-            assert refused.code in (65, 66, 77) and "Traceback" not in refused.err, (words, refused.code, refused.out, refused.err)
+            assert refused.code in (65, 66, 77) and "Traceback" not in refused.err, (
+                words,
+                refused.code,
+                refused.out,
+                refused.err,
+            )
         assert json.loads(stoker("why", "mine", "--json").out)["status"] == "running"
     finally:
         assert stoker("stop", "mine").code == 0
@@ -124,7 +137,14 @@ def test_another_users_record_of_our_own_launcher_stops_nothing(stoker: Stoker, 
 def test_a_run_is_stopped_though_its_folder_was_moved_and_its_events_removed(stoker: Stoker) -> None:
     done = stoker("run", "--detach", "--name", "moved", stoker.script("nap.py", NAP))
     here = done.run_dir
-    assert wait_for(lambda: True if "config_hash" in (here / "run.json").read_text() and (here / "attempt-0" / "rank-0.log").exists() else None, 20)
+    assert wait_for(
+        lambda: (
+            True
+            if "config_hash" in (here / "run.json").read_text() and (here / "attempt-0" / "rank-0.log").exists()
+            else None
+        ),
+        20,
+    )
     there = here.with_name("2026-moved-by-hand")
     here.rename(there)
     try:
@@ -215,11 +235,21 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
     """All of the run's own goes at its end, however it ends; what a scheduler started with the run's environment does not."""
     helper = "import subprocess\nprint('helper', subprocess.Popen(['setsid', 'sleep', '601']).pid, flush=True)\n"
     rest = f"sys.exit({ending})" if ending.isdigit() else "import time; time.sleep(600)"
-    run = stoker.start("run", "--grace", "0", stoker.script("t.py", SUBMIT + helper + rest), env={"AT": str(scheduler.path)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run = stoker.start(
+        "run",
+        "--grace",
+        "0",
+        stoker.script("t.py", SUBMIT + helper + rest),
+        env={"AT": str(scheduler.path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     log = stoker.cwd / "runs" / "latest" / "attempt-0" / "rank-0.log"
     assert wait_for(lambda: True if log.exists() and b"helper" in log.read_bytes() else None, 30)
     table = processes.all_processes()
-    keepers = [one.pid for one in table if one.pid in processes.descendants(run.pid, table) and one.name.startswith("stoker-")]
+    keepers = [
+        one.pid for one in table if one.pid in processes.descendants(run.pid, table) and one.name.startswith("stoker-")
+    ]
     if ending == "stopped":
         run.terminate()
     elif ending == "agent killed":
@@ -234,10 +264,14 @@ def test_a_job_that_a_rank_submits_outlives_the_run(stoker: Stoker, scheduler: S
         told = stoker("clean", "--yes", "--json", "--runs-dir", "runs")
         said = json.loads(told.out)
         assert [entry["pid"] for entry in said["leftovers"]] == [helper_pid], said
-        assert [entry["pid"] for entry in said["left_alone"]] == [scheduler.job] and "another process started it" in said["left_alone"][0]["why"]
+        assert [entry["pid"] for entry in said["left_alone"]] == [
+            scheduler.job
+        ] and "another process started it" in said["left_alone"][0]["why"]
     assert wait_for(lambda: True if process(helper_pid) is None or process(helper_pid).state == "Z" else None, 10)  # type: ignore[union-attr]
     assert scheduler.job_lives
-    assert processes.run_tag(scheduler.job) is not None, "the job has the run's environment: the test would prove nothing without"
+    assert processes.run_tag(scheduler.job) is not None, (
+        "the job has the run's environment: the test would prove nothing without"
+    )
 
 
 def test_daemons_and_tmux_servers_of_a_rank_end_with_the_run(stoker: Stoker) -> None:
@@ -276,7 +310,9 @@ def test_what_is_marked_to_be_kept_is_kept(stoker: Stoker, ending: str) -> None:
         f"import time; time.sleep(0.5); sys.exit({ending})\n"
     )
     # Set outside the run it keeps nothing: not every rank of every run is meant.
-    done = stoker("run", "--grace", "0", "--env", "STOKER_KEEP=1", stoker.script("k.py", script), env={"STOKER_KEEP": "1"})
+    done = stoker(
+        "run", "--grace", "0", "--env", "STOKER_KEEP=1", stoker.script("k.py", script), env={"STOKER_KEEP": "1"}
+    )
     text = done.log(0).decode()
     kept, swept = (int(re.search(rf"{word} (\d+)", text)[1]) for word in ("kept", "swept"))  # type: ignore[index]
     below = processes.descendants(kept, processes.all_processes())
@@ -305,12 +341,20 @@ def strangers(run_dir: Path, here: origin.Origin, start: Start) -> dict[str, sub
     """Each with the whole tag of the run, and started by somebody else."""
     from stoker.contract.shape import replace
 
-    broker = start([sys.executable, "-c", "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)"])
+    broker = start(
+        [
+            sys.executable,
+            "-c",
+            "import subprocess, sys, time; p = subprocess.Popen(['sleep', '600']); print(p.pid, flush=True); time.sleep(600)",
+        ]
+    )
     elsewhere = replace(here, agent=broker.pid, above=(1,))
     return {
         "it belongs to Slurm job 77": start(["sleep", "600"], {**tag(run_dir, here), "SLURM_JOB_ID": "77"}),
         "outside its run's Slurm job 5": start(["sleep", "600"], tag(run_dir, replace(here, job="5"))),
-        "another service started it": start(["sleep", "600"], tag(run_dir, replace(here, cgroup=":/system.slice/atd.service"))),
+        "another service started it": start(
+            ["sleep", "600"], tag(run_dir, replace(here, cgroup=":/system.slice/atd.service"))
+        ),
         "it is older than its run": start(["sleep", "600"], tag(run_dir, replace(here, start=1 << 60))),
         "another process started it": start(["sleep", "600"], tag(run_dir, elsewhere)),
         "does not say where": start(["sleep", "600"], {names.RUN_ID: run_dir.name, names.RUN_DIR: str(run_dir)}),
@@ -332,7 +376,9 @@ def test_clean_leaves_alone_what_another_started(stoker: Stoker, start: Start, h
         one.wait()
 
 
-def test_a_host_that_is_back_ends_only_what_its_run_left_there(tmp_path: Path, start: Start, here: origin.Origin) -> None:
+def test_a_host_that_is_back_ends_only_what_its_run_left_there(
+    tmp_path: Path, start: Start, here: origin.Origin
+) -> None:
     run_dir = tmp_path / "runs" / "2026-back"
     ours = start(["sleep", "600"], {**tag(run_dir, here), names.HOST: "b"})
     other_host = start(["sleep", "600"], {**tag(run_dir, here), names.HOST: "a"})
@@ -345,7 +391,10 @@ def test_a_host_that_is_back_ends_only_what_its_run_left_there(tmp_path: Path, s
 
 @ROOT_ONLY
 def test_another_control_group_is_another_service(tmp_path: Path, start: Start, here: origin.Origin) -> None:
-    place = next((path for path in (Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()), None)
+    place = next(
+        (path for path in (Path("/sys/fs/cgroup/systemd"), Path("/sys/fs/cgroup")) if (path / "cgroup.procs").exists()),
+        None,
+    )
     group = place / f"stoker-test-{os.getpid()}" if place else None
     try:
         if group is None:
@@ -373,7 +422,16 @@ def test_another_control_group_is_another_service(tmp_path: Path, start: Start, 
 
 def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker: Stoker, scheduler: Scheduler) -> None:
     asks = "import os\nfrom stoker.control.machine.origin import run_we_are_in\nprint('in', run_we_are_in(os.environ) == os.environ['STOKER_RUN_ID'], flush=True)\n"
-    done = stoker("run", stoker.script("r.py", asks + "import subprocess, sys; subprocess.run([sys.executable, '-c', open('r.py').read().split('import subprocess')[0]])\n" + SUBMIT), env={"AT": str(scheduler.path)})
+    done = stoker(
+        "run",
+        stoker.script(
+            "r.py",
+            asks
+            + "import subprocess, sys; subprocess.run([sys.executable, '-c', open('r.py').read().split('import subprocess')[0]])\n"
+            + SUBMIT,
+        ),
+        env={"AT": str(scheduler.path)},
+    )
     assert done.log(0).count(b"in True\n") == 2
     with open(f"/proc/{scheduler.job}/environ", encoding="utf-8") as file:
         handed = dict(item.partition("=")[::2] for item in file.read().split("\0") if item)
@@ -381,11 +439,16 @@ def test_a_run_in_a_rank_knows_it_and_a_job_with_its_environment_does_not(stoker
 
 
 def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
-    (tmp_path / "sbatch").write_text("#!/bin/sh\nenv > \"$(dirname \"$0\")/env\"\necho 12\n")
+    (tmp_path / "sbatch").write_text('#!/bin/sh\nenv > "$(dirname "$0")/env"\necho 12\n')
     (tmp_path / "sbatch").chmod(0o755)
     script = submit.make_script(submit.SubmitOptions(), ["stoker", "run"], ["t.py"], "t", str(tmp_path), str(tmp_path))
     path = submit.write(script, str(tmp_path), "t")
-    environ = {**dict.fromkeys(names.OF_A_RANK, "x"), "STOKER_RUNS": "/shared", "MINE": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ = {
+        **dict.fromkeys(names.OF_A_RANK, "x"),
+        "STOKER_RUNS": "/shared",
+        "MINE": "1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
     before = os.environ["PATH"]
     os.environ["PATH"] = environ["PATH"]
     try:
@@ -394,7 +457,9 @@ def test_submit_hands_on_nothing_that_makes_a_rank(tmp_path: Path) -> None:
         os.environ["PATH"] = before
     handed = {line.partition("=")[0] for line in (tmp_path / "env").read_text().splitlines()}
     assert not handed & set(names.OF_A_RANK) and {"STOKER_RUNS", "MINE"} <= handed
-    assert f"\nunset {' '.join(names.OF_A_RANK)}\n" in script.text  # the script may be handed to sbatch by hand, in a rank
+    assert (
+        f"\nunset {' '.join(names.OF_A_RANK)}\n" in script.text
+    )  # the script may be handed to sbatch by hand, in a rank
 
 
 # ---- signalling itself ----

@@ -16,11 +16,24 @@ from stoker.control.record import follow, reader
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker attach", description="Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
+        prog="stoker attach",
+        description=(
+            "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit"
+            " code."
+        ),
     )
     made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument("--lines", "-n", type=int, default=10, metavar="N", help="begin with this many of the last lines of each rank (default: 10)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--lines",
+        "-n",
+        type=int,
+        default=10,
+        metavar="N",
+        help="begin with this many of the last lines of each rank (default: 10)",
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 
@@ -38,7 +51,10 @@ def main(argv: list[str]) -> int:
             labels = {attempt: follow.labels(run, attempt) for attempt in {attempt for attempt, _, _ in new}}
             for attempt, rank, path in new:
                 skip = _start_of_last(path, told.lines) if first else 0
-                open_[path] = follow.Tail(path, skip), LineCutter(f"{labels[attempt].get(rank, f'rank {rank}')}:".encode())
+                open_[path] = (
+                    follow.Tail(path, skip),
+                    LineCutter(f"{labels[attempt].get(rank, f'rank {rank}')}:".encode()),
+                )
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():

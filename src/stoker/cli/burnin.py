@@ -39,15 +39,41 @@ exit codes: 0 fine, 1 something is slow, 2 something computes or adds up wrong, 
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="stoker burnin", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--minutes", type=float, metavar="M", help="how long the replicas train (default: 5, where --steps is not given)")
+    made = Parser(
+        prog="stoker burnin", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="how long the replicas train (default: 5, where --steps is not given)",
+    )
     made.add_argument("--steps", type=int, metavar="N", help="how many steps they make")
-    made.add_argument("--gpus", metavar="WHICH", help="which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room")
-    made.add_argument("--nproc-per-node", "--nproc_per_node", metavar="N", help="replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)")
-    made.add_argument("--share-gpus", action="store_true", help="let several replicas, or another run, use one GPU: bits are compared, speed is not")
+    made.add_argument(
+        "--gpus",
+        metavar="WHICH",
+        help="which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room",
+    )
+    made.add_argument(
+        "--nproc-per-node",
+        "--nproc_per_node",
+        metavar="N",
+        help="replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)",
+    )
+    made.add_argument(
+        "--share-gpus",
+        action="store_true",
+        help="let several replicas, or another run, use one GPU: bits are compared, speed is not",
+    )
     made.add_argument("--wait", type=_duration, metavar="TIME", help="wait this long for enough free GPUs, e.g. 10m")
-    made.add_argument("--show", metavar="WHAT", help="the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--show",
+        metavar="WHAT",
+        help="the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)",
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     made.add_argument("--json", action="store_true", help="the result as JSON")
     made.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP flips a bit there: shows that the burn-in finds it
     return made
@@ -75,7 +101,13 @@ def request_from(told: argparse.Namespace) -> Request:
     for flag, value in (("--minutes", minutes), ("--steps", told.steps), ("--flip", told.flip)):
         args += [flag, str(value)] if value is not None else []
     shown = told.show or ("0" if sys.stderr.isatty() and not told.json else "none")
-    wanted: dict[str, Any] = {"isolate": True, "quiet": True, "show": shown, "share_gpus": told.share_gpus, "nproc_per_node": told.nproc_per_node or _count()}
+    wanted: dict[str, Any] = {
+        "isolate": True,
+        "quiet": True,
+        "show": shown,
+        "share_gpus": told.share_gpus,
+        "nproc_per_node": told.nproc_per_node or _count(),
+    }
     wanted |= {"gpus": told.gpus, "wait": told.wait, "runs_dir": told.runs_dir}
     given = {key: value for key, value in wanted.items() if value not in (None, False)}
     # By its place, not by import: this process stays without torch.
@@ -106,7 +138,14 @@ def main(argv: list[str]) -> int:
 
 def _own_run(root: str) -> reader.Run | None:
     """The run this process launched. Not runs/latest: somebody may have started another since."""
-    return next((run for run in reversed(reader.all_runs(root)) if run.launcher[0] == os.getpid() and run.launcher[2] == os.uname().nodename), None)
+    return next(
+        (
+            run
+            for run in reversed(reader.all_runs(root))
+            if run.launcher[0] == os.getpid() and run.launcher[2] == os.uname().nodename
+        ),
+        None,
+    )
 
 
 class _Result:
@@ -116,8 +155,13 @@ class _Result:
         folder = os.path.join(run.dir, "burnin") if run else ""
         ranks = run.data["plan"]["ranks"] if run else []
         shared = Counter(one["label"] for one in ranks)  # --share-gpus: GPU0#0 and GPU0#1
-        names = {one["rank"]: one["label"] if shared[one["label"]] == 1 else f"{one['label']}#{one['rank']}" for one in ranks}
-        found = [doctor.replica_from(_records(os.path.join(folder, f"rank-{rank}.jsonl")), name) for rank, name in names.items()]
+        names = {
+            one["rank"]: one["label"] if shared[one["label"]] == 1 else f"{one['label']}#{one['rank']}" for one in ranks
+        }
+        found = [
+            doctor.replica_from(_records(os.path.join(folder, f"rank-{rank}.jsonl")), name)
+            for rank, name in names.items()
+        ]
         self.replicas = [one for one in found if one is not None]
         self.links = doctor.links_from(_records(os.path.join(folder, "links.jsonl"))) if run else []
         self.judgement = doctor.judge(self.replicas, self.links, stopped=self.status == "stopped")
@@ -135,32 +179,57 @@ class _Result:
     def to_json(self) -> dict[str, Any]:
         verdict = self.run.verdict if self.run else None
         return {
-            "schema": SCHEMA, "run": self.run.id if self.run else None, "status": self.status, "summary": verdict.summary if verdict else None,
-            "exit_code": self.exit_code, "replicas": [self._replica(one) for one in self.replicas], "left_out": self.left_out,
-            "links": [{"ranks": link.ranks, "backend": link.backend, "bus_gbs": link.bus_gbs, "wrong": link.wrong} for link in self.links],
+            "schema": SCHEMA,
+            "run": self.run.id if self.run else None,
+            "status": self.status,
+            "summary": verdict.summary if verdict else None,
+            "exit_code": self.exit_code,
+            "replicas": [self._replica(one) for one in self.replicas],
+            "left_out": self.left_out,
+            "links": [
+                {"ranks": link.ranks, "backend": link.backend, "bus_gbs": link.bus_gbs, "wrong": link.wrong}
+                for link in self.links
+            ],
             "findings": as_json(self.judgement.findings),
-        }  # fmt: skip
+        }
 
     def _replica(self, replica: doctor.Replica) -> dict[str, Any]:
         opinion = self._opinion(replica)
         own = doctor.sheet(replica.card)
         return {
-            "rank": replica.rank, "label": replica.label, "card": replica.card, "uuid": replica.device, "steps": len(replica.steps),
-            "rounds": replica.rounds, "step_s": replica.step_s, "start": as_json(replica.start), "end": as_json(replica.end),
-            "sheet": {"tflops": own[0], "gbs": own[1]} if own else None, "agrees": opinion.agrees, "twins": opinion.twins, "first_difference": opinion.first,
-        }  # fmt: skip
+            "rank": replica.rank,
+            "label": replica.label,
+            "card": replica.card,
+            "uuid": replica.device,
+            "steps": len(replica.steps),
+            "rounds": replica.rounds,
+            "step_s": replica.step_s,
+            "start": as_json(replica.start),
+            "end": as_json(replica.end),
+            "sheet": {"tflops": own[0], "gbs": own[1]} if own else None,
+            "agrees": opinion.agrees,
+            "twins": opinion.twins,
+            "first_difference": opinion.first,
+        }
 
     def _opinion(self, replica: doctor.Replica) -> doctor.Opinion:
         return next(one for one in self.judgement.opinions if one.rank == replica.rank)
 
     def lines(self) -> Iterator[str]:
         if self.replicas:
-            yield from _table([("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees"), *(self._row(one) for one in self.replicas)])
+            yield from _table(
+                [
+                    ("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees"),
+                    *(self._row(one) for one in self.replicas),
+                ]
+            )
         of = {one.rank: one for one in self.replicas}
         done = [link for link in self.links if link.bus_gbs is not None]
         for start in range(0, len(done), 6):
             head = f"links ({done[0].backend}, bus GB/s): " if not start else "  "
-            yield head + " · ".join(f"{doctor.between(link, of)} {_number(link.bus_gbs)}" for link in done[start : start + 6])
+            yield head + " · ".join(
+                f"{doctor.between(link, of)} {_number(link.bus_gbs)}" for link in done[start : start + 6]
+            )
         if self.left_out:
             yield f"not tried: {', '.join(self.left_out)} (in use, unusable or not asked for)"
         for finding in self.judgement.findings:
@@ -176,13 +245,18 @@ class _Result:
         steps = min(len(one.steps) for one in self.replicas)
         alone = [one.label for one in self.replicas if not self._opinion(one).twins]
         if len(self.replicas) > 1 and not alone:
-            return f"{len(self.replicas)} replicas agree bit for bit over {steps} steps" + ("; every all-reduce is right" if self.links else "")
+            return f"{len(self.replicas)} replicas agree bit for bit over {steps} steps" + (
+                "; every all-reduce is right" if self.links else ""
+            )
         return f"{steps} steps; without a twin, compared with its own rounds only: {', '.join(alone)}"
 
     def _row(self, replica: doctor.Replica) -> tuple[str, ...]:
         opinion, speed, own = self._opinion(replica), doctor.hot(replica), doctor.sheet(replica.card)
         figures = [(speed.tflops, own and own[0]), (speed.gbs, own and own[1])] if speed else []
-        shown = [_number(mine) + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures] or ["n/a", "n/a"]
+        shown = [_number(mine) + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures] or [
+            "n/a",
+            "n/a",
+        ]
         if opinion.agrees is None:
             agrees = "n/a"
         elif opinion.agrees:

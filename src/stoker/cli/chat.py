@@ -28,24 +28,66 @@ Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker chat", usage="stoker chat [MODEL] [options]", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="stoker chat",
+        usage="stoker chat [MODEL] [options]",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Talks to a model in the terminal.",
-    )  # fmt: skip
+    )
     made.add_argument(
-        "model", nargs="?", metavar="MODEL",
-        help="a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run or speedrun that has a model)",
-    )  # fmt: skip
-    made.add_argument("--stage", metavar="NAME", help="which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)")
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=(
+            "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run"
+            " or speedrun that has a model)"
+        ),
+    )
+    made.add_argument(
+        "--stage",
+        metavar="NAME",
+        help="which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)",
+    )
     made.add_argument("--prompt", metavar="TEXT", help="one answer on stdout, and nothing else there")
     made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
-    made.add_argument("--raw", action="store_true", help="no roles and no memory: the model goes on with what is typed, as base models do")
-    made.add_argument("--temperature", type=float, default=0.7, metavar="T", help="0: greedy, always the most likely token (default: 0.7)")
-    made.add_argument("--top-p", type=float, default=1.0, metavar="P", help="sample only from the most likely tokens that together have this probability")
-    made.add_argument("--max-tokens", type=int, default=256, metavar="N", help="an answer is cut after so many tokens (default: 256)")
-    made.add_argument("--context", type=int, default=0, metavar="N", help="tokens of a conversation (default: what the model was trained for, up to 4096)")
-    made.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answers (default: another one each time)")
-    made.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--raw",
+        action="store_true",
+        help="no roles and no memory: the model goes on with what is typed, as base models do",
+    )
+    made.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="0: greedy, always the most likely token (default: 0.7)",
+    )
+    made.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample only from the most likely tokens that together have this probability",
+    )
+    made.add_argument(
+        "--max-tokens", type=int, default=256, metavar="N", help="an answer is cut after so many tokens (default: 256)"
+    )
+    made.add_argument(
+        "--context",
+        type=int,
+        default=0,
+        metavar="N",
+        help="tokens of a conversation (default: what the model was trained for, up to 4096)",
+    )
+    made.add_argument(
+        "--seed", type=int, metavar="N", help="the same seed gives the same answers (default: another one each time)"
+    )
+    made.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)"
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 
@@ -68,7 +110,10 @@ def main(argv: list[str]) -> int:
 
 
 def _opened(told: argparse.Namespace, folder: str) -> Conversation:
-    from stoker.training.generate.conversation import Conversation, Manner  # torch: seconds, so only once there is a model
+    from stoker.training.generate.conversation import (
+        Conversation,
+        Manner,
+    )  # torch: seconds, so only once there is a model
     from stoker.training.generate.engine import Engine
     from stoker.training.generate.opening import context_of, device_of, opened
     from stoker.training.generate.sample import checked
@@ -78,7 +123,9 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     model, words = opened(folder, context, device, lambda _: None)
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
-    talk = Conversation(Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, _say)
+    talk = Conversation(
+        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, _say
+    )
     size = sum(parameter.numel() for parameter in model.parameters())
     _say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
     return talk

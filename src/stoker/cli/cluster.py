@@ -46,7 +46,9 @@ def main(argv: list[str]) -> int:
         from stoker.cli.cluster_init import main as init
 
         return init(argv[1:])
-    raise Refusal(f"no `stoker cluster {argv[0]}`{suggest(argv[0], ('check', 'init'))}; there are check and init", EX_USAGE)
+    raise Refusal(
+        f"no `stoker cluster {argv[0]}`{suggest(argv[0], ('check', 'init'))}; there are check and init", EX_USAGE
+    )
 
 
 def parser() -> Parser:
@@ -61,18 +63,63 @@ def parser() -> Parser:
 
 def check_parser() -> Parser:
     made = Parser(
-        prog="stoker cluster check", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
+        prog="stoker cluster check",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
         description="Are these hosts fit to train together: what is wrong, how that is known, and what to type.",
-    )  # fmt: skip
-    made.add_argument("script", nargs="?", default="", metavar="SCRIPT", help="a script that must be the same on all hosts, and its package")
-    made.add_argument("--hosts", default="", metavar="HOSTS", help=f"a hosts file, or a,b,c (default: the nodes of the Slurm job we are in, else ./{_DEFAULT})")
-    made.add_argument("--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts")
-    made.add_argument("--model", default="", metavar="PATH", help="a model's folder, with its tokenizer, that must be the same on all hosts")
-    made.add_argument("--parameters", type=_count, default=0.0, metavar="N", help="how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)")
-    made.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT", help="the store's port, on the first host (default: a free one)")
-    made.add_argument("--quick", action="store_true", help="only what takes no time, as before every run: no import of torch, no all-reduce")
-    made.add_argument("--tune", action="store_true", help="try transport settings and keep what measurably helps in the hosts file")
-    made.add_argument("--ssh-option", action="append", default=[], metavar="OPTION", help="one more word for ssh, e.g. --ssh-option=-p2222")
+    )
+    made.add_argument(
+        "script",
+        nargs="?",
+        default="",
+        metavar="SCRIPT",
+        help="a script that must be the same on all hosts, and its package",
+    )
+    made.add_argument(
+        "--hosts",
+        default="",
+        metavar="HOSTS",
+        help=f"a hosts file, or a,b,c (default: the nodes of the Slurm job we are in, else ./{_DEFAULT})",
+    )
+    made.add_argument(
+        "--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts"
+    )
+    made.add_argument(
+        "--model",
+        default="",
+        metavar="PATH",
+        help="a model's folder, with its tokenizer, that must be the same on all hosts",
+    )
+    made.add_argument(
+        "--parameters",
+        type=_count,
+        default=0.0,
+        metavar="N",
+        help="how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)",
+    )
+    made.add_argument(
+        "--master-port",
+        "--master_port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="the store's port, on the first host (default: a free one)",
+    )
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="only what takes no time, as before every run: no import of torch, no all-reduce",
+    )
+    made.add_argument(
+        "--tune", action="store_true", help="try transport settings and keep what measurably helps in the hosts file"
+    )
+    made.add_argument(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more word for ssh, e.g. --ssh-option=-p2222",
+    )
     made.add_argument("--json", action="store_true", help="everything as JSON")
     return made
 
@@ -91,13 +138,22 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         given = slurm.allocation(os.environ)
         if given is not None:
             if told.tune:
-                raise Refusal("--tune keeps what helps in a hosts file, and a Slurm job has none: --hosts names one", EX_USAGE)
+                raise Refusal(
+                    "--tune keeps what helps in a hosts file, and a Slurm job has none: --hosts names one", EX_USAGE
+                )
             return given
     if not told.hosts and not os.path.exists(_DEFAULT):
-        raise Refusal(f"no {_DEFAULT} here: name the hosts with --hosts a,b,c, or write one with `stoker cluster init a b c`", EX_NOINPUT)
+        raise Refusal(
+            f"no {_DEFAULT} here: name the hosts with --hosts a,b,c, or write one with `stoker cluster init a b c`",
+            EX_NOINPUT,
+        )
     found = read(told.hosts or _DEFAULT, tuple(told.ssh_option))
     if told.tune and found.path is None:
-        raise Refusal("--tune keeps what helps in a hosts file, and --hosts a,b,c is none: `stoker cluster init a b c` writes one", EX_USAGE)
+        raise Refusal(
+            "--tune keeps what helps in a hosts file, and --hosts a,b,c is none: `stoker cluster init a b c`"
+            " writes one",
+            EX_USAGE,
+        )
     if told.tune and told.quick:
         raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
     return found
@@ -117,7 +173,9 @@ def check(argv: list[str]) -> int:
     if sys.stderr.isatty():
         _progress(f"asking {len(hosts.hosts)} host{'s' if len(hosts.hosts) > 1 else ''}, some seconds")
     tuned: list[str] = []
-    with Checking(hosts, asked, lambda links, hear, complain: Members([Member(link) for link in links], hear, complain)) as checking:
+    with Checking(
+        hosts, asked, lambda links, hear, complain: Members([Member(link) for link in links], hear, complain)
+    ) as checking:
         facts = checking.look()
         findings = [*between.findings(facts), *doctor_findings(facts, hosts)]
         if told.tune:
@@ -126,9 +184,14 @@ def check(argv: list[str]) -> int:
             assert checking.worker is not None
             tuned = tune(checking.asking, checking.worker, facts, hosts, _progress)
     report: dict[str, Any] = {
-        "schema": 1, "exit_code": exit_code(findings), "seconds": round(time.monotonic() - began, 2), "findings": as_json(findings),
-        "price": _price(facts, told.parameters or parameters(told.model) or 1.1e9), "tuned": tuned, "facts": facts.to_json(),
-    }  # fmt: skip
+        "schema": 1,
+        "exit_code": exit_code(findings),
+        "seconds": round(time.monotonic() - began, 2),
+        "findings": as_json(findings),
+        "price": _price(facts, told.parameters or parameters(told.model) or 1.1e9),
+        "tuned": tuned,
+        "facts": facts.to_json(),
+    }
     if told.json:
         print(json_text(report))
     else:
@@ -154,9 +217,13 @@ def _price(facts: Any, parameters: float) -> dict[str, Any] | None:
         return None
     world = len(facts.there)
     return {
-        "bandwidth": known[0], "measured_by": known[1], "hosts": world, "formula": FORMULA, "prices": as_json(prices(parameters, world, known[0])),
+        "bandwidth": known[0],
+        "measured_by": known[1],
+        "hosts": world,
+        "formula": FORMULA,
+        "prices": as_json(prices(parameters, world, known[0])),
         "sentence": sentence(parameters, world, known[0]),
-    }  # fmt: skip
+    }
 
 
 def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:

@@ -16,19 +16,42 @@ _EXAMPLES = """examples:
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker cluster init", formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES,
-        description="Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file.",
-    )  # fmt: skip
-    made.add_argument("hosts", nargs="+", metavar="HOST", help="name, address or ~/.ssh/config alias, in rank order; user@host is fine")
-    made.add_argument("--out", default="cluster.yaml", metavar="FILE", help="the file to write (default: ./cluster.yaml)")
+        prog="stoker cluster init",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=_EXAMPLES,
+        description=(
+            "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
+        ),
+    )
+    made.add_argument(
+        "hosts",
+        nargs="+",
+        metavar="HOST",
+        help="name, address or ~/.ssh/config alias, in rank order; user@host is fine",
+    )
+    made.add_argument(
+        "--out", default="cluster.yaml", metavar="FILE", help="the file to write (default: ./cluster.yaml)"
+    )
     made.add_argument("--force", action="store_true", help="overwrite it")
     made.add_argument("--user", metavar="NAME", help="who to log in as")
     made.add_argument("--port", type=int, metavar="PORT", help="ssh's port")
     made.add_argument("--identity", metavar="FILE", help="a private key")
-    made.add_argument("--python", metavar="PATH", help="the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)")
-    made.add_argument("--workdir", metavar="DIR", help="the ranks' working directory there (default: that of `stoker run`)")
+    made.add_argument(
+        "--python",
+        metavar="PATH",
+        help="the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)",
+    )
+    made.add_argument(
+        "--workdir", metavar="DIR", help="the ranks' working directory there (default: that of `stoker run`)"
+    )
     made.add_argument("--ssh-config", metavar="FILE", help="instead of ~/.ssh/config")
-    made.add_argument("--ssh-option", action="append", default=[], metavar="OPTION", help="one more word for ssh, e.g. --ssh-option=-p2222")
+    made.add_argument(
+        "--ssh-option",
+        action="append",
+        default=[],
+        metavar="OPTION",
+        help="one more word for ssh, e.g. --ssh-option=-p2222",
+    )
     return made
 
 
@@ -40,11 +63,15 @@ def main(argv: list[str]) -> int:
     keys = ("user", "port", "identity", "python", "workdir")
     told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
     main_part(
-        told.hosts, told.out, {key: getattr(told, key) for key in keys if getattr(told, key) is not None},
-        {"ssh_config": told.ssh_config} if told.ssh_config else {}, tuple(told.ssh_option), told.force,
+        told.hosts,
+        told.out,
+        {key: getattr(told, key) for key in keys if getattr(told, key) is not None},
+        {"ssh_config": told.ssh_config} if told.ssh_config else {},
+        tuple(told.ssh_option),
+        told.force,
         lambda links, hear, complain: Members([Member(link) for link in links], hear, complain),
         lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True),
-    )  # fmt: skip
+    )
     return 0
 
 

@@ -14,8 +14,11 @@ tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # 
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker completion", description="Prints a completion script.", epilog=_USE, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        prog="stoker completion",
+        description="Prints a completion script.",
+        epilog=_USE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return made
 
@@ -39,5 +42,9 @@ def main(argv: list[str]) -> int:
     import shtab
 
     script = shtab.complete(whole_parser(), told.shell)
-    print(script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ") if told.shell == "bash" else script)  # else no file names
+    print(
+        script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ")
+        if told.shell == "bash"
+        else script
+    )  # else no file names
     return 0

@@ -13,9 +13,14 @@ from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker detach", description="Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it.")
+    made = Parser(
+        prog="stoker detach",
+        description="Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it.",
+    )
     made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 
@@ -27,5 +32,8 @@ def main(argv: list[str]) -> int:
         return 0
     ask_to_detach(run)
     name = shlex.quote(run.id)
-    print(f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}` stops it")
+    print(
+        f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}`"
+        " stops it"
+    )
     return 0

@@ -32,21 +32,39 @@ _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker doctor", formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="stoker doctor",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         description="What is wrong with this machine, how that is known, and what to type.",
         epilog=_EXAMPLES,
-    )  # fmt: skip
-    made.add_argument("--only", action="append", default=[], metavar="ID", help="only checks whose id begins so, e.g. gpu. or host.disk")
+    )
+    made.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="ID",
+        help="only checks whose id begins so, e.g. gpu. or host.disk",
+    )
     made.add_argument("--skip", action="append", default=[], metavar="ID", help="leave these checks out")
-    made.add_argument("--nproc-per-node", "--nproc_per_node", type=int, default=0, metavar="N", help="ranks that shall run")
+    made.add_argument(
+        "--nproc-per-node", "--nproc_per_node", type=int, default=0, metavar="N", help="ranks that shall run"
+    )
     made.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT", help="a port to look at")
     made.add_argument("--no-probe", action="store_true", help="make no context on the GPUs")
     made.add_argument("--json", action="store_true", help="everything as JSON")
-    made.add_argument("--watch", nargs="?", const="10s", type=duration, metavar="TIME", help="look again every so often (default: 10s) and print what changes")
+    made.add_argument(
+        "--watch",
+        nargs="?",
+        const="10s",
+        type=duration,
+        metavar="TIME",
+        help="look again every so often (default: 10s) and print what changes",
+    )
     made.add_argument("--bundle", metavar="FILE", help="write a tar.gz for a support ticket")
     made.add_argument("--record", metavar="FILE", help="write the examination as JSON")
     made.add_argument("--machine", metavar="FILE", help="examine a recorded machine instead of this one")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 
@@ -76,7 +94,12 @@ def main(argv: list[str]) -> int:
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
-        report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks], "findings": as_json(findings)}
+        report = {
+            "schema": 1,
+            "exit_code": check.exit_code(findings),
+            "checks": [one.id for one in checks],
+            "findings": as_json(findings),
+        }
         print(json_text(redact.data({**report, "advice": advice(found, findings), "examination": found.to_json()})))
     else:
         _print(found, findings, len(checks))
@@ -89,11 +112,21 @@ def main(argv: list[str]) -> int:
 def _print(found: Examination, findings: list[Finding], count: int) -> None:
     machine = found.machine
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
-    torch = found.torch.version if found.torch and found.torch.version else "not looked at" if (found.missing or {}).get("torch") == NOT_ASKED else "none"
+    torch = (
+        found.torch.version
+        if found.torch and found.torch.version
+        else "not looked at"
+        if (found.missing or {}).get("torch") == NOT_ASKED
+        else "none"
+    )
     memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
     print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
-        used = "n/a" if gpu.memory_used is None or gpu.memory_total is None else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
+        used = (
+            "n/a"
+            if gpu.memory_used is None or gpu.memory_total is None
+            else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
+        )
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
@@ -136,12 +169,16 @@ def _read(path: str) -> Examination:
     except OSError as problem:
         raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise Refusal(f"recorded machine {path} is no recorded machine: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
+        raise Refusal(
+            f"recorded machine {path} is no recorded machine: {type(problem).__name__}: {problem}", EX_DATAERR
+        ) from problem
 
 
 def _write(path: str, text: str) -> None:
     try:
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8") as file:
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
+        ) as file:
             file.write(text)
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem

@@ -28,11 +28,18 @@ _HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker ladder", usage="stoker ladder [options] [--steps N] script.py [args]", epilog=_EXAMPLES,
-        description="Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options.",
+        prog="stoker ladder",
+        usage="stoker ladder [options] [--steps N] script.py [args]",
+        epilog=_EXAMPLES,
+        description=(
+            "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker"
+            " run`'s options."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    made.add_argument("--steps", type=int, default=ladder.STEPS, metavar="N", help=f"steps of each rung (default: {ladder.STEPS})")
+    )
+    made.add_argument(
+        "--steps", type=int, default=ladder.STEPS, metavar="N", help=f"steps of each rung (default: {ladder.STEPS})"
+    )
     add_flags(made, RunOptions)
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
@@ -65,7 +72,10 @@ def main(argv: list[str]) -> int:
         else:
             print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
             counts = ", ".join(str(ranks) for ranks in rungs)
-            print(f"would start {counts} rank{'s' if rungs[-1] > 1 else ''}, one after the other, {counted(steps, 'step')} each")
+            print(
+                f"would start {counts} rank{'s' if rungs[-1] > 1 else ''}, one after the other,"
+                f" {counted(steps, 'step')} each"
+            )
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:
@@ -77,7 +87,9 @@ def main(argv: list[str]) -> int:
 
 
 def before_run(request: Request, wanted: Collection[str], steps: int = ladder.STEPS) -> int:
-    """The rungs that `stoker run` climbs first. 0, or the code of the one that failed. All it says goes to stderr: stdout is the script's."""
+    """The rungs that `stoker run` climbs first. 0, or the code of the one that failed. All it says goes to stderr:
+    stdout is the script's.
+    """
     climb = ladder.Ladder(request, steps, _to_stderr).climb(wanted)
     for line in report(climb):
         _to_stderr(line)
@@ -88,20 +100,33 @@ def report(climb: ladder.Climb) -> list[str]:
     lines: list[str] = []
     done = [rung for rung in climb.climbed if rung.exit_code == 0]
     if done:
-        lines.append(f"{'RUNG':>4} {'RANKS':>5} {'FIRST STEP':>11} {'STEPS/S':>9} {'OF 1 RANK':>9} {'RAM/RANK':>9} {'GPU MEMORY':>16}")
-        lines += [_row(number, rung, ladder.scaling((done[0], rung), rung.ranks)) for number, rung in enumerate(done, 1)]
+        lines.append(
+            f"{'RUNG':>4} {'RANKS':>5} {'FIRST STEP':>11} {'STEPS/S':>9} {'OF 1 RANK':>9} {'RAM/RANK':>9}"
+            f" {'GPU MEMORY':>16}"
+        )
+        lines += [
+            _row(number, rung, ladder.scaling((done[0], rung), rung.ranks)) for number, rung in enumerate(done, 1)
+        ]
         found = ladder.scaling(done, climb.world_size)
         if found.efficiency is not None:
             top = done[-1]
-            lines.append(f"throughput {found.throughput}: with {top.ranks} ranks each makes {_rate(top)} steps/s, {found.efficiency:.0%} of one rank alone")
+            lines.append(
+                f"throughput {found.throughput}: with {top.ranks} ranks each makes {_rate(top)} steps/s,"
+                f" {found.efficiency:.0%} of one rank alone"
+            )
         elif any(rung.steps_per_s is None for rung in done):
-            lines.append("throughput: not measured, the script made no two steps (torch's optimizer steps count, and stoker.beat())")
+            lines.append(
+                "throughput: not measured, the script made no two steps (torch's optimizer steps count, and"
+                " stoker.beat())"
+            )
         if memory := ladder.memory_line(found, climb.world_size):
             lines.append(memory)
     if climb.verdict is None:
         there = sum(not one.problem for one in climb.imports)
         what = [f"{there} import{'s' if there != 1 else ''}"] if there else []
-        what += [f"{', '.join(str(rung.ranks) for rung in done)} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
+        what += (
+            [f"{', '.join(str(rung.ranks) for rung in done)} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
+        )
         return [*lines, f"✓ the ladder holds: {' and '.join(what) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
     where = f"with {failed.ranks} rank{'s' if failed.ranks != 1 else ''}" if failed else "before the first rank"
@@ -115,9 +140,18 @@ def report(climb: ladder.Climb) -> list[str]:
 
 def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     first = span(rung.first_step_s) if rung.first_step_s is not None else "n/a"
-    share = "100%" if rung.ranks == 1 and rung.steps_per_s else f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
+    share = (
+        "100%"
+        if rung.ranks == 1 and rung.steps_per_s
+        else f"{found.efficiency:.0%}"
+        if found.efficiency is not None
+        else "n/a"
+    )
     card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
-    return f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9} {f'{rung.rss / 1e9:.2f} GB' if rung.rss else 'n/a':>9} {card:>16}"
+    return (
+        f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9}"
+        f" {f'{rung.rss / 1e9:.2f} GB' if rung.rss else 'n/a':>9} {card:>16}"
+    )
 
 
 def _rate(rung: ladder.Climbed) -> str:
@@ -126,9 +160,12 @@ def _rate(rung: ladder.Climbed) -> str:
 
 def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
     return {
-        "schema": 1, "script": request.script, "status": climb.verdict.status if climb.verdict else "passed", **as_json(climb),
+        "schema": 1,
+        "script": request.script,
+        "status": climb.verdict.status if climb.verdict else "passed",
+        **as_json(climb),
         "scaling": as_json(ladder.scaling(climb.climbed, climb.world_size)),
-    }  # fmt: skip
+    }
 
 
 def _dump(data: dict[str, Any]) -> None:

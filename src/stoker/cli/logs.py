@@ -18,7 +18,9 @@ def parser() -> Parser:
     made.add_argument("--rank", type=int, default=0, metavar="N", help="which rank (default: 0)")
     made.add_argument("--attempt", type=int, metavar="K", help="which attempt (default: the last)")
     made.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 

@@ -20,11 +20,27 @@ TEXT = 300  # characters of a sample
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker nan", description="Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples.")
-    made.add_argument("where", nargs="?", metavar="DIR", help="a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)")
+    made = Parser(
+        prog="stoker nan",
+        description=(
+            "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
+        ),
+    )
+    made.add_argument(
+        "where",
+        nargs="?",
+        metavar="DIR",
+        help="a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)",
+    )
     made.add_argument("--rank", type=int, metavar="R", help="which rank (default: the guilty one)")
-    made.add_argument("--tensor", metavar="NAME", help="show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--tensor",
+        metavar="NAME",
+        help="show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME",
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     made.add_argument("--json", action="store_true", help="the reports (or the tensor) as JSON")
     return made
 
@@ -37,12 +53,20 @@ def main(argv: list[str]) -> int:
     wanted = told.rank if told.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)
     dump = next((one for one in dumps if one.report.rank == wanted), None)
     if dump is None:
-        raise Refusal(f"{folder} has no rank {wanted}; there are {', '.join(str(one.report.rank) for one in dumps)}", EX_NOINPUT)
+        raise Refusal(
+            f"{folder} has no rank {wanted}; there are {', '.join(str(one.report.rank) for one in dumps)}", EX_NOINPUT
+        )
     if told.tensor:
         _tensor(reading.show(dump, told.tensor), told.json)
     elif told.json:
         shown = [one for one in dumps if told.rank is None or one is dump]
-        found = {"schema": 1, "folder": folder, "summary": guilty.summary, "ranks": list(guilty.ranks), "reports": [one.report.to_json() for one in shown]}
+        found = {
+            "schema": 1,
+            "folder": folder,
+            "summary": guilty.summary,
+            "ranks": list(guilty.ranks),
+            "reports": [one.report.to_json() for one in shown],
+        }
         json.dump(found, sys.stdout, indent=1)
         print()
     else:
@@ -68,7 +92,10 @@ def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) 
     if samples:
         print("\nSamples:")
     for sample in samples[:8]:
-        print(f"  {sample.get('id')} (micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets): {_words(sample)}")
+        print(
+            f"  {sample.get('id')} (micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets):"
+            f" {_words(sample)}"
+        )
     others = [one for one in dumps if one is not dump]
     if others:
         print("\nOther ranks:")

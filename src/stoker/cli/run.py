@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
     from stoker.control.cluster.hosts import Hosts
 
-_SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}  # options of runs on several machines: the others load nothing for them
+_SEVERAL = {
+    "hosts",
+    "min_hosts",
+    "sync",
+    "stage",
+    "nnodes",
+    "node_rank",
+}  # options of runs on several machines: the others load nothing for them
 
 _EXAMPLES = """examples:
   stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
@@ -35,9 +42,14 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker run", usage="stoker run [options] script.py [args]", epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags.",
-    )  # fmt: skip
+        prog="stoker run",
+        usage="stoker run [options] script.py [args]",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(
+            "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
+        ),
+    )
     add_flags(made, RunOptions)
     made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
     made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
@@ -47,7 +59,8 @@ def parser() -> Parser:
 def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:
     """(the options that flags gave, the script, its arguments). `made`: of a command with more flags than ours.
 
-    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of --debug-retry begin so.
+    argparse would look at the script's own arguments too, and refuse `train.py --debug` because two spellings of
+    --debug-retry begin so.
     """
     made, argv = made or parser(), list(words)
     at = _script_at(made, argv)

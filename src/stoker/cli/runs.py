@@ -17,7 +17,9 @@ from stoker.control.record import reader
 
 def parser() -> Parser:
     made = Parser(prog="stoker runs", description="Lists the runs, newest last.")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     made.add_argument("--all", action="store_true", help="other users' runs in this folder, too (default: your own)")
     made.add_argument("--json", action="store_true", help="one JSON object with all of them")
     return made
@@ -34,7 +36,11 @@ def main(argv: list[str]) -> int:
         json.dump({"schema": 1, "runs": rows}, sys.stdout, indent=1)
         print()
         return 0
-    more = f"{listing.others} folder{'s' if listing.others > 1 else ''} of other users: `stoker runs --all`" if listing.others else ""
+    more = (
+        f"{listing.others} folder{'s' if listing.others > 1 else ''} of other users: `stoker runs --all`"
+        if listing.others
+        else ""
+    )
     if not rows:
         print(f"no runs in {printable(root)}" + (f"; {more}" if more else ""))
         return 0
@@ -44,7 +50,10 @@ def main(argv: list[str]) -> int:
         took = span(row["seconds"]) if row["seconds"] is not None else ""
         user = f" {printable(row['user'], 12):<12}" if told.all else ""
         status, cause = printable(row["status"], 10), printable(row["cause"] or "", 60)
-        print(f"{printable(row['run'], 200):<36}{user} {status:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12}  {cause}")
+        print(
+            f"{printable(row['run'], 200):<36}{user} {status:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12} "
+            f" {cause}"
+        )
     if more:
         print(more)
     return 0
@@ -69,8 +78,15 @@ def _row(run: reader.Run) -> dict[str, Any]:
     status = reader.status(run)
     seconds = _seconds(run, status == "running")
     return {
-        "run": run.id, "name": run.name, "status": status, "ranks": run.ranks, "attempts": len(run.attempts), "user": run.user,
-        "started": run.started, "seconds": round(seconds, 3) if seconds is not None else None, "dir": run.dir,
+        "run": run.id,
+        "name": run.name,
+        "status": status,
+        "ranks": run.ranks,
+        "attempts": len(run.attempts),
+        "user": run.user,
+        "started": run.started,
+        "seconds": round(seconds, 3) if seconds is not None else None,
+        "dir": run.dir,
         "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
         "exit_code": run.verdict.exit_code if run.verdict else None,
-    }  # fmt: skip
+    }

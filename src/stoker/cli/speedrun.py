@@ -35,9 +35,16 @@ has no room, 75 another speedrun works there."""
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker speedrun", usage="stoker speedrun [options]", epilog=_EPILOG, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report.",
-    )  # fmt: skip
+        prog="stoker speedrun",
+        usage="stoker speedrun [options]",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=(
+            "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes"
+            " a report."
+        ),
+    )
     add_flags(made, SpeedrunOptions)
     return made
 
@@ -66,7 +73,10 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         report = os.path.join(course.folder, "report.md")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         count = len(course.selected)
-        _say(f"finished: {count} {'stages are' if count > 1 else 'stage is'} done in {os.path.relpath(course.folder)}{where}")
+        _say(
+            f"finished: {count} {'stages are' if count > 1 else 'stage is'} done in"
+            f" {os.path.relpath(course.folder)}{where}"
+        )
         return 0
     if lacks is not None:
         raise lacks

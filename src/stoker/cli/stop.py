@@ -16,11 +16,19 @@ from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker stop", description="Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest that is running)")
+    made = Parser(
+        prog="stoker stop", description="Ends a run. Gracefully: the ranks get SIGTERM and their grace to save."
+    )
+    made.add_argument(
+        "run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest that is running)"
+    )
     made.add_argument("--now", action="store_true", help="without grace")
-    made.add_argument("--wait", type=duration, default=60.0, metavar="TIME", help="wait for its end at most this long (default: 60s)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "--wait", type=duration, default=60.0, metavar="TIME", help="wait for its end at most this long (default: 60s)"
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     return made
 
 
@@ -45,7 +53,9 @@ def main(argv: list[str]) -> int:
 
 
 def _newest(root: str) -> reader.Run:
-    """One that runs here before one on another host, of which nobody here knows whether it does; else the newest of all."""
+    """One that runs here before one on another host, of which nobody here knows whether it does; else the newest of
+    all.
+    """
     listing = reader.look(root)
     runs = [(reader.status(run), run) for run in reversed(listing.runs)]
     found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)

@@ -52,10 +52,16 @@ exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or 
 
 def parser(stage: str | None = None) -> Parser:
     made = Parser(
-        prog=f"stoker train {stage or 'STAGE'}", usage=f"stoker train {stage or 'STAGE'} [options]", epilog=_EPILOG, allow_abbrev=False,
-        description="Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s options and every key.",
+        prog=f"stoker train {stage or 'STAGE'}",
+        usage=f"stoker train {stage or 'STAGE'} [options]",
+        epilog=_EPILOG,
+        allow_abbrev=False,
+        description=(
+            "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes"
+            " `stoker run`'s options and every key."
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
     add_key_flags(made)
@@ -69,7 +75,11 @@ def main(argv: list[str]) -> int:
         return 0 if argv else EX_USAGE
     stage, words = argv[0], argv[1:]
     if stage not in STAGES:
-        what = "name the stage first: stoker train STAGE [options]" if stage.startswith("-") else f"no stage {stage!r}{suggest(stage, STAGES)}"
+        what = (
+            "name the stage first: stoker train STAGE [options]"
+            if stage.startswith("-")
+            else f"no stage {stage!r}{suggest(stage, STAGES)}"
+        )
         raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
     made = parser(stage)
     found, extra = made.parse_known_args(words)
@@ -86,9 +96,17 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     gpus = gpus_to_use(machine, _ranks_asked(build(RunOptions, *outside)))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     resolved = replace(resolved, config=pinned(resolved.config))
-    named = {name: value for name, value in resolved.run_options.items() if name != "gpu" or not any("gpus" in layer for layer in outside[1:])}
-    outside = _run_layers(named, layers.path, told)  # with the GPU that the file's device_id names, unless --gpus names others
-    options = build(RunOptions, {"module": True, "prefix": "always"}, *outside)  # people grep for GPU0:INFO, with one GPU and in files too
+    named = {
+        name: value
+        for name, value in resolved.run_options.items()
+        if name != "gpu" or not any("gpus" in layer for layer in outside[1:])
+    }
+    outside = _run_layers(
+        named, layers.path, told
+    )  # with the GPU that the file's device_id names, unless --gpus names others
+    options = build(
+        RunOptions, {"module": True, "prefix": "always"}, *outside
+    )  # people grep for GPU0:INFO, with one GPU and in files too
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
@@ -96,7 +114,9 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
     if STAGES[stage].learning is not None:
-        resolved = _with_stage_defaults(stage, resolved, _most_ranks(resolved.config, options, machine, gpus), ready, on_cpu(resolved.config, gpus))
+        resolved = _with_stage_defaults(
+            stage, resolved, _most_ranks(resolved.config, options, machine, gpus), ready, on_cpu(resolved.config, gpus)
+        )
     if ready is not None:
         _check_resume(resolved.config, ready)
     if resolved.config.parallel.device == "cpu":
@@ -109,7 +129,11 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    code = start(Request(options, module(stage), tuple(flags(resolved.config, keep)), given, tuple(flags(lasting(resolved.config)))))
+    code = start(
+        Request(
+            options, module(stage), tuple(flags(resolved.config, keep)), given, tuple(flags(lasting(resolved.config)))
+        )
+    )
     if options.dry_run and not options.json and not code:
         from stoker.training.config.yamlform import as_yaml
 
@@ -127,13 +151,20 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
 
 
 def _ranks_asked(options: RunOptions) -> str:
-    return (options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or "").strip().lower()
+    return (
+        (options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or "").strip().lower()
+    )
 
 
 def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """None: other hosts have a say, or only `stoker run` knows."""
     asked = _ranks_asked(options)
-    if options.hosts is not None or options.nnodes != "1" or "SLURM_JOB_ID" in os.environ or (asked and not is_count(asked)):
+    if (
+        options.hosts is not None
+        or options.nnodes != "1"
+        or "SLURM_JOB_ID" in os.environ
+        or (asked and not is_count(asked))
+    ):
         return None
     return int(asked) if asked else 1 if on_cpu(config, gpus) else len(machine.gpus) or None
 
@@ -148,7 +179,10 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         line = "parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU"
         raise Refusal(f"{origin.words}: {line}" if origin else line, EX_UNAVAILABLE, cause="gpu.too-few")
     if config.parallel.device == "cpu" and (options.gpus or options.gpu):
-        raise Refusal(f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out", EX_USAGE)
+        raise Refusal(
+            f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out",
+            EX_USAGE,
+        )
     if not remote:
         check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
         if options.nproc_per_node and is_count(options.nproc_per_node):
@@ -194,7 +228,10 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 
     config = resolved.config
     if options.hosts is not None:
-        _say("data is prepared on this host only: other hosts need the same cache folder: shared, or copied with --stage PATH")
+        _say(
+            "data is prepared on this host only: other hosts need the same cache folder: shared, or copied with --stage"
+            " PATH"
+        )
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
@@ -202,8 +239,12 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
     return ready
 
 
-def _with_stage_defaults(stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool) -> Resolved:
-    """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every rank."""
+def _with_stage_defaults(
+    stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool
+) -> Resolved:
+    """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every
+    rank.
+    """
     from stoker.training.config.situation import situation, with_defaults
 
     at = situation(stage, resolved.config, ranks, ready)
@@ -236,7 +277,10 @@ def _check_weights(load: str, rows: int, ready: Prepared) -> None:
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
         if other:
-            raise Refusal(f"the data's tokenizer is not that of {load}: {other}; --tokenizer.path {load} takes the model's own", EX_CONFIG)
+            raise Refusal(
+                f"the data's tokenizer is not that of {load}: {other}; --tokenizer.path {load} takes the model's own",
+                EX_CONFIG,
+            )
 
 
 def _say(line: str) -> None:

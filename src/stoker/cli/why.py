@@ -22,8 +22,12 @@ _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.
 
 def parser() -> Parser:
     made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run, or slurm:JOB (default: the newest)")
-    made.add_argument("--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)")
+    made.add_argument(
+        "run", nargs="?", metavar="RUN", help="id, name or path of a run, or slurm:JOB (default: the newest)"
+    )
+    made.add_argument(
+        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
+    )
     made.add_argument("--json", action="store_true", help="the verdict as JSON")
     return made
 
@@ -51,9 +55,21 @@ def main(argv: list[str]) -> int:
     if verdict is not None:
         return _show(verdict, f"run {run.id}{_whose(run)}", run.dir, told.json)
     if told.json:
-        _dump({"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None, "suspicions": _suspicions(run.dir)})
+        _dump(
+            {
+                "schema": 1,
+                "run": run.id,
+                "status": status,
+                "cause": None,
+                "rank": None,
+                "suspicions": _suspicions(run.dir),
+            }
+        )
         return 0
-    _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet" + (f" (on host {run.launcher[2]})" if status == "unknown" else ""))
+    _print(
+        f"run {run.id}{_whose(run)}: {status}, no verdict yet"
+        + (f" (on host {run.launcher[2]})" if status == "unknown" else "")
+    )
     for event in _suspicions(run.dir):
         _print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         evidence = event.get("evidence")
@@ -82,7 +98,11 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
         _dump(verdict.to_json())
         return 0
     _print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
-    _print(f"cause: {verdict.cause}" + (f", rank {verdict.rank}" if verdict.rank is not None else "") + (f" on host {verdict.host}" if verdict.host else ""))
+    _print(
+        f"cause: {verdict.cause}"
+        + (f", rank {verdict.rank}" if verdict.rank is not None else "")
+        + (f" on host {verdict.host}" if verdict.host else "")
+    )
     _print_lines(verdict.summary)
     for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:

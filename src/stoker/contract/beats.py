@@ -1,7 +1,8 @@
 """A rank's beats: a page of shared memory the rank writes and its agent reads.
 
-Memory, not a pipe: a beat is a store of 40 bytes with no system call, nobody is woken by it, it can't block the rank, and a
-script that closes every descriptor it doesn't know can't break it. The reader looks when it likes and finds the last 256 beats.
+Memory, not a pipe: a beat is a store of 40 bytes with no system call, nobody is woken by it, it can't block the rank,
+and a script that closes every descriptor it doesn't know can't break it. The reader looks when it likes and finds the
+last 256 beats.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Beat:
 
     __slots__ = ("flags", "loss", "optimizer", "step", "time_ns", "tokens")
 
-    def __init__(self, time_ns: int, step: int, optimizer: int, flags: int, loss: float | None, tokens: int | None) -> None:
+    def __init__(
+        self, time_ns: int, step: int, optimizer: int, flags: int, loss: float | None, tokens: int | None
+    ) -> None:
         self.time_ns = time_ns
         self.step = step
         self.optimizer = optimizer
@@ -46,7 +49,9 @@ class Writer:
         self._written = 0
         _HEAD.pack_into(memory, 0, VERSION, pid, 0, b"")
 
-    def beat(self, time_ns: int, step: int, optimizer: int = 0, flags: int = 0, loss: float = 0.0, tokens: int = 0) -> None:
+    def beat(
+        self, time_ns: int, step: int, optimizer: int = 0, flags: int = 0, loss: float = 0.0, tokens: int = 0
+    ) -> None:
         n = self._written
         _BEAT.pack_into(self._memory, RING_AT + (n % SLOTS) * _BEAT.size, time_ns, step, loss, tokens, optimizer, flags)
         self._written = n = n + 1
@@ -82,5 +87,9 @@ class Reader:
         return [self._at(n) for n in range(first, written)]
 
     def _at(self, n: int) -> Beat:
-        time_ns, step, loss, tokens, optimizer, flags = _BEAT.unpack_from(self._memory, RING_AT + (n % SLOTS) * _BEAT.size)
-        return Beat(time_ns, step, optimizer, flags, loss if flags & HAS_LOSS else None, tokens if flags & HAS_TOKENS else None)
+        time_ns, step, loss, tokens, optimizer, flags = _BEAT.unpack_from(
+            self._memory, RING_AT + (n % SLOTS) * _BEAT.size
+        )
+        return Beat(
+            time_ns, step, optimizer, flags, loss if flags & HAS_LOSS else None, tokens if flags & HAS_TOKENS else None
+        )

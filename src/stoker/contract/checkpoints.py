@@ -1,4 +1,6 @@
-"""The newest complete checkpoint below a run directory: what `stoker.resume()` gives a script, and what a stop reports as saved."""
+"""The newest complete checkpoint below a run directory: what `stoker.resume()` gives a script, and what a stop reports
+as saved.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ class SavedCheckpoint:
 
 
 def newest(run_dir: str) -> SavedCheckpoint | None:
-    """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its size;
-    a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+    """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with
+    its size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
     """
     folder = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".") and not entry.name.endswith((".tmp", ".part"))]
+        entries = [
+            entry
+            for entry in os.scandir(folder)
+            if not entry.name.startswith(".") and not entry.name.endswith((".tmp", ".part"))
+        ]
         entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
         return None

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
 RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
-_SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")  # operations whose sizes must agree between ranks
+_SAME_EVERYWHERE = (
+    "all_reduce",
+    "allreduce",
+    "broadcast",
+    "barrier",
+)  # operations whose sizes must agree between ranks
 _JUDGED = 8  # newest operations that are compared with the ones before them
 _PAST = 512  # operations that comparison goes back: a few steps of a model with a hundred buckets
 _LONG_ENOUGH = 32  # operations in a row that are the same as before: more proves nothing more
@@ -22,22 +27,31 @@ _SHORTEST = 4
 
 
 def digest(trace: Any) -> list[dict[str, Any]]:
-    """Per group: its ranks where torch says them, the newest operations, oldest first, which of them are done, and which are the usual next one."""
+    """Per group: its ranks where torch says them, the newest operations, oldest first, which of them are done, and
+    which are the usual next one.
+    """
     groups: dict[str, dict[str, Any]] = {}
     path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
     for entry in trace.get("entries") or ():
         name, about = (entry.get("process_group") or ["?", ""])[:2]
         backend = str(entry.get("profiling_name", "")).partition(":")[0]
         # One group may have a backend for each kind of device, each counting for itself.
-        group = groups.setdefault(f"{name}|{backend}", {"group": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []})
+        group = groups.setdefault(
+            f"{name}|{backend}",
+            {"group": name, "backend": backend, "about": "" if about == "undefined" else about, "ops": []},
+        )
         seq = entry.get("collective_seq_id") or 0
         if not entry.get("is_p2p") and group["ops"] and seq < group["ops"][-1]["seq"]:
             group["ops"] = []  # counted anew: the group was destroyed and made again under its old name
         op = {
-            "seq": seq, "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0, "op": entry.get("profiling_name", "?"),
-            "sizes": entry.get("input_sizes") or [], "done": bool(entry.get("retired")) or entry.get("state") == "completed",
-            "order": entry.get("time_created_ns") or 0, "usual": None,
-        }  # fmt: skip
+            "seq": seq,
+            "p2p": (entry.get("p2p_seq_id") or 0) if entry.get("is_p2p") else 0,
+            "op": entry.get("profiling_name", "?"),
+            "sizes": entry.get("input_sizes") or [],
+            "done": bool(entry.get("retired")) or entry.get("state") == "completed",
+            "order": entry.get("time_created_ns") or 0,
+            "usual": None,
+        }
         group["ops"].append(op)
         path.append(((name, *likeness(op["op"], op["sizes"])), op))
     path.sort(key=lambda step: step[1]["order"])
@@ -55,10 +69,14 @@ def digest(trace: Any) -> list[dict[str, Any]]:
 
 
 def _is_usual(past: list[Any], key: Any) -> bool | None:
-    """Training repeats itself: is this what came next whenever the operations before it were the same? None: they have not been repeated yet."""
+    """Training repeats itself: is this what came next whenever the operations before it were the same? None: they have
+    not been repeated yet.
+    """
     longest, nearest = 0, 0
     followers: set[Any] = set()
-    for then in range(len(past) - 1, 0, -1):  # past[then] followed on past[:then], whose end is compared with the end of the whole
+    for then in range(
+        len(past) - 1, 0, -1
+    ):  # past[then] followed on past[:then], whose end is compared with the end of the whole
         same = 0
         while same < min(then, _LONG_ENOUGH) and past[then - 1 - same] == past[-1 - same]:
             same += 1

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from stoker.contract.shape import shape
 
-# What `stoker submit` keeps in the folder of the runs: job scripts, what the jobs printed, and its own note of each job.
+# What `stoker submit` keeps in the folder of the runs: job scripts, what the jobs printed, and its own note of each
+# job.
 FOLDER = "slurm"
 NOTICE = ".notice"  # made by the job's script when Slurm has told it that its end is near
 
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT")
+OVER = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "REVOKED",
+    "TIMEOUT",
+)
 
 
 @shape
@@ -22,7 +34,9 @@ class Job:
     nodes: str = ""
     limit: str = ""  # its time limit
     by: str = ""  # who cancelled it, where accounting knows
-    noticed: bool = False  # Slurm told its script that the end is near, and the script stopped the run so that it could save
+    noticed: bool = (
+        False  # Slurm told its script that the end is near, and the script stopped the run so that it could save
+    )
 
     @property
     def over(self) -> bool:

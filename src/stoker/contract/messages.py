@@ -1,4 +1,5 @@
-"""What an agent may say: the fields of every kind of message, and their types. Checked where it arrives: a host may be broken, or hostile.
+"""What an agent may say: the fields of every kind of message, and their types. Checked where it arrives: a host may be
+broken, or hostile.
 
 A field with ? may be missing. A message of a kind that is not here is none of ours.
 """

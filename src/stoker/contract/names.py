@@ -21,7 +21,9 @@ RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler
 GPU_RANK = "GPU_RANK"
 SHARED_GPU = "STOKER_SHARED_GPU"  # 1: several ranks of this job use one GPU, which NCCL refuses
-MICRO_BATCH_HALVINGS = "STOKER_MICRO_BATCH_HALVINGS"  # how often a recipe halves its micro-batch: set after it ran out of GPU memory
+MICRO_BATCH_HALVINGS = (
+    "STOKER_MICRO_BATCH_HALVINGS"  # how often a recipe halves its micro-batch: set after it ran out of GPU memory
+)
 
 # What the shim reads and removes before the script can see it.
 SHIM_BEATS = "STOKER_SHIM_BEATS"
@@ -36,7 +38,9 @@ OF_A_RANK = (RUN_ID, RUN_DIR, RUN_ORIGIN, KEEP, HOST, TERMINAL, SHARED_GPU, MICR
              SHIM_BEATS, SHIM_SOCKET, SHIM_FILES, SHIM_TRACER, SHIM_GATED, SHIM_PYTHONPATH)  # fmt: skip
 
 STOP_NOW_SIGNAL = 60  # SIGRTMAX - 4: `stoker stop --now` to the launcher
-STACK_SIGNAL = 61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
+STACK_SIGNAL = (
+    61  # SIGRTMAX - 3: asks a rank for its Python stacks. Not SIGUSR1: Lightning and many schedulers have that one.
+)
 DETACH_SIGNAL = 59  # SIGRTMAX - 5: `stoker detach` tells a launcher to ignore the end of its terminal
 
 # Exit codes of Stoker's own refusals: sysexits.h.
@@ -57,11 +61,13 @@ _LONGEST_LINE = 16_000  # 512 hosts that do not answer, each with its reason
 class Refusal(Exception):
     """Something a user can fix: one line, and the exit code that goes with it.
 
-    The line quotes file names, keys and texts from anywhere: control codes and line ends in it are escaped, and its middle is cut where it is endless.
-    `more`: lines below it.
+    The line quotes file names, keys and texts from anywhere: control codes and line ends in it are escaped, and its
+    middle is cut where it is endless. `more`: lines below it.
     """
 
-    def __init__(self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "", more: Iterable[str] = ()) -> None:
+    def __init__(
+        self, line: str, code: int = EX_USAGE, *, cause: str = "launch.refused", fix: str = "", more: Iterable[str] = ()
+    ) -> None:
         self.line = "\n".join(printable(_shortened(one)) for one in (line, *more))
         super().__init__(self.line)
         self.code = code

@@ -1,4 +1,5 @@
-"""Who a process is, and the one way in which Stoker signals a process: by pidfd, with its start time and its user compared.
+"""Who a process is, and the one way in which Stoker signals a process: by pidfd, with its start time and its user
+compared.
 
 The exceptions are our own children that nobody has waited for: their numbers can't be given to anybody else.
 """
@@ -37,9 +38,14 @@ def process(pid: int) -> Process | None:
     close = text.rindex(b")")  # the name may hold spaces and brackets
     fields = text[close + 2 :].split()
     return Process(
-        pid, int(fields[1]), int(fields[2]), int(fields[3]), fields[0].decode(), int(fields[19]),
+        pid,
+        int(fields[1]),
+        int(fields[2]),
+        int(fields[3]),
+        fields[0].decode(),
+        int(fields[19]),
         text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
-    )  # fmt: skip
+    )
 
 
 def owner(pid: int) -> int | None:
@@ -55,17 +61,26 @@ def owner(pid: int) -> int | None:
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
-    """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't change its process any more."""
+    """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't
+    change its process any more.
+    """
     try:
         handle = os.pidfd_open(who.pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
-            line = "this kernel has no pidfd (Linux 5.3 has): without it a reused pid could be hit, so nothing is stopped"
+            line = (
+                "this kernel has no pidfd (Linux 5.3 has): without it a reused pid could be hit, so nothing is stopped"
+            )
             raise Refusal(line, EX_OSERR) from problem
         return False
     try:
         now = process(who.pid)
-        if now is None or now.start != who.start or owner(who.pid) != os.getuid() or (if_still is not None and not if_still()):
+        if (
+            now is None
+            or now.start != who.start
+            or owner(who.pid) != os.getuid()
+            or (if_still is not None and not if_still())
+        ):
             return False
         signal.pidfd_send_signal(handle, signum)
     except (ProcessLookupError, PermissionError):

@@ -1,8 +1,8 @@
 """The agent protocol: JSON lines over a byte stream, each optionally followed by a raw payload.
 
-The first line is a sentinel with the protocol's version: a login shell may print a greeting before it, which is skipped.
-A message with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on the wire,
-and at 50 MB/s a core.
+The first line is a sentinel with the protocol's version: a login shell may print a greeting before it, which is
+skipped. A message with "size" is followed by that many raw bytes (a rank's output): base64 would cost a third more on
+the wire, and at 50 MB/s a core.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ def encode(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Bytes in, messages out; what is no message, or larger than any may be, is a ProtocolError. `expect_sentinel` on the side that reads an agent."""
+    """Bytes in, messages out; what is no message, or larger than any may be, is a ProtocolError. `expect_sentinel` on
+    the side that reads an agent.
+    """
 
     def __init__(self, expect_sentinel: bool = False, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self._buffer = bytearray()
@@ -95,7 +97,9 @@ class Decoder:
             return False
         sentinel = bytes(self._buffer[at : end + 1])
         if sentinel != SENTINEL:
-            raise ProtocolError(f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts")
+            raise ProtocolError(
+                f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
+            )
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
@@ -112,4 +116,3 @@ def _read_header(line: bytes, payload_limit: int) -> Message:
     if type(size) is not int or not 0 <= size <= payload_limit:
         raise ProtocolError(f"a payload of {ascii(size)[:40]} bytes: at most {payload_limit} are allowed")
     return header
-

@@ -1,7 +1,8 @@
-"""Which names stand for a secret: decided on a name's words (api_key, apiKey and API-KEY are api + key), never on parts of a word.
+"""Which names stand for a secret: decided on a name's words (api_key, apiKey and API-KEY are api + key), never on parts
+of a word.
 
-So max_tokens, monkey, author, num_key_value_heads and TOKENIZERS_PARALLELISM are no secrets. No regular expressions: every launch reads
-each variable's name, and compiling one costs more than all of them.
+So max_tokens, monkey, author, num_key_value_heads and TOKENIZERS_PARALLELISM are no secrets. No regular expressions:
+every launch reads each variable's name, and compiling one costs more than all of them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def word_set(words: str) -> frozenset[str]:
 
 
 _ANYWHERE = word_set(
-    "password passwords passwd passphrase passcode pwd secret secrets credential credentials creds cred authorization cookie cookies jwt otp totp "
-    "bearer webhook webhooks dsn mnemonic passkey sshpass connstr"
+    "password passwords passwd passphrase passcode pwd secret secrets credential credentials creds cred authorization"
+    " cookie cookies jwt otp totp bearer webhook webhooks dsn mnemonic passkey sshpass connstr"
 )
 # Words written as one: PGPASSWORD, authToken in lower case.
 _ENDS = (
@@ -31,8 +32,8 @@ _ENDS = (
     "privatekey", "accountkey", "sessionkey", "sessiontoken", "sessionid", "sessid", "credential", "credentials",
 )  # fmt: skip
 _PAIRS = word_set(
-    "api-key access-key secret-key private-key account-key signing-key encryption-key auth-token access-token bearer-token refresh-token session-token "
-    "session-key connection-string conn-str auth-header"
+    "api-key access-key secret-key private-key account-key signing-key encryption-key auth-token access-token"
+    " bearer-token refresh-token session-token session-key connection-string conn-str auth-header"
 )
 # The last word counts, unless the word before it says that it is about something else.
 _LAST = {
@@ -67,14 +68,29 @@ _OF_SECRETS = word_set("access api auth bearer encryption private refresh secret
 _TRAILING = word_set("b backup base current dev env hex main old pem plain prod raw secondary staging test v value var")
 # Last words of names that are about a secret and do not hold it.
 _ABOUT = word_set(
-    "age alg algo algorithm attempts backend check class count dim dir disabled domain enabled endpoint errors error exception expiration expires expiry "
-    "failed field fields file files folder format helper host hosts index kind len length limit manager method missing mode name names parallelism path "
-    "paths policy port process prompt provider required rotation size sock socket source store strategy timeout ttl type types uri url version"
+    "age alg algo algorithm attempts backend check class count dim dir disabled domain enabled endpoint errors error"
+    " exception expiration expires expiry failed field fields file files folder format helper host hosts index kind len"
+    " length limit manager method missing mode name names parallelism path paths policy port process prompt provider"
+    " required rotation size sock socket source store strategy timeout ttl type types uri url version"
 )
-_FILES = word_set("c cc cfg com conf cpp crt dev example go h html ini internal io js json local log md net org pem py rs sh toml ts txt yaml yml")
+_FILES = word_set(
+    "c cc cfg com conf cpp crt dev example go h html ini internal io js json local log md net org pem py rs sh toml ts"
+    " txt yaml yml"
+)
 _ERRORS = word_set("bad expired incorrect invalid missing wrong")
 # Variables of shells and desktops.
-_HARMLESS = frozenset(("PWD", "OLDPWD", "DESKTOP_SESSION", "XDG_SESSION_ID", "XDG_SESSION_TYPE", "XDG_SESSION_CLASS", "SESSION_MANAGER", "GDMSESSION"))
+_HARMLESS = frozenset(
+    (
+        "PWD",
+        "OLDPWD",
+        "DESKTOP_SESSION",
+        "XDG_SESSION_ID",
+        "XDG_SESSION_TYPE",
+        "XDG_SESSION_CLASS",
+        "SESSION_MANAGER",
+        "GDMSESSION",
+    )
+)
 _LONGEST = 128  # of a name: its end counts
 
 _rated: dict[str, int] = {}
@@ -107,7 +123,11 @@ def words_of(name: str) -> list[str]:
         kind = _kind(sign)
         before = _kind(name[at - 1]) if at else 0
         after = _kind(name[at + 1]) if at + 1 < len(name) else 0
-        if kind == 0 or (before and kind != before and not (before == 2 and kind == 1)) or (before == 2 and kind == 2 and after == 1):
+        if (
+            kind == 0
+            or (before and kind != before and not (before == 2 and kind == 1))
+            or (before == 2 and kind == 2 and after == 1)
+        ):
             if name[begun:at]:
                 words.append(name[begun:at].lower())
             begun = at + (kind == 0)
@@ -130,7 +150,9 @@ def _rate(name: str) -> int:
         return NO
     if words[-1] in _ABOUT:
         return SURE if words[-2:] == ["webhook", "url"] else NO
-    if any(word in _ANYWHERE or word.endswith(_ENDS) for word in words) or any("-".join(pair) in _PAIRS for pair in pairwise(words)):
+    if any(word in _ANYWHERE or word.endswith(_ENDS) for word in words) or any(
+        "-".join(pair) in _PAIRS for pair in pairwise(words)
+    ):
         return SURE
     while len(words) > 1 and (words[-1].isdigit() or words[-1] in _TRAILING):
         words.pop()

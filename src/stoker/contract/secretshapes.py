@@ -1,7 +1,9 @@
-"""Where secrets stand in a text: each detector gives the spans to hide. A new shape is one more line in a table, or one more detector.
+"""Where secrets stand in a text: each detector gives the spans to hide. A new shape is one more line in a table, or one
+more detector.
 
-Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no position is tried
-twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within it.
+Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no
+position is tried twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ _SHORTEST_TOKEN = 16
 # What a text must hold for the pattern to be tried -> the pattern.
 _TOKENS = {
     ("hf_", "api_org_"): r"(?:hf|api_org)_[A-Za-z0-9]{16,}",  # Hugging Face
-    ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",  # OpenAI, Anthropic and others
+    # OpenAI, Anthropic and others
+    ("sk-", "xai-", "pplx-", "gsk_", "r8_", "nvapi-", "tskey-"): r"(?:sk-|xai-|pplx-|gsk_|r8_|nvapi-|tskey-)[\w-]{16,}",
     ("k_live_", "k_test_", "whsec_"): r"(?:[sr]k_(?:live|test)|whsec)_[A-Za-z0-9]{10,}",  # Stripe
     ("ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_"): r"(?:gh[pousr]|github_pat)_\w{16,}",
     ("glpat-", "glptt-", "gldt-", "glrt-", "glcbt-"): r"gl(?:pat|ptt|dt|rt|cbt)-[\w-]{16,}",
@@ -31,7 +34,8 @@ _TOKENS = {
     ("SG.", "hvs.", "hvb.", "hvr."): r"(?:SG|hv[sbr])\.[\w-]{16,}(?:\.[\w-]+)?",  # SendGrid, Vault
     ("dapi", "key-"): r"(?:dapi|key-)[0-9a-f]{32}",  # Databricks, Mailgun
     ("AGE-SECRET-KEY-",): r"AGE-SECRET-KEY-[A-Z0-9]{16,}",
-    tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",  # Discord's bots
+    # Discord's bots
+    tuple(first + second for first in "MNO" for second in "DTjz"): r"[MNO][DTjz][\w-]{22,26}\.[\w-]{6}\.[\w-]{27,40}",
     (":AA", "/bot"): r"(?:bot)?\d{6,12}:[\w-]{30,64}",  # Telegram's bots
 }  # fmt: skip
 
@@ -73,9 +77,14 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _cut_body(text: str, begun: int, limit: int) -> int:
-    """The end of the lines of base64 (and the headers before them) behind a BEGIN line. `limit`: where the next key begins."""
+    """The end of the lines of base64 (and the headers before them) behind a BEGIN line. `limit`: where the next key
+    begins.
+    """
     gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
-    body = rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}: [^\r\n\\]{{0,200}})*(?:{gap}*[A-Za-z0-9+/=]{{16,}})*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
+    body = (
+        rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"
+        rf" [^\r\n\\]{{0,200}})*(?:{gap}*[A-Za-z0-9+/=]{{16,}})*(?:{gap}*[A-Za-z0-9+/]{{1,15}}=+)?"
+    )
     found = compiled(body).match(text, begun, limit)
     return found.end() if found else limit
 
@@ -127,7 +136,21 @@ def _is_user_and_password(word: str) -> bool:
 
 _HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
                "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
-_HOOKS = frozenset(("services", "workflows", "triggers", "webhook", "webhooks", "webhookb2", "hook", "hooks", "catch", "key", "incomingwebhook"))
+_HOOKS = frozenset(
+    (
+        "services",
+        "workflows",
+        "triggers",
+        "webhook",
+        "webhooks",
+        "webhookb2",
+        "hook",
+        "hooks",
+        "catch",
+        "key",
+        "incomingwebhook",
+    )
+)
 
 
 def _urls(text: str) -> Iterator[Span]:
@@ -144,7 +167,9 @@ def _urls(text: str) -> Iterator[Span]:
         yield from _hook(text, host.partition(":")[0].lower(), end)
         at = text.find("://", begin)
     if "@" in text:  # a proxy without a scheme: user:PASSWORD@host:3128
-        for found in compiled(r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b""").finditer(text):
+        for found in compiled(
+            r"""(?<![\w/.:\-])[\w.\-]{1,64}:([^\s:/@"'`<>]{6,200})@[\w.\-]{1,253}:\d{2,5}\b"""
+        ).finditer(text):
             if opaque(found[1]):
                 yield found.span(1)
 
@@ -189,9 +214,19 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
 
 # ---- all of them ----
 
-_DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
+_DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (
+    _private_keys,
+    _urls,
+    _headers,
+    _tokens,
+    pairs,
+    elements,
+    commands,
+)
 
-_looked: dict[str, list[Span]] = {}  # a variable's value is looked at when secrets are learned, when it is described and when it is written
+_looked: dict[
+    str, list[Span]
+] = {}  # a variable's value is looked at when secrets are learned, when it is described and when it is written
 _SHORT, _MANY = 1024, 512
 
 

@@ -1,4 +1,6 @@
-"""Secrets that are known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc. See secretshapes."""
+"""Secrets that are known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc.
+See secretshapes.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ HIDDEN = "<redacted>"
 _SWITCHES = word_set("0 1 true false yes no on off none null nil *** ****")
 # What stands behind a secret's name in messages and in source code, and is none.
 _PROSE = word_set(
-    "a an and any are as at bool but by bytes can default dict empty expected float for from has if in int invalid is it list may missing must needs not "
-    "number object of optional or required self should str string tensor that the to tuple undefined unset was when with ... …"
+    "a an and any are as at bool but by bytes can default dict empty expected float for from has if in int invalid is"
+    " it list may missing must needs not number object of optional or required self should str string tensor that the"
+    " to tuple undefined unset was when with ... …"
 )
 
 
@@ -36,7 +39,9 @@ def _variable(value: str) -> bool:
 
 def opaque(value: str) -> bool:
     """Made by a machine, by the look of it: letters and digits mixed, or very long."""
-    return len(value) >= 20 or (len(value) >= 8 and any(sign.isdigit() for sign in value) and any(sign.isalpha() for sign in value))
+    return len(value) >= 20 or (
+        len(value) >= 8 and any(sign.isdigit() for sign in value) and any(sign.isalpha() for sign in value)
+    )
 
 
 def secret_value(rating: int, value: str) -> bool:
@@ -60,9 +65,16 @@ def pairs(text: str) -> Iterator[Span]:
     done = 0
     for found in compiled(rf"(?<![\w.\-])([\w.\-]+)({_SEPARATOR})").finditer(text):
         rating = secretnames.rate(found[1])
-        if rating == secretnames.NO or found.start() < done or text.startswith(HIDDEN, found.end()) or _is_of_others(text, found):
+        if (
+            rating == secretnames.NO
+            or found.start() < done
+            or text.startswith(HIDDEN, found.end())
+            or _is_of_others(text, found)
+        ):
             continue
-        begin, end, quoted = _value(text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE))
+        begin, end, quoted = _value(
+            text, found.end(), len(text) if rating == SURE else min(len(text), found.end() + _MOST_MAYBE)
+        )
         if not secret_value(rating, text[begin:end]) or not _meant(text, found, rating, text[begin:end], quoted):
             continue
         if not quoted and ":" in found[2] and _begins_line(text, found.start()) and secretnames.is_phrase(found[1]):
@@ -82,11 +94,17 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
         return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
     if value.lower().rstrip(".,:;)") in _PROSE:
         return False
-    if not name.isupper() and (compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name):  # key=int(x), token=self.token
+    if not name.isupper() and (
+        compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name
+    ):  # key=int(x), token=self.token
         return False
     if separator[0] in "\"'`\\":  # JSON has nothing without quotes but numbers
         return telling
-    if secretnames.is_also_a_word(name) and not name.isupper() and not (":" in separator and _begins_line(text, found.start())):
+    if (
+        secretnames.is_also_a_word(name)
+        and not name.isupper()
+        and not (":" in separator and _begins_line(text, found.start()))
+    ):
         return telling
     return rating == SURE or telling
 
@@ -104,7 +122,8 @@ def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
     if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
         found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
         return begin, found.end() if found else limit, True
-    # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the line.
+    # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the
+    # line.
     inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
     found = compiled(inner).match(text, begin, limit)
     return begin, found.end() if found else limit, True
@@ -114,7 +133,11 @@ def _is_of_others(text: str, found: re.Match[str]) -> bool:
     """auth.example.com:8080/path; headers and a URL's user, which secretshapes reads."""
     if found[1].lower().endswith(("authorization", "cookie")) or text[found.start() - 2 : found.start()] == "//":
         return True
-    return found[2] == ":" and "." in found[1] and compiled(r"\d{1,5}(?=[/\s,;)\"']|$)").match(text, found.end()) is not None
+    return (
+        found[2] == ":"
+        and "." in found[1]
+        and compiled(r"\d{1,5}(?=[/\s,;)\"']|$)").match(text, found.end()) is not None
+    )
 
 
 def _begins_line(text: str, at: int) -> bool:
@@ -142,7 +165,22 @@ _PROGRAMS = {
     "ldapsearch": {"-w": "value"}, "ldapmodify": {"-w": "value"}, "mosquitto_pub": {"-P": "value"}, "mosquitto_sub": {"-P": "value"},
     "docker login": {"-p": "value"}, "podman login": {"-p": "value"}, "helm login": {"-p": "value"},
 }  # fmt: skip
-_COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "mysql", "mariadb", "ldap", "mosquitto", "docker", "podman", "helm", "login")
+_COMMAND_MARKS = (
+    "--",
+    "curl",
+    "http",
+    "sshpass",
+    "redis-cli",
+    "smbclient",
+    "mysql",
+    "mariadb",
+    "ldap",
+    "mosquitto",
+    "docker",
+    "podman",
+    "helm",
+    "login",
+)
 
 
 def commands(text: str) -> Iterator[Span]:
@@ -152,7 +190,9 @@ def commands(text: str) -> Iterator[Span]:
     words = []
     for found in compiled(r"\S+").finditer(text):
         word = found[0].lstrip("\"'`([{")
-        named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"  # a sentence about `--password`, no command with it
+        named = (
+            found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
+        )  # a sentence about `--password`, no command with it
         words.append(("" if named else word.rstrip("\"'`)]},"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]
@@ -209,5 +249,3 @@ def compiled(pattern: str) -> re.Pattern[str]:
     if made is None:
         made = _patterns[pattern] = re.compile(pattern)
     return made
-
-

@@ -1,7 +1,7 @@
 """Typed shapes as settings: each field is a flag, a YAML/JSON key and a line of help.
 
-argparse and this file instead of a library: cyclopts, tyro, jsonargparse and typer cost 80-140 ms and 8-15 MB in a launcher whose
-whole start must stay under 0.2 s, and torchrun's own grammar is argparse's (see docs/decisions.md).
+argparse and this file instead of a library: cyclopts, tyro, jsonargparse and typer cost 80-140 ms and 8-15 MB in a
+launcher whose whole start must stay under 0.2 s, and torchrun's own grammar is argparse's (see docs/decisions.md).
 """
 
 from __future__ import annotations
@@ -53,7 +53,11 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tup
             groups[spec.group].add_argument(*spellings, action="store_true", **more)
             continue
         convert = spec.parse or {"int": int, "float": float}.get(kind, str)
-        more |= {"type": _reader(convert), "metavar": spec.metavar or name.split("_")[-1].upper(), "choices": spec.choices}
+        more |= {
+            "type": _reader(convert),
+            "metavar": spec.metavar or name.split("_")[-1].upper(),
+            "choices": spec.choices,
+        }
         groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
 
 
@@ -86,13 +90,16 @@ def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
     return settings(**merged)
 
 
-def from_environment(settings: type[Any], variables: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, Any]:
+def from_environment(
+    settings: type[Any], variables: Mapping[str, str], environment: Mapping[str, str]
+) -> dict[str, Any]:
     """`variables`: the variable of each setting that has one."""
     known = options_of(settings)
     return {
         name: _convert(known[name], _kind(settings, name), environment[variable], variable)
-        for name, variable in variables.items() if variable in environment
-    }  # fmt: skip
+        for name, variable in variables.items()
+        if variable in environment
+    }
 
 
 def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Frozen dataclasses without their bill: `@shape` reads like @dataclass(frozen=True) and type-checks as one.
 
-`dataclasses` imports inspect and compiles six methods per class: 0.9 ms a class and 12 ms at once, in the launcher, in each agent
-and in each rank, together a quarter of the whole launch. Here every class shares one __init__, nothing is compiled.
+`dataclasses` imports inspect and compiles six methods per class: 0.9 ms a class and 12 ms at once, in the launcher, in
+each agent and in each rank, together a quarter of the whole launch. Here every class shares one __init__, nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ class Option:
     __slots__ = ("choices", "default", "flags", "group", "help", "many", "metavar", "parse")
 
     def __init__(
-        self, default: Any, help: str, flags: tuple[str, ...], parse: Callable[[str], Any] | None, metavar: str | None,
-        choices: tuple[str, ...] | None, many: bool, group: str,
-    ) -> None:  # fmt: skip
+        self,
+        default: Any,
+        help: str,
+        flags: tuple[str, ...],
+        parse: Callable[[str], Any] | None,
+        metavar: str | None,
+        choices: tuple[str, ...] | None,
+        many: bool,
+        group: str,
+    ) -> None:
         self.default = default
         self.help = help
         self.flags = flags
@@ -38,9 +46,16 @@ class Option:
 
 
 def option(
-    help: str, *, default: Any, flags: tuple[str, ...] = (), parse: Callable[[str], Any] | None = None, metavar: str | None = None,
-    choices: tuple[str, ...] | None = None, many: bool = False, group: str = "options",
-) -> Any:  # fmt: skip
+    help: str,
+    *,
+    default: Any,
+    flags: tuple[str, ...] = (),
+    parse: Callable[[str], Any] | None = None,
+    metavar: str | None = None,
+    choices: tuple[str, ...] | None = None,
+    many: bool = False,
+    group: str = "options",
+) -> Any:
     """`many`: may be given several times, collects a tuple."""
     return Option(default, help, flags, parse, metavar, choices, many, group)
 

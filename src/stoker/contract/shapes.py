@@ -24,17 +24,22 @@ class RankError:
     import_name: str = ""  # the module an ImportError could not find
     module: str = ""  # where the exception's class lives
     collectives: tuple[dict[str, Any], ...] = ()  # where it was in its process groups (contract/collectives.py)
-    late: bool = False  # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
+    # found at exit, by a script that replaced the excepthook: only believed if the exit code is an exception's
+    late: bool = False
 
 
 @shape
 class Around:
-    """What an agent looks at when a rank ends badly: the keys of RankEnd.around, each absent or None where it could not be seen."""
+    """What an agent looks at when a rank ends badly: the keys of RankEnd.around, each absent or None where it could not
+    be seen.
+    """
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
     host_available: int | None = None  # bytes
     host_total: int | None = None
-    kernel: tuple[str, ...] = ()  # lines of the kernel's log about its pid, an out-of-memory kill or an Xid, since the rank started
+    kernel: tuple[
+        str, ...
+    ] = ()  # lines of the kernel's log about its pid, an out-of-memory kill or an Xid, since the rank started
     holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
     gpu_used: int | None = None
     gpu_total: int | None = None
@@ -73,7 +78,9 @@ class Evidence:
     stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
-    trouble: tuple[dict[str, Any], ...] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
+    trouble: tuple[
+        dict[str, Any], ...
+    ] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
     notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
     checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
@@ -84,7 +91,8 @@ class Evidence:
 class Stall:
     """A rank that stopped making progress, as the watch room explains it."""
 
-    # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal, diverged, left, together, place
+    # stopped, debugged, sleep, lock, io, child, gil, spin, worker, disk, kernel, op-mismatch, shape-mismatch, unequal,
+    # diverged, left, together, place
     kind: str
     rank: int | None
     ranks: tuple[int, ...] = ()  # all that are guilty of it
@@ -97,7 +105,9 @@ class Stall:
     silent_s: float = 0.0
     step: int = 0
     evidence: tuple[str, ...] = ()
-    parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()  # ranks that wait for each other: (ranks, what they entered, where), the wrong ones first
+    parties: tuple[
+        tuple[tuple[int, ...], str, str], ...
+    ] = ()  # ranks that wait for each other: (ranks, what they entered, where), the wrong ones first
 
 
 @shape

@@ -1,4 +1,6 @@
-"""; did you mean ...? The name that was probably meant, or nothing: a guess that is only a little alike sends people the wrong way."""
+"""; did you mean ...? The name that was probably meant, or nothing: a guess that is only a little alike sends people
+the wrong way.
+"""
 
 from __future__ import annotations
 

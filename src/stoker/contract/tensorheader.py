@@ -1,4 +1,6 @@
-"""The header of a safetensors file, checked: which tensors lie where. Standard library only, so that the launcher can say what does not fit."""
+"""The header of a safetensors file, checked: which tensors lie where. Standard library only, so that the launcher can
+say what does not fit.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def read_header(path: str) -> Header:
         whole = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if whole < 8 or length > min(whole - 8, LONGEST):
-            raise ValueError(f"{whole} bytes are no safetensors file, or only its beginning; a git-lfs pointer becomes the file by `git lfs pull`")
+            raise ValueError(
+                f"{whole} bytes are no safetensors file, or only its beginning; a git-lfs pointer becomes the file by"
+                " `git lfs pull`"
+            )
         found = parse_json(file.read(length))
     if not isinstance(found, dict):
         raise ValueError("its header holds no tensors by name")

@@ -1,7 +1,9 @@
-"""Stoker's own lines on their way to a terminal: what stands in them may come from anywhere, so control codes are escaped on the way out.
+"""Stoker's own lines on their way to a terminal: what stands in them may come from anywhere, so control codes are
+escaped on the way out.
 
-A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed goes out as bytes
-(`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress bar, go through `draw` and `wipe`.
+A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed
+goes out as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress
+bar, go through `draw` and `wipe`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Values from elsewhere (JSON of an agent, a rank, a recorded machine) held against the types they must have.
 
-A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]", "Any", or the name of a shape.
-Objects with fields of their own are written as {"name": type}. Lists become tuples where a tuple is asked for. Numbers must be finite and
-fit 64 bits: what is larger breaks arithmetic far from here.
+A type is written as in an annotation: "int", "str | None", "tuple[str, ...]", "list[Gpu]", "dict[str, float]", "Any",
+or the name of a shape. Objects with fields of their own are written as {"name": type}. Lists become tuples where a
+tuple is asked for. Numbers must be finite and fit 64 bits: what is larger breaks arithmetic far from here.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ _readers: dict[tuple[str, str], Reader] = {}
 
 
 def read(kind: str, value: Any, module: str = __name__) -> Any:
-    """The value, as that type; ValueError says what was found instead. `module`: where the names of shapes are looked up."""
+    """The value, as that type; ValueError says what was found instead. `module`: where the names of shapes are looked
+    up.
+    """
     reader = _readers.get((kind, module))
     if reader is None:
         reader = _readers[kind, module] = _reader(kind, module)
@@ -32,7 +34,8 @@ def read(kind: str, value: Any, module: str = __name__) -> Any:
 
 
 def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
-    """An object with these fields, name -> type, or a mapping for an object within; a name that ends with ? may be missing. Others are left out.
+    """An object with these fields, name -> type, or a mapping for an object within; a name that ends with ? may be
+    missing. Others are left out.
 
     "*" stands for all names that are not written.
     """
@@ -40,7 +43,10 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
         raise _wrong("an object", value)
     found = {}
     if "*" in fields:
-        fields = {**dict.fromkeys((name for name in value if name not in fields), fields["*"]), **{name: kind for name, kind in fields.items() if name != "*"}}
+        fields = {
+            **dict.fromkeys((name for name in value if name not in fields), fields["*"]),
+            **{name: kind for name, kind in fields.items() if name != "*"},
+        }
     for name, kind in fields.items():
         name, optional = (name[:-1], True) if name.endswith("?") else (name, False)
         if name not in value:
@@ -48,7 +54,9 @@ def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -
                 continue
             raise ValueError(f"no {name!r}")
         try:
-            found[name] = read(kind, value[name], module) if isinstance(kind, str) else read_fields(kind, value[name], module)
+            found[name] = (
+                read(kind, value[name], module) if isinstance(kind, str) else read_fields(kind, value[name], module)
+            )
         except ValueError as problem:
             raise ValueError(f"{name}: {problem}") from None
     return found
@@ -183,4 +191,12 @@ def _none(value: Any) -> None:
         raise _wrong("null", value)
 
 
-_PLAIN: dict[str, Reader] = {"int": _int, "float": _float, "Real": _real, "str": _str, "bool": _bool, "None": _none, "Any": lambda value: value}
+_PLAIN: dict[str, Reader] = {
+    "int": _int,
+    "float": _float,
+    "Real": _real,
+    "str": _str,
+    "bool": _bool,
+    "None": _none,
+    "Any": lambda value: value,
+}

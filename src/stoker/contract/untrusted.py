@@ -1,4 +1,6 @@
-"""Text and files from elsewhere: other users, data, models, remote hosts. Read within bounds, printed without control codes."""
+"""Text and files from elsewhere: other users, data, models, remote hosts. Read within bounds, printed without control
+codes.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# The first line of a program for `python -c`: it imports nothing from the working directory, where anybody may have put a json.py or a torch.py.
-# Not the flag -P: a host's Python may be 3.10.
+# The first line of a program for `python -c`: it imports nothing from the working directory, where anybody may have put
+# a json.py or a torch.py. Not the flag -P: a host's Python may be 3.10.
 NOT_FROM_HERE = "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
 
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
@@ -23,7 +25,8 @@ _SMALL = 64 << 20  # the largest file that read_text and read_json take where no
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
-# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
+# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian,
+# Hindi and emoji.
 _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
@@ -33,7 +36,9 @@ def printable(text: str, limit: int = 0) -> str:
         text = text[: limit - 1] + "…"
     if text.isascii() and text.isprintable():
         return text
-    return "".join(sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escaped(sign) for sign in text)
+    return "".join(
+        sign if (sign.isprintable() or sign in _NEEDED) and sign not in _HIDING else _escaped(sign) for sign in text
+    )
 
 
 def printable_lines(text: str) -> str:
@@ -49,7 +54,8 @@ def _escaped(sign: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
-    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that recursive code could choke on.
+    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that
+    recursive code could choke on.
 
     `unique`: an object with the same key twice is refused.
     """
@@ -70,7 +76,9 @@ def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool =
 
 
 def json_text(found: Any) -> str:
-    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of them."""
+    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of
+    them.
+    """
     import json
 
     text = json.dumps(found, indent=1, ensure_ascii=False)
@@ -110,7 +118,9 @@ def _children(parent: Any) -> Iterator[Any]:
 
 
 def within(found: Any, room: int) -> Any:
-    """A JSON value cut to about so many characters, each value and key counted as 64 more: what is beyond is left out. Few have to be cut."""
+    """A JSON value cut to about so many characters, each value and key counted as 64 more: what is beyond is left out.
+    Few have to be cut.
+    """
     return _within(found, [room])
 
 
@@ -151,7 +161,9 @@ def open_regular(path: str | os.PathLike[str], dir_fd: int | None = None, follow
 
 
 def open_lock_file(path: str) -> int:
-    """A descriptor of a lock file that may be written: a regular file with one name, made where there is none. A link in its place would lead elsewhere."""
+    """A descriptor of a lock file that may be written: a regular file with one name, made where there is none. A link
+    in its place would lead elsewhere.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     about = os.fstat(handle)
     if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1:

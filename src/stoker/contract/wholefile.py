@@ -1,4 +1,6 @@
-"""Files that are there with all their bytes, or not there: written under a name that nobody can have made before, then renamed."""
+"""Files that are there with all their bytes, or not there: written under a name that nobody can have made before, then
+renamed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ def temporary_name(path: str) -> str:
 
 
 class WholeFile:
-    """`with WholeFile(path) as file: file.write(data)`: in place after the last line of the block, gone when the block raises.
+    """`with WholeFile(path) as file: file.write(data)`: in place after the last line of the block, gone when the block
+    raises.
 
     `durable`: also after a power cut, for the price of a disk's answer.
     """
@@ -31,7 +34,9 @@ class WholeFile:
     def __enter__(self) -> IO[bytes]:
         return self._file
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         try:
             with self._file:
                 if kind is None and self._durable:
@@ -54,7 +59,9 @@ class WholeFile:
 
 def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
     with WholeFile(path, durable=durable) as file:
-        file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))  # names that aren't UTF-8: \\udc80 is JSON
+        file.write(
+            data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace")
+        )  # names that aren't UTF-8: \\udc80 is JSON
 
 
 def write_json(path: str, value: Any, durable: bool = True) -> None:

@@ -50,14 +50,20 @@ def parse_yaml(text: str) -> Any:
         raise NotYaml(str(words), mark.line + 1 if mark else 0, mark.column + 1 if mark else 0) from problem
     except RecursionError:
         raise NotYaml(f"nested more than {DEPTH} levels deep") from None
-    except (TypeError, ValueError, OverflowError) as problem:  # unhashable keys, 2026-13-45, base-60 numbers without end
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+    ) as problem:  # unhashable keys, 2026-13-45, base-60 numbers without end
         if isinstance(problem, NotYaml):
             raise
         raise NotYaml(str(problem)) from problem
 
 
 def _open_brackets(text: str) -> int:
-    """At most at once, those in texts and comments included. PyYAML's time grows with their number squared: 25 s for 100,000."""
+    """At most at once, those in texts and comments included. PyYAML's time grows with their number squared: 25 s for
+    100,000.
+    """
     import re
 
     most = now = 0
@@ -87,13 +93,19 @@ def _bounded(root: Any) -> None:
         if isinstance(node, yaml.MappingNode):
             _no_key_twice(node)
             total += sum(size(key, depth + 1) + size(value, depth + 1) for key, value in node.value)
-        elif isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_INT:
-            raise NotYaml(f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1)  # 1:1:1… takes seconds
+        elif (
+            isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_INT
+        ):
+            raise NotYaml(
+                f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1
+            )  # 1:1:1… takes seconds
         elif isinstance(node, yaml.SequenceNode):
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))
         if total > MOST_NODES:
-            raise NotYaml(f"more than {MOST_NODES:,} values once its aliases are written out", line, node.start_mark.column + 1)
+            raise NotYaml(
+                f"more than {MOST_NODES:,} values once its aliases are written out", line, node.start_mark.column + 1
+            )
         sizes[id(node)] = total
         return total
 
@@ -123,5 +135,9 @@ def _no_key_twice(node: Any) -> None:
         if isinstance(key.value, str):
             if key.value in seen and key.value != "<<":
                 mark = key.start_mark
-                raise NotYaml(f"the key {key.value} is there twice (first in line {seen[key.value]})", mark.line + 1, mark.column + 1)
+                raise NotYaml(
+                    f"the key {key.value} is there twice (first in line {seen[key.value]})",
+                    mark.line + 1,
+                    mark.column + 1,
+                )
             seen[key.value] = key.start_mark.line + 1

@@ -1,4 +1,6 @@
-"""What a stage would refuse when its turn comes, refused before the first one starts. Pure but for a look whether files are there."""
+"""What a stage would refuse when its turn comes, refused before the first one starts. Pure but for a look whether files
+are there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ _WRITTEN = ("checkpoint.resume", "checkpoint.folder")  # may be words, or folder
 
 def check_options(options: SpeedrunOptions) -> None:
     ranks, price = options.nproc_per_node, options.price_per_hour
-    if ranks is not None and ranks.strip().lower() not in ("gpu", "cpu", "auto") and not (is_count(ranks) and int(ranks) > 0):
+    if (
+        ranks is not None
+        and ranks.strip().lower() not in ("gpu", "cpu", "auto")
+        and not (is_count(ranks) and int(ranks) > 0)
+    ):
         raise Refusal(f"--nproc-per-node {ranks}: give a whole number of ranks from 1 up, or gpu, cpu, auto", EX_USAGE)
     if price is not None and not 0 <= price < math.inf:
         raise Refusal(f"--price-per-hour {price:g}: give what an hour costs, from 0 up", EX_USAGE)
@@ -60,7 +66,9 @@ def _there(key: str, value: Any) -> None:
 
             check_there(texts)
         return
-    missing = next((text for text in texts if key not in _OR_OF_THE_HUB or text.startswith(("/", "./", "../", "~"))), None)
+    missing = next(
+        (text for text in texts if key not in _OR_OF_THE_HUB or text.startswith(("/", "./", "../", "~"))), None
+    )
     if missing is not None and not os.path.exists(os.path.expanduser(missing)):
         raise Refusal(f"{key} {missing}: there is no such file or folder", EX_NOINPUT)
 

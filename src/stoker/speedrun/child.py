@@ -30,7 +30,9 @@ class Children:
                 self._before[number] = signal.signal(number, self._heard)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -39,12 +41,15 @@ class Children:
         if self._child is not None and self._child.returncode is None:
             self._child.send_signal(number)
 
-    def run(self, argv: Sequence[str], environment: Mapping[str, str], log: str | None, look: Callable[[], None]) -> int:
+    def run(
+        self, argv: Sequence[str], environment: Mapping[str, str], log: str | None, look: Callable[[], None]
+    ) -> int:
         """Its exit code, 128+n for a signal. `log`: where it writes; None: here. `look` is called while it runs."""
         parent = os.getpid()
 
         def bound() -> None:
-            # SIGTERM, not SIGKILL: the launcher still lets its ranks save. In the child, after fork: no threads here that could hold a lock.
+            # SIGTERM, not SIGKILL: the launcher still lets its ranks save. In the child, after fork: no threads here
+            # that could hold a lock.
             _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
             if os.getppid() != parent:
                 os._exit(1)
@@ -53,8 +58,14 @@ class Children:
         try:
             # A group of its own: Ctrl-C reaches us alone, and the child once, through us.
             self._child = subprocess.Popen(
-                argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=where, stderr=where, process_group=0, preexec_fn=bound,  # noqa: PLW1509
-            )  # fmt: skip
+                argv,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=where,
+                stderr=where,
+                process_group=0,
+                preexec_fn=bound,  # noqa: PLW1509
+            )
         finally:
             if where is not None:
                 os.close(where)

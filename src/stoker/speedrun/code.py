@@ -1,4 +1,6 @@
-"""The version of a stage's code: a digest of its recipe's source and of all of Stoker that this imports. Found by reading, not by importing: no torch."""
+"""The version of a stage's code: a digest of its recipe's source and of all of Stoker that this imports. Found by
+reading, not by importing: no torch.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +78,13 @@ class Code:
             return None
         if module not in self._files:
             base = module.replace(".", "/")
-            own = next((path for path in (base + ".py", base + "/__init__.py") if os.path.isfile(os.path.join(self._root, path))), None)
+            own = next(
+                (
+                    path
+                    for path in (base + ".py", base + "/__init__.py")
+                    if os.path.isfile(os.path.join(self._root, path))
+                ),
+                None,
+            )
             self._files[module] = own or self._file(module.rpartition(".")[0])
         return self._files[module]

@@ -12,7 +12,9 @@ from stoker.training.config.schema import Config
 from stoker.training.config.stages import STAGES
 
 
-def config_of_stage(stage: Stage, path: Callable[[Place], str] = lambda place: place.word if isinstance(place, File) else place.path) -> Config:
+def config_of_stage(
+    stage: Stage, path: Callable[[Place], str] = lambda place: place.word if isinstance(place, File) else place.path
+) -> Config:
     """`path`: where a place is."""
 
     def plain(value: Any) -> Any:
@@ -20,4 +22,7 @@ def config_of_stage(stage: Stage, path: Callable[[Place], str] = lambda place: p
             return path(value)
         return tuple(plain(item) for item in value) if isinstance(value, tuple) else value
 
-    return config_of(stage.below, combine(stage.below, [STAGES[stage.stage].defaults, {key: plain(value) for key, value in stage.keys.items()}]))
+    return config_of(
+        stage.below,
+        combine(stage.below, [STAGES[stage.stage].defaults, {key: plain(value) for key, value in stage.keys.items()}]),
+    )

@@ -1,4 +1,6 @@
-"""A speedrun, settled: its stages and their keys, which of them are asked for, what is done. Made without starting anything."""
+"""A speedrun, settled: its stages and their keys, which of them are asked for, what is done. Made without starting
+anything.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, 
 from stoker.speedrun.state import Entry, entries, recorded_otherwise
 
 CACHE = "cache"
-CPU_RANKS = 4  # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not been timed
+# for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not
+# been timed
+CPU_RANKS = 4
 
 
 @shape
@@ -58,9 +62,21 @@ class Course:
         """The head of chain.json."""
         cards = [{"index": gpu.index, "name": gpu.name, "memory_total": gpu.memory_total} for gpu in self.machine.gpus]
         box = self.machine
-        hardware = {"hostname": box.hostname, "cores": box.cores, "memory_total": box.memory_total, "gpus": cards, "driver": box.driver,
-                    "platform": box.platform, "python": box.python}  # fmt: skip
-        return {"preset": self.preset.name, "seed": self.options.seed, "hardware": hardware, "price_per_hour": self.options.price_per_hour}
+        hardware = {
+            "hostname": box.hostname,
+            "cores": box.cores,
+            "memory_total": box.memory_total,
+            "gpus": cards,
+            "driver": box.driver,
+            "platform": box.platform,
+            "python": box.python,
+        }
+        return {
+            "preset": self.preset.name,
+            "seed": self.options.seed,
+            "hardware": hardware,
+            "price_per_hour": self.options.price_per_hour,
+        }
 
 
 def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: Mapping[str, str]) -> Course:
@@ -86,14 +102,29 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     wanted = selected(stages, options.begin, options.until, options.only)
     found = entries(folder, stages, keys)
     counted = on_cpu or is_count(options.nproc_per_node or "")
-    check_stages([stage for stage in stages if stage.name in wanted and not found[stage.name].done], ranks if counted else None, on_cpu)
+    check_stages(
+        [stage for stage in stages if stage.name in wanted and not found[stage.name].done],
+        ranks if counted else None,
+        on_cpu,
+    )
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
-        folder, preset, options, machine, stages, keys, wanted, found, estimates(stages, pace, ranks),
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}", (line, *data.lines), prepare,
+        folder,
+        preset,
+        options,
+        machine,
+        stages,
+        keys,
+        wanted,
+        found,
+        estimates(stages, pace, ranks),
+        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
+        (line, *data.lines),
+        prepare,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
-        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys), lacking.line if lacking else "",
-    )  # fmt: skip
+        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
+        lacking.line if lacking else "",
+    )
 
 
 def _data(options: SpeedrunOptions, folder: str) -> tuple[Data, Callable[[], None]]:

@@ -21,14 +21,26 @@ _ROLES = {
 }  # fmt: skip
 _FORMS = {"base": ("text",), "midtrain": ("chat",), "sft": ("chat",), "pairs": ("pair",), "prompts": ("prompt", "problem"),
           "questions": ("prompt", "problem", "choice")}  # fmt: skip
-_OF_FORM = {"text": "base", "chat": "sft", "pair": "pairs", "prompt": "prompts", "problem": "prompts", "choice": "questions"}
+_OF_FORM = {
+    "text": "base",
+    "chat": "sft",
+    "pair": "pairs",
+    "prompt": "prompts",
+    "problem": "prompts",
+    "choice": "questions",
+}
 _WORDS = {"text": "text", "chat": "messages", "pair": "prompt, chosen and rejected", "prompt": "prompt and answer", "problem": "question and answer",
           "choice": "question, choices and answer"}  # fmt: skip
 _HELD = re.compile(r"held.?out|(^|[-_.])(valid\w*|val|dev|test|eval)([-_.]|$)")
-_LOOKED_FOR = "base* or *.txt or rows with text; sft* or chat* with messages; pairs* with prompt, chosen, rejected; prompts* or GSM8K's train.jsonl; "\
-              "questions* or test* (GSM8K, ARC, MMLU)"  # fmt: skip
+_LOOKED_FOR = (
+    "base* or *.txt or rows with text; sft* or chat* with messages; pairs* with prompt, chosen, rejected; prompts* or"
+    " GSM8K's train.jsonl; questions* or test* (GSM8K, ARC, MMLU)"
+)
 HELD_OUT = "-held-out"
-TRAIN, HALVES = ("train", "auxiliary_train"), ("dev", "val", "valid", "validation")  # beside test, of published questions
+TRAIN, HALVES = (
+    ("train", "auxiliary_train"),
+    ("dev", "val", "valid", "validation"),
+)  # beside test, of published questions
 _PART = re.compile(rf"(^|[-_.])(test|{'|'.join((*TRAIN, *HALVES))})([-_.]|$)")
 _SHARD = re.compile(r"-\d+-of-\d+$")  # of the hub
 ARRAY = "array"
@@ -74,13 +86,18 @@ def find(folder: str) -> Found:
 def role_of(shown: str, form: str | None) -> str | None:
     """`shown`: the path inside the folder; `form`: what the first row holds. None: no role. Pure."""
     parts = [os.path.splitext(part)[0].lower() for part in reversed(shown.split(os.sep))]
-    named = next((role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None)
+    named = next(
+        (role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None
+    )
     if named is not None and form == ARRAY:
         mended = f"`jq -c '.[]' {shown} > {os.path.splitext(shown)[0]}.jsonl` makes it so"
         raise Refusal(f"--data: {shown} is one JSON array, and one object per line is needed: {mended}", EX_DATAERR)
     if named is not None and shown.lower().endswith((*TEXT, *ROWS, PARQUET)) and form not in _FORMS[named]:
         wanted = " or ".join(_WORDS[one] for one in _FORMS[named])
-        raise Refusal(f"--data: {shown} is called {named} and its first row has no {wanted}; mend it, or give it another name", EX_DATAERR)
+        raise Refusal(
+            f"--data: {shown} is called {named} and its first row has no {wanted}; mend it, or give it another name",
+            EX_DATAERR,
+        )
     if form in (None, ARRAY) or (named is None and shown.lower().endswith(".md")):
         return None
     if named is None and form == "choice" and any((half := _PART.search(part)) and half[2] in TRAIN for part in parts):
@@ -91,7 +108,9 @@ def role_of(shown: str, form: str | None) -> str | None:
 
 
 def tested(shown: Sequence[str]) -> set[str]:
-    """Those files of questions that are asked: where there is a test half, its dev and validation are not. A name that says `questions` is believed. Pure."""
+    """Those files of questions that are asked: where there is a test half, its dev and validation are not. A name that
+    says `questions` is believed. Pure.
+    """
     halves = {one: half[2] for one in shown if not _named_questions(one) and (half := _PART.search(_whole(one)))}
     tests = {_PART.sub(r"\1*\3", _whole(one)) for one, half in halves.items() if half == "test"}
     return {one for one in shown if halves.get(one) not in HALVES or _PART.sub(r"\1*\3", _whole(one)) not in tests}
@@ -122,8 +141,14 @@ def form_of(path: str) -> str | None:
 def form_of_row(row: Any) -> str | None:
     if not isinstance(row, dict):
         return None
-    for form, needed in (("chat", ("messages",)), ("pair", ("chosen", "rejected")), ("choice", ("question", "choices")), ("problem", ("question", "answer")),
-                         ("prompt", ("prompt", "answer")), ("text", ("text",))):  # fmt: skip
+    for form, needed in (
+        ("chat", ("messages",)),
+        ("pair", ("chosen", "rejected")),
+        ("choice", ("question", "choices")),
+        ("problem", ("question", "answer")),
+        ("prompt", ("prompt", "answer")),
+        ("text", ("text",)),
+    ):
         if all(name in row for name in needed):
             return form
     inside = row.get("question")

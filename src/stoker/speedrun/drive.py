@@ -56,7 +56,14 @@ class Tools:
 
 
 class Drive:
-    def __init__(self, course: Course, tools: Tools, environment: Mapping[str, str], say: Callable[[str], None], argv: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        course: Course,
+        tools: Tools,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        argv: Sequence[str] = (),
+    ) -> None:
         """`argv`: as it was typed, for the commands that are said."""
         self.course, self.tools, self.say, self._argv = course, tools, say, argv
         self.entries = dict(course.entries)
@@ -71,7 +78,11 @@ class Drive:
         again = course.options.only == REPORT
         failed: dict[str, int] = {}
         looked = False
-        waiting = [stage for stage in course.stages if stage.name in course.selected and (again or not self.entries[stage.name].done)]
+        waiting = [
+            stage
+            for stage in course.stages
+            if stage.name in course.selected and (again or not self.entries[stage.name].done)
+        ]
         self._took = {name: entry.seconds for name, entry in self.entries.items() if entry.done and entry.seconds}
         before = [name for name in course.selected if self.entries[name].done and not again]
         if before:
@@ -89,7 +100,10 @@ class Drive:
                 if code:
                     failed[stage.name] = code
         if failed:
-            self.say(f"failed: {', '.join(failed)}; nothing is built on {'it' if len(failed) == 1 else 'them'}: the same command tries again")
+            self.say(
+                f"failed: {', '.join(failed)}; nothing is built on {'it' if len(failed) == 1 else 'them'}: the same"
+                " command tries again"
+            )
         return next(iter(failed.values()), 0)
 
     def _needed(self, stage: Stage) -> bool:
@@ -97,14 +111,21 @@ class Drive:
         return stage.stage == REPORT or bool(dependents(self.course.stages, stage.name))
 
     def _look_at_lengths(self, waiting: Sequence[Stage]) -> None:
-        """Of what stages will ask, in the chain's own tokens. What would end the chain there ends it now, the rest is said."""
+        """Of what stages will ask, in the chain's own tokens. What would end the chain there ends it now, the rest is
+        said.
+        """
         in_its_tokens = dependents(self.course.stages, TOKENIZER)
         found: dict[str, list[Stage]] = {}
         for stage in (one for one in waiting if one.stage in ASKING and one.name in in_its_tokens):
-            told = self.tools.too_long(stage.stage, config_of_stage(stage, self._asked_path), self._path(From(TOKENIZER, "tokenizer")))
+            told = self.tools.too_long(
+                stage.stage, config_of_stage(stage, self._asked_path), self._path(From(TOKENIZER, "tokenizer"))
+            )
             if told is not None:
                 found.setdefault(told.line(stage.stage), []).append(stage)
-        lines = {f"{', '.join(stage.name for stage in stages)} will fail: {line}": any(map(self._needed, stages)) for line, stages in found.items()}
+        lines = {
+            f"{', '.join(stage.name for stage in stages)} will fail: {line}": any(map(self._needed, stages))
+            for line, stages in found.items()
+        }
         for line in (line for line, needed in lines.items() if not needed):
             self.say(line)
         if any(lines.values()):
@@ -128,33 +149,57 @@ class Drive:
             code = self._world(stage)
         else:
             argv = self._report_command() if stage.stage == REPORT else self._command(stage)
-            code = children.run(argv, self._environment, None if options.verbose else log, lambda: self._draw(stage, clock))
+            code = children.run(
+                argv, self._environment, None if options.verbose else log, lambda: self._draw(stage, clock)
+            )
         self._wipe()
         seconds = round(self.entries[name].seconds + time.monotonic() - clock, 2)
         run = state.run_of(self.course.folder, stage, self.course.keys)
         recorded = reader.load(run) if run is not None and used is not None else None
-        spent = energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data)) if recorded is not None else None
+        spent = (
+            energy.watt_hours(used, energy.millijoules(), energy.cards_of(recorded.data))
+            if recorded is not None
+            else None
+        )
         spent = None if spent is None else round(spent + (self.entries[name].energy_wh or 0.0), 3)
         cost = round(seconds / 3600 * options.price_per_hour, 4) if options.price_per_hour is not None else None
         self._note(name, seconds=seconds, energy_wh=spent, cost=cost, began=None, run=self._relative(run, stage))
         self.entries[name] = state.seen(self.course.folder, self.entries[name])
         return self._judge(stage, run, code, log, log_from, children.stopped, number, after)
 
-    def _judge(self, stage: Stage, run: str | None, code: int, log: str, log_from: int, stopped: int, number: str, after: Sequence[str]) -> int:
+    def _judge(
+        self,
+        stage: Stage,
+        run: str | None,
+        code: int,
+        log: str,
+        log_from: int,
+        stopped: int,
+        number: str,
+        after: Sequence[str],
+    ) -> int:
         """Exit code 0 alone proves nothing: a stage that was asked to stop saves and ends well, too."""
         name = stage.name
         result = state.result_of(run) if run is not None and stage.stage != REPORT else None
         if stage.stage == REPORT and code == 0:
             whole = all(entry.done for one, entry in self.entries.items() if one != name)
             self._note(name, status=DONE if whole else PARTIAL)
-            self.say(f"{number} {name} ✓ {span(self.entries[name].seconds)} | {os.path.join(_shown(self.course.folder), stage.outputs[0])}")
+            self.say(
+                f"{number} {name} ✓ {span(self.entries[name].seconds)} |"
+                f" {os.path.join(_shown(self.course.folder), stage.outputs[0])}"
+            )
             return 0
         if result is not None and (code == 0 or stopped):
             self._note(name, status=DONE)
             self._took[name] = self.entries[name].seconds
             estimated = {one: about.seconds for one, about in self.course.estimates.items()}
-            told = (saying.headline(stage.stage, result.get("metrics") or {}), saying.rest(left(estimated, self._took, after)))
-            self.say(" | ".join(part for part in (f"{number} {name} ✓ {span(self.entries[name].seconds)}", *told) if part))
+            told = (
+                saying.headline(stage.stage, result.get("metrics") or {}),
+                saying.rest(left(estimated, self._took, after)),
+            )
+            self.say(
+                " | ".join(part for part in (f"{number} {name} ✓ {span(self.entries[name].seconds)}", *told) if part)
+            )
             return 0
         if stopped:
             self._note(name, status=STOPPED)
@@ -164,35 +209,58 @@ class Drive:
             line, fix = f"it ended with 0 and left no {state.RESULT}", ""
         self._note(name, status=FAILED, trouble=line)
         shown = "" if self.course.options.verbose else f"; log: {_shown(log)}"
-        self.say(f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}{f'; {fix}' if fix else ''}{shown}")
+        self.say(
+            f"{number} {name} ✗ after {span(self.entries[name].seconds)}: {line}{f'; {fix}' if fix else ''}{shown}"
+        )
         return code or EX_SOFTWARE
 
     def _ended_early(self, stage: Stage, unreached: Sequence[Stage], code: int, stopped: int) -> int:
         if stopped:
-            self.say(f"stopped in stage {stage.name}; the same command goes on from there" if code else "stopped; the same command goes on from there")
+            self.say(
+                f"stopped in stage {stage.name}; the same command goes on from there"
+                if code
+                else "stopped; the same command goes on from there"
+            )
             return code or 128 + stopped
         hindered = dependents(self.course.stages, stage.name)
         others = [one.name for one in unreached if one.name not in hindered and one.name != REPORT]
         in_vain = [one.name for one in unreached if one.name in hindered]
         if in_vain:
-            self.say(f"not run, because {'it needs' if len(in_vain) == 1 else 'they need'} {stage.name}: {', '.join(in_vain)}")
+            self.say(
+                f"not run, because {'it needs' if len(in_vain) == 1 else 'they need'} {stage.name}:"
+                f" {', '.join(in_vain)}"
+            )
         if others:
             why = "it does" if len(others) == 1 else "they do"
             self.say(f"not reached, though {why} not need {stage.name}: {', '.join(others)} (--only STAGE runs one)")
-        self.say(f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is")
+        self.say(
+            f"the same command goes on from there; `{command(self._argv, '--only', REPORT)}` reports on what there is"
+        )
         return code
 
     def _command(self, stage: Stage) -> list[str]:
         options = self.course.options
-        words = [*self.tools.train, stage.stage, "--preset", stage.below, "--runs-dir", state.runs_root(self.course.folder), "--name",
-                 run_name(stage.name, self.course.keys), "--max-restarts", str(options.max_restarts)]  # fmt: skip
+        words = [
+            *self.tools.train,
+            stage.stage,
+            "--preset",
+            stage.below,
+            "--runs-dir",
+            state.runs_root(self.course.folder),
+            "--name",
+            run_name(stage.name, self.course.keys),
+            "--max-restarts",
+            str(options.max_restarts),
+        ]
         ranks = "1" if stage.stage == TOKENIZER else self.course.nproc_per_node  # a tokenizer is one process's work
         words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
         former = state.run_of(self.course.folder, stage, self.course.keys)
         said = reader.load(former) if former is not None else None
         if said is not None and said.verdict is not None and said.verdict.status == "completed":
-            words.append("--again")  # complete, and without a result all the same: it would only say that there is nothing to do
+            words.append(
+                "--again"
+            )  # complete, and without a result all the same: it would only say that there is nothing to do
         for key, value in stage.keys.items():
             for item in value if isinstance(value, tuple) else (value,):
                 text = self._path(item) if isinstance(item, (From, File)) else KEYS[key].text(item)
@@ -207,7 +275,11 @@ class Drive:
         found = os.path.join(run, place.path) if run is not None else ""
         if not os.path.exists(found):
             where = _shown(run) if run is not None else stage.name
-            raise Refusal(f"stage {stage.name} is done and its {place.path} is gone: remove {where}, and the same command makes it again", EX_SOFTWARE)
+            raise Refusal(
+                f"stage {stage.name} is done and its {place.path} is gone: remove {where}, and the same command makes"
+                " it again",
+                EX_SOFTWARE,
+            )
         return found
 
     def _report_command(self) -> list[str]:
@@ -221,8 +293,14 @@ class Drive:
         log = os.path.join(folder, state.LOGS, f"{REPORT}.log")
         log_from = os.path.getsize(log) if os.path.exists(log) else 0
         with Children() as children:
-            code = children.run(self._report_command(), self._environment, None if options.verbose else log, lambda: None)
-        told = f"✗ {saying.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}" if code else f"✓ {os.path.join(_shown(folder), 'report.md')}"
+            code = children.run(
+                self._report_command(), self._environment, None if options.verbose else log, lambda: None
+            )
+        told = (
+            f"✗ {saying.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}"
+            if code
+            else f"✓ {os.path.join(_shown(folder), 'report.md')}"
+        )
         self.say(f"{REPORT} {told}")
         return code
 
@@ -231,7 +309,10 @@ class Drive:
         assert folder is not None
         os.makedirs(folder, exist_ok=True)
         self.tools.world(folder, stage.keys)
-        write_json(os.path.join(folder, state.RESULT), {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None})
+        write_json(
+            os.path.join(folder, state.RESULT),
+            {"schema": 1, "stage": WORLD, "metrics": dict(stage.keys), "model": None},
+        )
         return 0
 
     def _await_end_of_former(self, stage: Stage) -> None:
@@ -244,12 +325,19 @@ class Drive:
         deadline = time.monotonic() + STILL_ENDING_S
         while reader.alive(former):
             if time.monotonic() > deadline:
-                line = f"stage {stage.name} is running under another launcher (pid {former.launcher[0]}): `stoker stop {former.name}` in its folder ends it"
+                line = (
+                    f"stage {stage.name} is running under another launcher (pid {former.launcher[0]}): `stoker stop"
+                    f" {former.name}` in its folder ends it"
+                )
                 raise Refusal(f"{line}: --runs-dir {_shown(state.runs_root(self.course.folder))}", EX_TEMPFAIL)
             time.sleep(0.1)
 
     def _relative(self, run: str | None, stage: Stage) -> str:
-        return os.path.relpath(run, self.course.folder) if run is not None and os.path.isdir(run) and stage.stage != REPORT else ""
+        return (
+            os.path.relpath(run, self.course.folder)
+            if run is not None and os.path.isdir(run) and stage.stage != REPORT
+            else ""
+        )
 
     def _note(self, name: str, **changes: Any) -> None:
         entry: Entry = self.entries[name]
@@ -264,7 +352,9 @@ class Drive:
             return
         run = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage != REPORT else None
         steps = stage.keys.get("train.max_steps", 0)
-        line = " | ".join(part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part)
+        line = " | ".join(
+            part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part
+        )
         terminal.draw(line)
 
     def _wipe(self) -> None:

@@ -1,4 +1,6 @@
-"""What the GPUs have used since their driver was loaded, asked in a child with a deadline: a driver that hangs costs seconds, not the chain."""
+"""What the GPUs have used since their driver was loaded, asked in a child with a deadline: a driver that hangs costs
+seconds, not the chain.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,14 @@ def cards_of(run: dict[str, Any]) -> list[str]:
 
 
 def watt_hours(before: dict[str, int] | None, after: dict[str, int] | None, cards: list[str]) -> float | None:
-    """Of these cards together. A counter begins again when the driver is loaded anew: then nobody knows; so where one of them does not count."""
-    if not cards or before is None or after is None or not all(card in before and after.get(card, -1) >= before[card] for card in cards):
+    """Of these cards together. A counter begins again when the driver is loaded anew: then nobody knows; so where one
+    of them does not count.
+    """
+    if (
+        not cards
+        or before is None
+        or after is None
+        or not all(card in before and after.get(card, -1) >= before[card] for card in cards)
+    ):
         return None
     return sum(after[card] - before[card] for card in cards) / 3.6e6

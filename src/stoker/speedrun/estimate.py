@@ -1,4 +1,6 @@
-"""About how long, how much memory and how much disk a stage takes, from its shape and its tokens. Pure; always said with "about"."""
+"""About how long, how much memory and how much disk a stage takes, from its shape and its tokens. Pure; always said
+with "about".
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def pace_of(cards: Sequence[str | None], cores: int, ranks: int, gpus: bool) -> 
     if not gpus:
         return replace(CORE, flops=CORE.flops * cores / ranks, words=f"{cores} CPU core{'s' if cores > 1 else ''}")
     name = next((name for name in cards if name), "") or ""
-    return replace(next((pace for word, pace in CARDS.items() if word in name), OTHER_CARD), words=name or "GPUs of an unknown kind")
+    return replace(
+        next((pace for word, pace in CARDS.items() if word in name), OTHER_CARD),
+        words=name or "GPUs of an unknown kind",
+    )
 
 
 def estimates(stages: Sequence[Stage], pace: Pace, ranks: int) -> dict[str, Estimate]:
@@ -89,7 +94,10 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
     context, steps = int(values["data.context_length"]), int(values["train.max_steps"])
     per_token = 6 * size + 6 * int(values["model.layers"]) * int(values["model.dim"]) * context
     saved = _checkpoint(values, size, vocabulary)
-    stays, spare = int(values["checkpoint.keep"]) * saved + 4 * size, 2 * saved  # with the exported weights; besides, the best one and one under way
+    stays, spare = (
+        int(values["checkpoint.keep"]) * saved + 4 * size,
+        2 * saved,
+    )  # with the exported weights; besides, the best one and one under way
     prompt, answer = context / 3, ANSWER * values["generate.new_tokens"]
     if stage.stage in ("pretrain", "midtrain", "sft", "reward"):
         tokens = steps * (int(values["batch.tokens"]) or int(values["batch.micro"] or 8) * context * ranks)
@@ -100,8 +108,12 @@ def _estimate(stage: Stage, values: Mapping[str, Any], vocabulary: int, pace: Pa
         tokens = int(answers * (prompt + answer))
         learning = (per_token + 2 * size) * tokens / pace.flops / ranks  # and the model it began with, forward
         seconds = max(learning, steps * pace.step) + _writing(answers, answer, size, values, pace, ranks)
-        rows = min(int(values["generate.rows"]), -(-int(values["grpo.prompts_per_step"]) // ranks) * int(values["grpo.group"]))
-        memory = _memory(values, size, vocabulary) + (4 + pace.width) * size + _writes(values, size, rows, pace)  # and the reward model, and where it began
+        rows = min(
+            int(values["generate.rows"]), -(-int(values["grpo.prompts_per_step"]) // ranks) * int(values["grpo.group"])
+        )
+        memory = (
+            _memory(values, size, vocabulary) + (4 + pace.width) * size + _writes(values, size, rows, pace)
+        )  # and the reward model, and where it began
         return Estimate(pace.start + seconds, memory, stays, size, tokens, spare)
     if stage.stage == "evaluate":
         asked = (values["evaluate.most"] or QUESTIONS) * (1 + values["evaluate.draws"])
@@ -124,12 +136,16 @@ def _writing(answers: float, length: float, size: int, values: Mapping[str, Any]
 
 def _writes(values: Mapping[str, Any], size: int, rows: int, pace: Pace) -> float:
     """Keys and values of so many answers at once, and the weights as they are read for each token."""
-    layers, shared, width, context = (int(values[name]) for name in ("model.layers", "model.kv_heads", "model.head_dim", "data.context_length"))
+    layers, shared, width, context = (
+        int(values[name]) for name in ("model.layers", "model.kv_heads", "model.head_dim", "data.context_length")
+    )
     return float(pace.width * (2 * rows * context * layers * shared * width + size))
 
 
 def _memory(values: Mapping[str, Any], size: int, vocabulary: int) -> float:
-    """Weights, gradients and two moments in fp32; a block's activations are some 17 widths per token in 2 bytes; a piece of the logits."""
+    """Weights, gradients and two moments in fp32; a block's activations are some 17 widths per token in 2 bytes; a
+    piece of the logits.
+    """
     tokens = int(values["batch.micro"] or 8) * int(values["data.context_length"])
     kept = tokens * int(values["model.layers"]) * int(values["model.dim"]) * 34
     return 16 * size + kept + min(tokens, 8192) * vocabulary * 8

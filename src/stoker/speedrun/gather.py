@@ -1,4 +1,6 @@
-"""Reads a speedrun directory into frozen shapes. A file or a field that is missing, cut or of another type is None: a partial chain has a report too."""
+"""Reads a speedrun directory into frozen shapes. A file or a field that is missing, cut or of another type is None: a
+partial chain has a report too.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,16 @@ from stoker.speedrun.state import CHAIN, RESULT
 COMPLETIONS = "completions.jsonl"
 QUESTIONS = "questions"  # a file, as evaluation names it
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
-_TOLD = ("restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed")  # events worth a line in a report
+_TOLD = (
+    "restart",
+    "gpu-left-out",
+    "straggler",
+    "suspicion",
+    "numbers",
+    "stop",
+    "verdict",
+    "watch-failed",
+)  # events worth a line in a report
 
 
 @shape
@@ -85,7 +96,11 @@ class StageRecord:
 
     def curve(self, key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps and values of one metric, where it was logged."""
-        found = [(step, value) for row in self.steps if (step := number_at(row, "step")) is not None and (value := number_at(row, key)) is not None]
+        found = [
+            (step, value)
+            for row in self.steps
+            if (step := number_at(row, "step")) is not None and (value := number_at(row, key)) is not None
+        ]
         return tuple(step for step, _ in found), tuple(value for _, value in found)
 
 
@@ -120,14 +135,26 @@ def number_at(data: Any, *path: str) -> float | None:
 def gather(folder: str) -> Chain:
     chain = reader.read_json(os.path.join(folder, CHAIN))
     if not isinstance(chain, dict):
-        raise Refusal(f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT)
+        raise Refusal(
+            f"{folder} has no readable {CHAIN}: name a speedrun directory; `stoker speedrun` makes one", EX_NOINPUT
+        )
     rows = chain.get("stages")
     price = number_at(chain, "price_per_hour")
-    known = [row for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict) and row.get("name") not in (None, REPORT)]
+    known = [
+        row
+        for row in (rows if isinstance(rows, list) else ())
+        if isinstance(row, dict) and row.get("name") not in (None, REPORT)
+    ]
     records = [_stage(folder, row, price) for row in known]
     hardware = chain.get("hardware")
     hardware = hardware if isinstance(hardware, dict) else {}
-    return Chain(folder, _text(chain.get("preset")), _text(chain.get("seed")), hardware, {record.name: record for record in records})
+    return Chain(
+        folder,
+        _text(chain.get("preset")),
+        _text(chain.get("seed")),
+        hardware,
+        {record.name: record for record in records},
+    )
 
 
 def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord:
@@ -143,12 +170,21 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
     kind = _text(row.get("stage") or row.get("name"))
     versions = about.get("versions")
     return StageRecord(
-        name=str(row["name"]), stage=kind, status=_text(row.get("status")) or "unknown", run=str(run or ""), done=bool(result) and not metrics.get("stopped"),
-        seconds=seconds, attempts=None if attempts is None else int(attempts), energy_wh=number_at(row, "energy_wh"),
-        cost=cost, metrics=metrics, steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
-        troubles=tuple(_troubles(where, row, metrics)), evaluation=_evaluation(where, result, metrics) if kind == "evaluate" and result else None,
+        name=str(row["name"]),
+        stage=kind,
+        status=_text(row.get("status")) or "unknown",
+        run=str(run or ""),
+        done=bool(result) and not metrics.get("stopped"),
+        seconds=seconds,
+        attempts=None if attempts is None else int(attempts),
+        energy_wh=number_at(row, "energy_wh"),
+        cost=cost,
+        metrics=metrics,
+        steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
+        troubles=tuple(_troubles(where, row, metrics)),
+        evaluation=_evaluation(where, result, metrics) if kind == "evaluate" and result else None,
         versions=versions if isinstance(versions, dict) else {},
-    )  # fmt: skip
+    )
 
 
 def _object(path: str) -> dict[str, Any]:
@@ -205,16 +241,27 @@ def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> 
     rows: Sequence[Any] = kept if isinstance(kept, list) and kept else list(_first_of_each_kind(where))
     samples = tuple(_sample(row) for row in rows if isinstance(row, dict))
     return Evaluation(
-        marks(metrics.get("all")), {_text(name): marks(found) for name, found in files.items()} if isinstance(files, dict) and len(files) > 1 else {},
+        marks(metrics.get("all")),
+        {_text(name): marks(found) for name, found in files.items()}
+        if isinstance(files, dict) and len(files) > 1
+        else {},
         {_text(kind): marks(found) for kind, found in kinds.items()} if isinstance(kinds, dict) else {},
-        number_at(metrics, "bits_per_byte"), samples, None if limit is None else int(limit),
-    )  # fmt: skip
+        number_at(metrics, "bits_per_byte"),
+        samples,
+        None if limit is None else int(limit),
+    )
 
 
 def _sample(row: dict[str, Any]) -> Sample:
     right, in_form = (value if isinstance(value := row.get(key), bool) else None for key in ("correct", "in_form"))
     return Sample(
-        _text(row.get("prompt")), _text(row.get("answer")), _text(row.get("completion")), right, _text(row.get("kind")), in_form, row.get("cut") is True
+        _text(row.get("prompt")),
+        _text(row.get("answer")),
+        _text(row.get("completion")),
+        right,
+        _text(row.get("kind")),
+        in_form,
+        row.get("cut") is True,
     )
 
 
@@ -254,7 +301,9 @@ def _event(event: dict[str, Any]) -> str:
     kind, rank = _text(event.get("event")), event.get("rank")
     of = f" (rank {rank})" if rank is not None else ""
     if kind == "restart":
-        return f"restarted as attempt {_text(event.get('attempt'))} after {_text(event.get('cause')) or 'a failure'}{of}"
+        return (
+            f"restarted as attempt {_text(event.get('attempt'))} after {_text(event.get('cause')) or 'a failure'}{of}"
+        )
     if kind == "verdict":
         fine = event.get("status") in (None, "completed")
         return "" if fine else f"{_text(event['status'])}: {_text(event.get('summary') or event.get('cause'))}"

@@ -1,4 +1,6 @@
-"""The report as one HTML file: nothing is fetched, it reads on a phone, in light and dark, and prints. Everything that is text is escaped."""
+"""The report as one HTML file: nothing is fetched, it reads on a phone, in light and dark, and prints. Everything that
+is text is escaped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ def page(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) -> s
     style = STYLE.replace("LIGHT", _variables(COLOURS)).replace("DARK", _variables(DARK))
     body = "\n".join(_block(block, drawings) for block in blocks)
     return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<meta name="viewport"'
+        ' content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
     )
 
@@ -64,7 +67,9 @@ def _words(text: str) -> str:
 
 
 def inline(name: str, svg: str, caption: str) -> str:
-    """A drawing inside the page: its colours become the page's, its ids get its name (two figures would share their glyphs' ids)."""
+    """A drawing inside the page: its colours become the page's, its ids get its name (two figures would share their
+    glyphs' ids).
+    """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
     opening, rest = svg.split(">", 1)

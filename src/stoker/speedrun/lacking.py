@@ -24,7 +24,11 @@ def lacking(course: Course, argv: Sequence[str]) -> Refusal | None:
 
 
 def nothing_to_report(course: Course, argv: Sequence[str]) -> Refusal | None:
-    if course.selected != (REPORT,) or os.path.exists(os.path.join(course.folder, CHAIN)) or any(entry.run for entry in course.entries.values()):
+    if (
+        course.selected != (REPORT,)
+        or os.path.exists(os.path.join(course.folder, CHAIN))
+        or any(entry.run for entry in course.entries.values())
+    ):
         return None
     return Refusal(f"no speedrun in {os.path.relpath(course.folder)}: `{command(argv)}` makes one", EX_NOINPUT)
 
@@ -39,7 +43,10 @@ def missing_inputs(course: Course, argv: Sequence[str]) -> Refusal | None:
     needed = {name for stage in asked for name in stage.inputs} - there
     missing = [stage.name for stage in course.stages if stage.name in needed]
     who = f"stage {needing[0]} needs" if len(needing) == 1 else f"stages {', '.join(needing)} need"
-    line = f"{who} what {', '.join(missing)} make{'s' if len(missing) == 1 else ''}, and with these settings that is not there"
+    line = (
+        f"{who} what {', '.join(missing)} make{'s' if len(missing) == 1 else ''}, and with these settings that is not"
+        " there"
+    )
     return Refusal(f"{line}: `{command(argv, '--until', missing[-1])}` makes it", EX_NOINPUT)
 
 

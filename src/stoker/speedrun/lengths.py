@@ -1,4 +1,6 @@
-"""Right after the tokenizer: which questions and prompts are too long for the stages that will ask them, hours later. No torch."""
+"""Right after the tokenizer: which questions and prompts are too long for the stages that will ask them, hours later.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class TooLong:
         flags = f"--set {recipe}:data.context_length={enough}"
         if self.config.batch.tokens % enough:
             flags += f" --set {recipe}:batch.tokens={enough}"
-        told = f"{self.long} of {self.total} {self.what} with {'both answers' if recipe == 'reward' else 'room for the answer'} are longer"
+        told = (
+            f"{self.long} of {self.total} {self.what} with"
+            f" {'both answers' if recipe == 'reward' else 'room for the answer'} are longer"
+        )
         told += f" than {context} tokens, the longest has {self.longest}"
         return f"{told}: {flags}"
 
@@ -48,7 +53,13 @@ def _lengths(recipe: str, c: Config, words: Tokenizer) -> Sequence[tuple[str, li
     if recipe == "evaluate":
         manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
         tasks = read_tasks(c.evaluate.tasks, c.evaluate.most)
-        return [(f"questions of {one.name}", [length for _, length in as_asked(one.questions, words, manner, c.generate.new_tokens)]) for one in tasks]
+        return [
+            (
+                f"questions of {one.name}",
+                [length for _, length in as_asked(one.questions, words, manner, c.generate.new_tokens)],
+            )
+            for one in tasks
+        ]
     if recipe == "reward":
         files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
         return [(f"pairs of {path}", [len(one) + len(other) for one, other in _pairs(path, words)]) for path in files]

@@ -44,7 +44,9 @@ class Digests:
     def of(self, path: str) -> str:
         if os.path.isdir(path):
             inside = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
-            told = [(os.path.relpath(one, path), os.stat(one).st_size, os.stat(one).st_mtime_ns) for one in sorted(inside)]
+            told = [
+                (os.path.relpath(one, path), os.stat(one).st_size, os.stat(one).st_mtime_ns) for one in sorted(inside)
+            ]
             return "folder " + together([repr(one) for one in told])
         return digest_files([path], self._cache, len(os.sched_getaffinity(0)), lambda line: None)[0]
 
@@ -64,7 +66,13 @@ def material(folder: str | None, speedrun: str, digests: Digests, cache: str) ->
     copies: list[Copy] = []
     lines = []
     for role, paths in found.roles.items():
-        places[role], copied, said = _role(role, [os.path.abspath(path) for path in paths], os.path.join(os.path.abspath(speedrun), "data"), digests, cache)
+        places[role], copied, said = _role(
+            role,
+            [os.path.abspath(path) for path in paths],
+            os.path.join(os.path.abspath(speedrun), "data"),
+            digests,
+            cache,
+        )
         copies += copied
         lines += said
     lines = [_summary(folder, found), *lines]
@@ -73,14 +81,19 @@ def material(folder: str | None, speedrun: str, digests: Digests, cache: str) ->
     for role in missing:
         if role + HELD_OUT in places:
             unfit = ", ".join(os.path.relpath(path, folder) for path in found.roles[role + HELD_OUT])
-            lines.append(f"not used: {unfit}, because the folder has no {role}: what is held out of the built-in world's goes with that")
+            lines.append(
+                f"not used: {unfit}, because the folder has no {role}: what is held out of the built-in world's goes"
+                " with that"
+            )
         places |= {one: OUR_WORLD.places[one] for one in (role, role + HELD_OUT) if one in FILES}
     if missing:
         lines.append(f"from the built-in world, because the folder has none: {', '.join(missing)}")
     return Material(Data(places, tuple(lines)), tuple(copies))
 
 
-def _role(role: str, paths: list[str], folder: str, digests: Digests, cache: str) -> tuple[tuple[Place, ...], list[Copy], list[str]]:
+def _role(
+    role: str, paths: list[str], folder: str, digests: Digests, cache: str
+) -> tuple[tuple[Place, ...], list[Copy], list[str]]:
     known = {path: digests.of(path) for path in paths}
     kind = role.removesuffix(HELD_OUT)
     if kind == "questions":
@@ -93,8 +106,13 @@ def _role(role: str, paths: list[str], folder: str, digests: Digests, cache: str
     said = [line for path in rows if (line := judge(path, check_once(kind, path, known[path], cache)))]
     others = [path for path in paths if path not in rows]
     if role in _ONE_FILE and len(paths) > 1 and (others or not rows):
-        raise Refusal(f"--data: {len(paths)} files for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one", EX_DATAERR)
-    as_lines = kind in ("pairs", "prompts") and any(path.lower().endswith(PARQUET) for path in rows)  # their stages read jsonl
+        raise Refusal(
+            f"--data: {len(paths)} files for {role} ({', '.join(map(os.path.basename, paths[:4]))}): make them one",
+            EX_DATAERR,
+        )
+    as_lines = kind in ("pairs", "prompts") and any(
+        path.lower().endswith(PARQUET) for path in rows
+    )  # their stages read jsonl
     if not said and not as_lines and not (role in _ONE_FILE and len(rows) > 1):
         return tuple(File(path, known[path]) for path in paths), [], []
     digest = together([known[path] for path in rows])
@@ -103,7 +121,10 @@ def _role(role: str, paths: list[str], folder: str, digests: Digests, cache: str
 
 
 def _summary(folder: str, found: Found) -> str:
-    told = "; ".join(f"{role}: {', '.join(os.path.relpath(path, folder) for path in paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
-                     for role, paths in found.roles.items())  # fmt: skip
+    told = "; ".join(
+        f"{role}:"
+        f" {', '.join(os.path.relpath(path, folder) for path in paths[:3])}{f' and {len(paths) - 3} more' if len(paths) > 3 else ''}"
+        for role, paths in found.roles.items()
+    )
     unused = f"; not used: {', '.join(found.unused[:6])}{' …' if len(found.unused) > 6 else ''}" if found.unused else ""
     return f"data {folder}: {told}{unused}"

@@ -16,7 +16,10 @@ from stoker.training.config.keys import BARE, KEYS
 
 # These differ from stage to stage: one value for all would cut the chain.
 _OF_ONE_STAGE = ("model.load", "data.path", "data.validation", "data.kind", "tokenizer.path")
-PATHS = (*(name for name, key in KEYS.items() if key.spec.metavar in ("PATH", "DIR", "WHERE") and name != "data.cache"), "data.validation")
+PATHS = (
+    *(name for name, key in KEYS.items() if key.spec.metavar in ("PATH", "DIR", "WHERE") and name != "data.cache"),
+    "data.validation",
+)
 _WORLD: dict[str, Callable[[str], Any]] = {"level": int, "size": float, "seed": int}
 
 
@@ -35,17 +38,23 @@ def parse(text: str, stages: Sequence[Stage]) -> Override:
         raise Refusal(f"--set {text}: write it KEY=VALUE or STAGE:KEY=VALUE", EX_USAGE)
     known = list(dict.fromkeys(word for one in stages if one.name != REPORT for word in (one.name, one.stage)))
     if colon and stage not in known:
-        raise Refusal(f"--set {text}: no stage {stage!r}{suggest(stage, known)}; there are {', '.join(known)}", EX_USAGE)
+        raise Refusal(
+            f"--set {text}: no stage {stage!r}{suggest(stage, known)}; there are {', '.join(known)}", EX_USAGE
+        )
     if stage == WORLD:
         return Override(text, stage, key, _of_world(text, key, value))
     dotted = BARE.get(key.replace("-", "_"), key)
     if dotted not in KEYS:
         raise Refusal(f"--set {text}: no key {key!r}{suggest(key, KEYS)}", EX_USAGE)
     if not stage and dotted in _OF_ONE_STAGE:
-        raise Refusal(f"--set {text}: {dotted} is another one in each stage; say in which: --set sft:{dotted}={value}", EX_USAGE)
+        raise Refusal(
+            f"--set {text}: {dotted} is another one in each stage; say in which: --set sft:{dotted}={value}", EX_USAGE
+        )
     try:
         many = KEYS[dotted].spec.many
-        return Override(text, stage, dotted, KEYS[dotted].read([part for part in value.split(",") if part] if many else value))
+        return Override(
+            text, stage, dotted, KEYS[dotted].read([part for part in value.split(",") if part] if many else value)
+        )
     except ValueError as problem:
         raise Refusal(f"--set {text}: {problem}", EX_USAGE) from problem
 
@@ -72,8 +81,15 @@ def apply(stages: Sequence[Stage], overrides: Sequence[Override], digest: Callab
         value = _known(override, digest)
         reached = [stage.name for stage in found if reaches(override, stage)]
         if not reached:
-            raise Refusal(f"--set {override.said}: no stage has a use for {override.key}; say which one shall get it: STAGE:{override.key}=…", EX_USAGE)
-        found = tuple(replace(stage, keys={**stage.keys, override.key: value}) if stage.name in reached else stage for stage in found)
+            raise Refusal(
+                f"--set {override.said}: no stage has a use for {override.key}; say which one shall get it:"
+                f" STAGE:{override.key}=…",
+                EX_USAGE,
+            )
+        found = tuple(
+            replace(stage, keys={**stage.keys, override.key: value}) if stage.name in reached else stage
+            for stage in found
+        )
     return found
 
 
@@ -84,7 +100,14 @@ def _known(override: Override, digest: Callable[[str], str]) -> Any:
         if os.path.exists(item):
             return File(os.path.abspath(item), digest(item))
         matching = sorted(glob.glob(item, recursive=True))
-        return File(os.path.abspath(item), hashlib.sha256(repr([(one, digest(one)) for one in matching]).encode()).hexdigest()) if matching else item
+        return (
+            File(
+                os.path.abspath(item),
+                hashlib.sha256(repr([(one, digest(one)) for one in matching]).encode()).hexdigest(),
+            )
+            if matching
+            else item
+        )
 
     if override.key not in PATHS:
         return override.value

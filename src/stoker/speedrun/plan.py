@@ -19,13 +19,30 @@ def as_data(course: Course) -> dict[str, Any]:
     rows = []
     for stage in course.stages:
         entry, about = course.entries[stage.name], course.estimates[stage.name]
-        rows.append({
-            "name": stage.name, "stage": stage.stage, "key": course.keys[stage.name], "status": entry.status, "run": entry.run,
-            "selected": stage.name in course.selected, "inputs": list(stage.inputs), "files": _files(stage), "outputs": list(stage.outputs),
-            "about": as_json(about), "keys": as_json(dict(stage.keys)),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": stage.name,
+                "stage": stage.stage,
+                "key": course.keys[stage.name],
+                "status": entry.status,
+                "run": entry.run,
+                "selected": stage.name in course.selected,
+                "inputs": list(stage.inputs),
+                "files": _files(stage),
+                "outputs": list(stage.outputs),
+                "about": as_json(about),
+                "keys": as_json(dict(stage.keys)),
+            }
+        )
     all_of_it = {**_total(course), "hardware": course.estimated_for}
-    return {"schema": SCHEMA, "folder": course.folder, **course.about(), "refused": course.refused or None, "about": all_of_it, "stages": rows}
+    return {
+        "schema": SCHEMA,
+        "folder": course.folder,
+        **course.about(),
+        "refused": course.refused or None,
+        "about": all_of_it,
+        "stages": rows,
+    }
 
 
 def _files(stage: Stage) -> list[str]:
@@ -34,7 +51,11 @@ def _files(stage: Stage) -> list[str]:
 
 def _total(course: Course) -> dict[str, float]:
     found = [course.estimates[name] for name in course.waiting]
-    return {"seconds": sum(one.seconds for one in found), "memory": max((one.memory for one in found), default=0.0), "disk": room(found)}
+    return {
+        "seconds": sum(one.seconds for one in found),
+        "memory": max((one.memory for one in found), default=0.0),
+        "disk": room(found),
+    }
 
 
 def as_text(course: Course, columns: int | None = None) -> str:
@@ -42,21 +63,36 @@ def as_text(course: Course, columns: int | None = None) -> str:
     rows = [("", "stage", "made from", "size", "time", "memory", "disk", "state")]
     for stage in course.stages:
         about, entry = course.estimates[stage.name], course.entries[stage.name]
-        made_from = "all stages" if stage.name == "report" else ", ".join((*stage.inputs, *(path.rsplit("/", 1)[-1] for path in _files(stage)))) or "-"
-        size = ", ".join(part for part in (_count(about.parameters, "parameters"), _count(about.tokens, "tokens")) if part)
+        made_from = (
+            "all stages"
+            if stage.name == "report"
+            else ", ".join((*stage.inputs, *(path.rsplit("/", 1)[-1] for path in _files(stage)))) or "-"
+        )
+        size = ", ".join(
+            part for part in (_count(about.parameters, "parameters"), _count(about.tokens, "tokens")) if part
+        )
         state = f"done in {span(entry.seconds)}" if entry.done else entry.status
-        rows.append((
-            "•" if stage.name in course.selected and not entry.done else "", stage.name, made_from, size or "-", span(about.seconds), _bytes(about.memory),
-            _bytes(about.disk), state,
-        ))  # fmt: skip
+        rows.append(
+            (
+                "•" if stage.name in course.selected and not entry.done else "",
+                stage.name,
+                made_from,
+                size or "-",
+                span(about.seconds),
+                _bytes(about.memory),
+                _bytes(about.disk),
+                state,
+            )
+        )
     lines = _table(rows, columns)
     total = _total(course)
     count = len(course.waiting)
     lines.append("")
     if count:
         lines.append(
-            f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])} ({course.estimated_for}), "
-            f"about {gb(total['memory'])} of memory in each rank, about {gb(total['disk'])} of disk in {course.folder}"
+            f"{count} of {len(course.stages)} stages to run (•): about {span(total['seconds'])}"
+            f" ({course.estimated_for}), about {gb(total['memory'])} of memory in each rank, about {gb(total['disk'])}"
+            f" of disk in {course.folder}"
         )
     else:
         lines.append(f"nothing to run: all is done in {course.folder}")
@@ -67,7 +103,10 @@ def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:
     for left_out in range(len(_LEFT_OUT) + 1):
         kept = [column for column in zip(*rows, strict=True) if column[0] not in _LEFT_OUT[:left_out]]
         widths = [max(map(len, column)) for column in kept]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in zip(*kept, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in zip(*kept, strict=True)
+        ]
         if columns is None or max(map(len, lines)) <= columns:
             break
     return lines
@@ -76,7 +115,13 @@ def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:
 def _count(number: int, what: str) -> str:
     if not number:
         return ""
-    return f"{number / 1e9:.1f} G {what}" if number >= 1e9 else f"{number / 1e6:.1f} M {what}" if number >= 1e5 else f"{number:,} {what}"
+    return (
+        f"{number / 1e9:.1f} G {what}"
+        if number >= 1e9
+        else f"{number / 1e6:.1f} M {what}"
+        if number >= 1e5
+        else f"{number:,} {what}"
+    )
 
 
 def _bytes(count: float) -> str:

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's: told apart without red and green. Nothing is told by colour alone. html.py changes them for dark pages.
-COLOURS = {"ink": "#1f2328", "paper": "#ffffff", "grid": "#d4d8dc", "blue": "#0072b2", "orange": "#d55e00", "grey": "#7a828a"}
+# Okabe and Ito's: told apart without red and green. Nothing is told by colour alone. html.py changes them for dark
+# pages.
+COLOURS = {
+    "ink": "#1f2328",
+    "paper": "#ffffff",
+    "grid": "#d4d8dc",
+    "blue": "#0072b2",
+    "orange": "#d55e00",
+    "grey": "#7a828a",
+}
 INK, GRID, BLUE, ORANGE, GREY = (COLOURS[name] for name in ("ink", "grid", "blue", "orange", "grey"))
 WIDTH = 5.2  # inches
 SMOOTHED = 5  # steps of GRPO that the thick line is the mean of
@@ -92,9 +100,18 @@ def accuracy(chain: Chain) -> Figure | None:
         return None
     figure, (axes,) = _panels(1, 3.4)
     at = range(len(found))
-    _bars(axes, [x - 0.07 for x in at], [one.greedy for one in found.values()], fmt="o", color=BLUE, label="greedy answer")
+    _bars(
+        axes, [x - 0.07 for x in at], [one.greedy for one in found.values()], fmt="o", color=BLUE, label="greedy answer"
+    )
     if any(one.sampled.value is not None for one in found.values()):
-        _bars(axes, [x + 0.07 for x in at], [one.sampled for one in found.values()], fmt="s", color=ORANGE, label="sampled answers")
+        _bars(
+            axes,
+            [x + 0.07 for x in at],
+            [one.sampled for one in found.values()],
+            fmt="s",
+            color=ORANGE,
+            label="sampled answers",
+        )
     _by_model(axes, found)
     axes.set_ylabel("questions right (%)")
     axes.legend(loc="best")
@@ -110,7 +127,13 @@ def kinds(chain: Chain) -> Figure | None:
     figure, panels = _panels(rows, 0.7 + 1.75 * rows, 2, sharey=True)
     short = {"Midtrain": "Mid", "GRPO uniform": "GRPO u", "GRPO density": "GRPO d"}
     for panel, kind in zip(panels, names, strict=False):
-        _bars(panel, range(len(found)), [one[kind].greedy if kind in one else Measured() for one in found.values()], fmt="o", color=BLUE)
+        _bars(
+            panel,
+            range(len(found)),
+            [one[kind].greedy if kind in one else Measured() for one in found.values()],
+            fmt="o",
+            color=BLUE,
+        )
         _by_model(panel, [short.get(title, title) for title in found])
         panel.set_title(kind if len(kind) < 24 else kind[:22] + "…")
     for panel in panels[len(names) :]:
@@ -126,7 +149,11 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def losses(chain: Chain) -> Figure | None:
-    trained = {MODELS[name]: chain.stages[name] for name in ("base", "midtrain", "sft") if name in chain.stages and chain.stages[name].curve("loss")[0]}
+    trained = {
+        MODELS[name]: chain.stages[name]
+        for name in ("base", "midtrain", "sft")
+        if name in chain.stages and chain.stages[name].curve("loss")[0]
+    }
     if not trained:
         return None
     figure, panels = _panels(len(trained), 0.4 + 1.9 * len(trained))
@@ -147,14 +174,25 @@ def _thinned(steps: Sequence[float], values: Sequence[float]) -> tuple[list[floa
     """Means of neighbours where there are more points than a figure can show."""
     width = max(1, -(-len(values) // MOST_POINTS))
     cuts = range(0, len(values), width)
-    return [steps[min(at + width, len(steps)) - 1] for at in cuts], [sum(values[at : at + width]) / len(values[at : at + width]) for at in cuts]
+    return [steps[min(at + width, len(steps)) - 1] for at in cuts], [
+        sum(values[at : at + width]) / len(values[at : at + width]) for at in cuts
+    ]
 
 
 def rewards(chain: Chain) -> Figure | None:
-    runs = {name: chain.stages[name] for name in ("grpo-uniform", "grpo-density") if name in chain.stages and chain.stages[name].curve("reward")[0]}
+    runs = {
+        name: chain.stages[name]
+        for name in ("grpo-uniform", "grpo-density")
+        if name in chain.stages and chain.stages[name].curve("reward")[0]
+    }
     if not runs:
         return None
-    shown = [("reward", "reward"), ("kl", "KL to SFT\n(nats/token)"), ("length", "length\n(tokens)"), ("entropy", "entropy\n(nats/token)")]
+    shown = [
+        ("reward", "reward"),
+        ("kl", "KL to SFT\n(nats/token)"),
+        ("length", "length\n(tokens)"),
+        ("entropy", "entropy\n(nats/token)"),
+    ]
     shown += [("cut", "cut at the\nlimit (share)")] if any(stage.curve("cut")[0] for stage in runs.values()) else []
     figure, panels = _panels(len(shown), 1.9 * len(shown), sharex=True)
     looks = {"grpo-uniform": (BLUE, "-"), "grpo-density": (ORANGE, "--")}
@@ -163,7 +201,14 @@ def rewards(chain: Chain) -> Figure | None:
             steps, values = stage.curve(key)
             colour, line = looks[name]
             panel.plot(steps, values, color=colour, linewidth=0.7, alpha=0.45)
-            panel.plot(steps, _running_mean(values), line, color=colour, linewidth=1.9, label=MODELS[name].removeprefix("GRPO "))
+            panel.plot(
+                steps,
+                _running_mean(values),
+                line,
+                color=colour,
+                linewidth=1.9,
+                label=MODELS[name].removeprefix("GRPO "),
+            )
         panel.set_ylabel(label)
         _whole_steps(panel)
     panels[0].legend(loc="best")
@@ -183,7 +228,8 @@ def calibration(chain: Chain) -> Figure | None:
     points = [
         (predicted, observed, number_at(row, "count") or 0)
         for row in (rows if isinstance(rows, list) else ())
-        if (predicted := number_at(row, "predicted")) is not None and (observed := number_at(row, "observed")) is not None
+        if (predicted := number_at(row, "predicted")) is not None
+        and (observed := number_at(row, "observed")) is not None
     ]
     if not points:
         return None
@@ -200,7 +246,9 @@ def calibration(chain: Chain) -> Figure | None:
     axes.set_ylim(-3, 109)
     axes.set_xlabel("confidence (%)")
     axes.set_ylabel("right (%)")
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2)  # above: points may lie anywhere inside
+    axes.legend(
+        loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2
+    )  # above: points may lie anywhere inside
     return figure
 
 
@@ -212,7 +260,9 @@ def diversity(chain: Chain) -> Figure | None:
     for name in differences if isinstance(differences, dict) else ():
         own, found = measured(metrics.get("baseline"), name), measured(differences, name)
         if own.value and found.value is not None and found.low is not None and found.high is not None:
-            rows.append((name.replace("_", " "), *(value / abs(own.value) for value in (found.value, found.low, found.high))))
+            rows.append(
+                (name.replace("_", " "), *(value / abs(own.value) for value in (found.value, found.low, found.high)))
+            )
     if not rows:
         return None
     figure, (axes,) = _panels(1, 0.9 + 0.36 * len(rows))
@@ -220,7 +270,15 @@ def diversity(chain: Chain) -> Figure | None:
     for at, (_, value, low, high) in enumerate(rows):
         apart = low > 0 or high < 0
         spread = [[100 * max(0.0, value - low)], [100 * max(0.0, high - value)]]
-        axes.errorbar([100 * value], [at], xerr=spread, fmt="D" if apart else "o", color=ORANGE if apart else GREY, markersize=6, linewidth=1.4)
+        axes.errorbar(
+            [100 * value],
+            [at],
+            xerr=spread,
+            fmt="D" if apart else "o",
+            color=ORANGE if apart else GREY,
+            markersize=6,
+            linewidth=1.4,
+        )
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("density compared with uniform (%)")

@@ -22,42 +22,112 @@ class Preset:
     data: bool = False  # the built-in world is too small for it
 
 
-# Muon on all matrices, and small steps: together far sooner at a loss than AdamW with large ones (docs/log.md). The longest right answer has 77 tokens.
-_MUON = {"optim.kind": "muon", "optim.beta2": 0.98, "optim.weight_decay": 0.05, "optim.schedule": "linear", "optim.min_ratio": 0.05, "optim.warmup_steps": 10}
+# Muon on all matrices, and small steps: together far sooner at a loss than AdamW with large ones (docs/log.md). The
+# longest right answer has 77 tokens.
+_MUON = {
+    "optim.kind": "muon",
+    "optim.beta2": 0.98,
+    "optim.weight_decay": 0.05,
+    "optim.schedule": "linear",
+    "optim.min_ratio": 0.05,
+    "optim.warmup_steps": 10,
+}
 _CPU: dict[str, dict[str, Any]] = {
     "all": {
-        "data.context_length": 128, "batch.micro": 8, "batch.tokens": 2048, "train.log_every": 10, "train.eval_every": 0, "train.eval_tokens": 65_536,
-        "checkpoint.every": 20.0, "compute.compile": "off", "generate.new_tokens": 96, "generate.temperature": 1.0, "generate.rows": 128,
+        "data.context_length": 128,
+        "batch.micro": 8,
+        "batch.tokens": 2048,
+        "train.log_every": 10,
+        "train.eval_every": 0,
+        "train.eval_tokens": 65_536,
+        "checkpoint.every": 20.0,
+        "compute.compile": "off",
+        "generate.new_tokens": 96,
+        "generate.temperature": 1.0,
+        "generate.rows": 128,
     },
     "tokenizer": {"tokenizer.vocab_size": 768, "tokenizer.train_megabytes": 8},
     "pretrain": {
-        **_MUON, "model.depth": 0, "model.layers": 4, "model.dim": 96, "model.heads": 3, "model.ff": 256, "train.max_steps": 1100,
-        "optim.learning_rate": 3e-3, "optim.muon_learning_rate": 0.02, "optim.warmup_steps": 20,
+        **_MUON,
+        "model.depth": 0,
+        "model.layers": 4,
+        "model.dim": 96,
+        "model.heads": 3,
+        "model.ff": 256,
+        "train.max_steps": 1100,
+        "optim.learning_rate": 3e-3,
+        "optim.muon_learning_rate": 0.02,
+        "optim.warmup_steps": 20,
     },
-    "midtrain": {**_MUON, "train.eval_first": True, "train.max_steps": 160, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.008},
-    "sft": {**_MUON, "train.eval_first": True, "train.max_steps": 600, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.006},
+    "midtrain": {
+        **_MUON,
+        "train.eval_first": True,
+        "train.max_steps": 160,
+        "optim.learning_rate": 2e-3,
+        "optim.muon_learning_rate": 0.008,
+    },
+    "sft": {
+        **_MUON,
+        "train.eval_first": True,
+        "train.max_steps": 600,
+        "optim.learning_rate": 2e-3,
+        "optim.muon_learning_rate": 0.006,
+    },
     # Both answers of a pair lie in one row, several pairs beside each other.
     "reward": {
-        **_MUON, "data.context_length": 256, "batch.tokens": 4096, "train.max_steps": 60, "optim.learning_rate": 2e-3, "optim.muon_learning_rate": 0.002,
+        **_MUON,
+        "data.context_length": 256,
+        "batch.tokens": 4096,
+        "train.max_steps": 60,
+        "optim.learning_rate": 2e-3,
+        "optim.muon_learning_rate": 0.002,
     },
     "density": {"density.neighbours": 16, "density.clusters": 16},
     "grpo": {
-        "data.context_length": 192, "batch.tokens": 0, "batch.micro": 32, "train.max_steps": 32, "train.log_every": 1, "grpo.prompts_per_step": 16,
-        "grpo.group": 8, "optim.learning_rate": 5e-4, "optim.schedule": "constant", "optim.warmup_steps": 3, "optim.weight_decay": 0.0,
+        "data.context_length": 192,
+        "batch.tokens": 0,
+        "batch.micro": 32,
+        "train.max_steps": 32,
+        "train.log_every": 1,
+        "grpo.prompts_per_step": 16,
+        "grpo.group": 8,
+        "optim.learning_rate": 5e-4,
+        "optim.schedule": "constant",
+        "optim.warmup_steps": 3,
+        "optim.weight_decay": 0.0,
     },
     "evaluate": {"data.context_length": 192, "batch.tokens": 0, "evaluate.draws": 2},
     "eval-base": {"evaluate.chat": False, "evaluate.shots": 0, "evaluate.draws": 0},
     "diversity": {"data.context_length": 192, "batch.tokens": 0, "diversity.most": 48, "diversity.answers": 6},
 }
 _GPU: dict[str, dict[str, Any]] = {
-    "all": {"data.context_length": 512, "batch.micro": 64, "train.log_every": 10, "checkpoint.every": 30.0, "generate.new_tokens": 128, "generate.rows": 256},
+    "all": {
+        "data.context_length": 512,
+        "batch.micro": 64,
+        "train.log_every": 10,
+        "checkpoint.every": 30.0,
+        "generate.new_tokens": 128,
+        "generate.rows": 256,
+    },
     "tokenizer": {"tokenizer.vocab_size": 4096, "tokenizer.train_megabytes": 64},
-    "pretrain": {"model.depth": 8, "batch.tokens": 65_536, "train.max_steps": 1500, "optim.learning_rate": 1e-3, "optim.warmup_ratio": 0.05},
+    "pretrain": {
+        "model.depth": 8,
+        "batch.tokens": 65_536,
+        "train.max_steps": 1500,
+        "optim.learning_rate": 1e-3,
+        "optim.warmup_ratio": 0.05,
+    },
     "midtrain": {"train.eval_first": True, "batch.tokens": 65_536, "train.max_steps": 400, "optim.learning_rate": 6e-4},
     "sft": {"train.eval_first": True, "batch.tokens": 65_536, "train.max_steps": 300, "optim.learning_rate": 3e-4},
     "reward": {"batch.tokens": 65_536, "train.max_steps": 200, "optim.learning_rate": 2e-4},
     "density": {"density.neighbours": 32, "density.clusters": 32},
-    "grpo": {"train.max_steps": 100, "train.log_every": 1, "grpo.prompts_per_step": 64, "grpo.group": 16, "optim.learning_rate": 3e-5},
+    "grpo": {
+        "train.max_steps": 100,
+        "train.log_every": 1,
+        "grpo.prompts_per_step": 64,
+        "grpo.group": 16,
+        "optim.learning_rate": 3e-5,
+    },
     "evaluate": {"evaluate.draws": 4},
     "eval-base": {"evaluate.chat": False, "evaluate.draws": 0},
     "diversity": {"diversity.most": 128, "diversity.answers": 8},
@@ -67,14 +137,31 @@ _GPU: dict[str, dict[str, Any]] = {
 def _real(depth: int, steps: int, micro: int) -> dict[str, dict[str, Any]]:
     """Real data: some 20 tokens per parameter for the base model."""
     return {
-        "all": {"data.context_length": 2048, "batch.micro": micro, "generate.new_tokens": 512, "generate.rows": 128, "checkpoint.every": 900.0},
+        "all": {
+            "data.context_length": 2048,
+            "batch.micro": micro,
+            "generate.new_tokens": 512,
+            "generate.rows": 128,
+            "checkpoint.every": 900.0,
+        },
         "tokenizer": {"tokenizer.vocab_size": 65_536, "tokenizer.train_megabytes": 1024},
         "pretrain": {"model.depth": depth, "batch.tokens": 524_288, "train.max_steps": steps, "train.eval_every": 1000},
-        "midtrain": {"train.eval_first": True, "batch.tokens": 524_288, "train.max_steps": 800, "optim.learning_rate": 2e-4},
+        "midtrain": {
+            "train.eval_first": True,
+            "batch.tokens": 524_288,
+            "train.max_steps": 800,
+            "optim.learning_rate": 2e-4,
+        },
         "sft": {"train.eval_first": True, "batch.tokens": 131_072, "train.max_steps": 600, "optim.learning_rate": 5e-5},
         "reward": {"batch.tokens": 131_072, "train.max_steps": 400, "optim.learning_rate": 2e-5},
         "density": {"density.neighbours": 64, "density.clusters": 64},
-        "grpo": {"train.max_steps": 400, "train.log_every": 1, "grpo.prompts_per_step": 32, "grpo.group": 16, "optim.learning_rate": 2e-6},
+        "grpo": {
+            "train.max_steps": 400,
+            "train.log_every": 1,
+            "grpo.prompts_per_step": 32,
+            "grpo.group": 16,
+            "optim.learning_rate": 2e-6,
+        },
         "evaluate": {"evaluate.draws": 4},
         "eval-base": {"evaluate.chat": False, "evaluate.shots": 4, "evaluate.draws": 0},
         "diversity": {"diversity.most": 256, "diversity.answers": 8},
@@ -86,8 +173,26 @@ PRESETS: dict[str, Preset] = {
     for one in (
         Preset("cpu", "a model of 0.5 M parameters on a CPU, ten minutes on two cores", "small", 0, 1.0, _CPU),
         Preset("gpu", "8 layers on one GPU, a quarter of an hour", "production", 1, 8.0, _GPU, gpus=True),
-        Preset("d20", "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours", "production", 2, 8.0, _real(20, 21_400, 16), gpus=True, data=True),
-        Preset("d32", "32 layers, 1.7 billion parameters, real data, 8 GPUs for days", "production", 2, 8.0, _real(32, 71_680, 8), gpus=True, data=True),
+        Preset(
+            "d20",
+            "20 layers, 0.5 billion parameters, real data, 8 GPUs for hours",
+            "production",
+            2,
+            8.0,
+            _real(20, 21_400, 16),
+            gpus=True,
+            data=True,
+        ),
+        Preset(
+            "d32",
+            "32 layers, 1.7 billion parameters, real data, 8 GPUs for days",
+            "production",
+            2,
+            8.0,
+            _real(32, 71_680, 8),
+            gpus=True,
+            data=True,
+        ),
     )
 }
 
@@ -97,17 +202,31 @@ def choose(named: str | None, gpus: bool) -> tuple[Preset, str]:
     if named is None:
         found = PRESETS["gpu" if gpus else "cpu"]
         others = ", ".join(name for name in PRESETS if name != found.name)
-        return found, f"preset {found.name}: {found.about}; {'the default where there are GPUs' if gpus else 'no GPU to train on'} (--preset: {others})"
+        return (
+            found,
+            (
+                f"preset {found.name}: {found.about};"
+                f" {'the default where there are GPUs' if gpus else 'no GPU to train on'} (--preset: {others})"
+            ),
+        )
     if named not in PRESETS:
-        raise Refusal(f"--preset: no preset {named!r}{suggest(named, PRESETS) or '; there are ' + ', '.join(PRESETS)}", EX_USAGE)
+        raise Refusal(
+            f"--preset: no preset {named!r}{suggest(named, PRESETS) or '; there are ' + ', '.join(PRESETS)}", EX_USAGE
+        )
     return PRESETS[named], f"preset {named}: {PRESETS[named].about}"
 
 
 def what_it_lacks(preset: Preset, gpus: bool, base: bool) -> Refusal | None:
     """`base`: there is text to pretrain on beside the built-in world's."""
     if preset.gpus and not gpus:
-        return Refusal(f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here", EX_UNAVAILABLE, cause="gpu.too-few")
+        return Refusal(
+            f"preset {preset.name} needs a GPU and there is none to use: --preset cpu works here",
+            EX_UNAVAILABLE,
+            cause="gpu.too-few",
+        )
     if preset.data and not base:
-        wanted = "--data FOLDER with text to pretrain on: .txt files, or .jsonl or .parquet files whose rows have `text`"
+        wanted = (
+            "--data FOLDER with text to pretrain on: .txt files, or .jsonl or .parquet files whose rows have `text`"
+        )
         return Refusal(f"preset {preset.name} needs real data: {wanted}", EX_USAGE)
     return None

@@ -2,7 +2,8 @@
 
     python -m stoker.speedrun.report runs/speedrun-cpu
 
-report_summary.py, report_results.py, report_models.py, report_samples.py and report_chain.py decide what is in it, this file how it is written.
+report_summary.py, report_results.py, report_models.py, report_samples.py and report_chain.py decide what is in it, this
+file how it is written.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ def write(folder: str) -> None:
         drawings = draw(chain)
         unable = ""
     except ImportError as problem:
-        drawings, unable = {}, f"No plots: {problem}; run `pip install matplotlib`, then `stoker speedrun --only report`."
+        drawings, unable = (
+            {},
+            f"No plots: {problem}; run `pip install matplotlib`, then `stoker speedrun --only report`.",
+        )
     blocks = tuple(contents(chain, unable))
     try:
         os.makedirs(os.path.join(folder, PLOTS), exist_ok=True)
@@ -41,7 +45,9 @@ def write(folder: str) -> None:
         write_whole(os.path.join(folder, "report.html"), html.page(TITLE, blocks, drawings).encode("utf-8", "replace"))
         write_whole(os.path.join(folder, "report.md"), markdown(TITLE, blocks, drawings).encode("utf-8", "replace"))
     except OSError as problem:
-        raise Refusal(f"the report can't be written in {folder}: {problem.strerror or problem}", EX_CANTCREAT) from problem
+        raise Refusal(
+            f"the report can't be written in {folder}: {problem.strerror or problem}", EX_CANTCREAT
+        ) from problem
 
 
 def contents(chain: Chain, unable: str = "") -> Iterator[Block]:
@@ -89,7 +95,10 @@ def plain(text: str) -> str:
 
 def _table(table: Table) -> str:
     side = ":--" if table.words else "--:"
-    lines = [f"| {' | '.join(plain(word) for word in table.head)} |", f"|:--|{'|'.join([side] * (len(table.head) - 1))}|"]
+    lines = [
+        f"| {' | '.join(plain(word) for word in table.head)} |",
+        f"|:--|{'|'.join([side] * (len(table.head) - 1))}|",
+    ]
     lines += [f"| {' | '.join(_cell(cell) for cell in row)} |" for row in table.rows]
     return (f"**{plain(table.title)}**\n\n" if table.title else "") + "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""What a report is made of. Its words are plain text: each way of writing it (report.py: markdown, html.py) escapes all of them."""
+"""What a report is made of. Its words are plain text: each way of writing it (report.py: markdown, html.py) escapes all
+of them.
+"""
 
 from __future__ import annotations
 
@@ -56,4 +58,12 @@ Block = Heading | Text | Bullets | Code | Table | Figure
 
 
 def tone_of(judgement: str) -> str:
-    return GOOD if judgement.startswith("better") else BAD if judgement.startswith("worse") else SAME if judgement.startswith("no ") else ""
+    return (
+        GOOD
+        if judgement.startswith("better")
+        else BAD
+        if judgement.startswith("worse")
+        else SAME
+        if judgement.startswith("no ")
+        else ""
+    )

@@ -12,23 +12,49 @@ from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, He
 from stoker.speedrun.report_results import MODELS
 from stoker.speedrun.significance import ABSENT, number
 
-EXPECTED = ("tokenizer", "base", "midtrain", "sft", "reward", "density", "grpo-uniform", "grpo-density", *(f"eval-{name}" for name in MODELS), "diversity")
+EXPECTED = (
+    "tokenizer",
+    "base",
+    "midtrain",
+    "sft",
+    "reward",
+    "density",
+    "grpo-uniform",
+    "grpo-density",
+    *(f"eval-{name}" for name in MODELS),
+    "diversity",
+)
 BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
-_HARDWARE_KEYS = ("schema", "gpus", "cores", "memory_total", "memory_available", "max_processes", "max_files", "python")  # said in words, or of no use here
+_HARDWARE_KEYS = (
+    "schema",
+    "gpus",
+    "cores",
+    "memory_total",
+    "memory_available",
+    "max_processes",
+    "max_files",
+    "python",
+)  # said in words, or of no use here
 MOST_TROUBLES = 8  # of one stage; `stoker why` has them all
 
 
 def unfinished(chain: Chain) -> list[str]:
     """`world` is not expected: with data of one's own there is none."""
     absent = [name for name in EXPECTED if chain.result(name) is None]
-    return absent + [name for name, found in chain.stages.items() if not found.done and name not in (*EXPECTED, "world")]
+    return absent + [
+        name for name, found in chain.stages.items() if not found.done and name not in (*EXPECTED, "world")
+    ]
 
 
 def missing(chain: Chain) -> Iterator[Block]:
     absent = unfinished(chain)
     if absent:
         names = ", ".join(_with_status(chain, name) for name in absent)
-        yield Text(f"Not finished: {names}. Run the same command to continue. Results that need these stages are missing below.", lead=True)
+        yield Text(
+            f"Not finished: {names}. Run the same command to continue. Results that need these stages are missing"
+            " below.",
+            lead=True,
+        )
 
 
 def _with_status(chain: Chain, name: str) -> str:
@@ -59,7 +85,11 @@ def hardware_lines(data: dict[str, Any]) -> tuple[str, ...]:
         lines.append(f"{cores:.0f} CPU core{'s' if cores != 1 else ''}")
     if memory is not None:
         lines.append(f"{memory / 1e9:.0f} GB RAM")
-    lines += [f"{key.replace('_', ' ')}: {value}" for key, value in rest.items() if isinstance(value, (str, int, float)) and value != ""]
+    lines += [
+        f"{key.replace('_', ' ')}: {value}"
+        for key, value in rest.items()
+        if isinstance(value, (str, int, float)) and value != ""
+    ]
     return tuple(lines)
 
 
@@ -81,20 +111,39 @@ def bill(chain: Chain) -> Iterator[Block]:
         yield Text("No stage was started.")
         return
     rows = [
-        _bill_row(found.name, "" if found.done or found.status == "done" else found.status, found.seconds, found.attempts, found.energy_wh, found.cost)
+        _bill_row(
+            found.name,
+            "" if found.done or found.status == "done" else found.status,
+            found.seconds,
+            found.attempts,
+            found.energy_wh,
+            found.cost,
+        )
         for found in chain.stages.values()
     ]
     attempts = total_of(chain, "attempts")
-    sums = _bill_row("all", "", total_of(chain, "seconds"), None if attempts is None else int(attempts), total_of(chain, "energy_wh"), total_of(chain, "cost"))
+    sums = _bill_row(
+        "all",
+        "",
+        total_of(chain, "seconds"),
+        None if attempts is None else int(attempts),
+        total_of(chain, "energy_wh"),
+        total_of(chain, "cost"),
+    )
     yield Table(("Stage", "Time", "Attempts", "Energy", "Cost"), (*rows, sums))
     yield Figure("time", "Time of each stage")
 
 
-def _bill_row(name: str, status: str, seconds: float | None, attempts: int | None, energy: float | None, cost: float | None) -> tuple[Cell, ...]:
+def _bill_row(
+    name: str, status: str, seconds: float | None, attempts: int | None, energy: float | None, cost: float | None
+) -> tuple[Cell, ...]:
     return (
-        Cell(name, status), Cell(span(seconds) if seconds else ABSENT), Cell(str(attempts) if attempts else ABSENT),
-        Cell(ABSENT if energy is None else f"{number(energy)} Wh"), Cell(ABSENT if cost is None else f"{cost:,.3f}" if cost < 1 else f"{cost:,.2f}"),
-    )  # fmt: skip
+        Cell(name, status),
+        Cell(span(seconds) if seconds else ABSENT),
+        Cell(str(attempts) if attempts else ABSENT),
+        Cell(ABSENT if energy is None else f"{number(energy)} Wh"),
+        Cell(ABSENT if cost is None else f"{cost:,.3f}" if cost < 1 else f"{cost:,.2f}"),
+    )
 
 
 def failures(chain: Chain) -> Iterator[Block]:
@@ -125,5 +174,7 @@ def going_on(chain: Chain) -> Iterator[Block]:
     bigger = BIGGER.get(chain.preset)
     if bigger:
         lines.append(f"bash speedrun.sh --preset {bigger}" + (" --data FOLDER" if bigger.startswith("d") else ""))
-    lines.append("stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # which stages a changed setting would run again")
+    lines.append(
+        "stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # which stages a changed setting would run again"
+    )
     yield Code(tuple(lines))

@@ -22,10 +22,21 @@ from stoker.speedrun.significance import (
 )
 from stoker.training.diversity.metrics import METRICS
 
-MODELS = {"base": "Base", "midtrain": "Midtrain", "sft": "SFT", "grpo-uniform": "GRPO uniform", "grpo-density": "GRPO density"}
+MODELS = {
+    "base": "Base",
+    "midtrain": "Midtrain",
+    "sft": "SFT",
+    "grpo-uniform": "GRPO uniform",
+    "grpo-density": "GRPO density",
+}
 
 
-BEFORE = {"midtrain": "base", "sft": "midtrain", "grpo-uniform": "sft", "grpo-density": "sft"}  # the model that a stage began with
+BEFORE = {
+    "midtrain": "base",
+    "sft": "midtrain",
+    "grpo-uniform": "sft",
+    "grpo-density": "sft",
+}  # the model that a stage began with
 
 
 GRPO = ("grpo-uniform", "grpo-density")
@@ -40,8 +51,8 @@ def effects(chain: Chain) -> Iterator[Block]:
         return
     yield Table(("Stage and its measure", "Before → after", "Verdict"), tuple(rows), words=True, stacked=True)
     yield Text(
-        "Significant: the 95 % interval of the difference does not contain 0 (two proportions, Newcombe's method). "
-        "Both models answer the same questions, so this test is cautious. Not tested: there is no interval for this number."
+        "Significant: the 95 % interval of the difference does not contain 0 (two proportions, Newcombe's method). Both"
+        " models answer the same questions, so this test is cautious. Not tested: there is no interval for this number."
     )
 
 
@@ -54,19 +65,35 @@ def _tokenizer(chain: Chain) -> Iterator[Row]:
         return
     ours, reference = found.number("bytes_per_token"), found.number("words_bytes_per_token")
     part = f"{percent(ours / reference)} of the reference" if ours is not None and reference else ABSENT
-    yield Cell("Tokenizer", "bytes per token; reference: one token per word"), Cell(f"reference {number(reference)}, this one {number(ours)}"), Cell(part)
+    yield (
+        Cell("Tokenizer", "bytes per token; reference: one token per word"),
+        Cell(f"reference {number(reference)}, this one {number(ours)}"),
+        Cell(part),
+    )
 
 
 def _trainings(chain: Chain) -> Iterator[Row]:
     base = chain.result("base")
     if base is not None:
         guess = random_guess(chain)
-        yield _untested("Base", "bits per byte of held-out text, lower is better; before: a random guess", guess, base.number("val_bits_per_byte"), False)
+        yield _untested(
+            "Base",
+            "bits per byte of held-out text, lower is better; before: a random guess",
+            guess,
+            base.number("val_bits_per_byte"),
+            False,
+        )
     for before, name in (("base", "midtrain"), ("midtrain", "sft")):
         found = chain.result(name)
         if found is not None:
             first, last = found.number("val_bits_per_byte_before"), found.number("val_bits_per_byte")
-            yield _untested(MODELS[name], "bits per byte of its own held-out chats, lower is better; before: its first step", first, last, False)
+            yield _untested(
+                MODELS[name],
+                "bits per byte of its own held-out chats, lower is better; before: its first step",
+                first,
+                last,
+                False,
+            )
         yield from _answers(chain, before, name, MODELS[name])
 
 
@@ -93,20 +120,38 @@ def _answers(chain: Chain, before: str, after: str, stage: str) -> Iterator[Row]
         for how, one, two in (("greedy", was.greedy, now.greedy), ("sampled", was.sampled, now.sampled)):
             if one.value is not None and two.value is not None:
                 yield _shares(stage, f"{what}, {how}; before: {MODELS[before]}", one, two)
-    if after in ("midtrain", "sft") and old.everything.strict.value is not None and new.everything.strict.value is not None:
-        yield _shares(stage, f"right and in the expected form, greedy; before: {MODELS[before]}", old.everything.strict, new.everything.strict)
+    if (
+        after in ("midtrain", "sft")
+        and old.everything.strict.value is not None
+        and new.everything.strict.value is not None
+    ):
+        yield _shares(
+            stage,
+            f"right and in the expected form, greedy; before: {MODELS[before]}",
+            old.everything.strict,
+            new.everything.strict,
+        )
 
 
 def _shares(stage: str, what: str, before: Measured, after: Measured) -> Row:
     found = change(before, after)
     verdict = judged(found)
-    return Cell(stage, what), Cell(f"{percent(before.value)} → {percent(after.value)}"), Cell(verdict, points(found), tone_of(verdict))
+    return (
+        Cell(stage, what),
+        Cell(f"{percent(before.value)} → {percent(after.value)}"),
+        Cell(verdict, points(found), tone_of(verdict)),
+    )
 
 
 def _reward_row(chain: Chain) -> Iterator[Row]:
     found = chain.result("reward")
     if found is not None:
-        yield _shares("Reward model", "held-out pairs in the right order; before: a coin toss", Measured(0.5, 0.5, 0.5), pairs_right(found))
+        yield _shares(
+            "Reward model",
+            "held-out pairs in the right order; before: a coin toss",
+            Measured(0.5, 0.5, 0.5),
+            pairs_right(found),
+        )
 
 
 def pairs_right(found: StageRecord) -> Measured:
@@ -118,12 +163,20 @@ def _grpo(chain: Chain) -> Iterator[Row]:
         yield from _answers(chain, "sft", name, MODELS[name])
         found = chain.result(name)
         if found is not None:
-            yield _untested(MODELS[name], "reward in training, mean of 5 steps", found.number("reward_first"), found.number("reward_last"), True)
+            yield _untested(
+                MODELS[name],
+                "reward in training, mean of 5 steps",
+                found.number("reward_first"),
+                found.number("reward_last"),
+                True,
+            )
     yield from _answers(chain, "grpo-uniform", "grpo-density", "Density or uniform")
 
 
 def over_sft(chain: Chain, name: str) -> tuple[Change, str]:
-    """What a GRPO run added to SFT, and on what: greedy answers to held-out prompts like its own, or to all questions where there are none."""
+    """What a GRPO run added to SFT, and on what: greedy answers to held-out prompts like its own, or to all questions
+    where there are none.
+    """
     old, new = chain.evaluation("sft"), chain.evaluation(name)
     if old is None or new is None:
         return Change(None), ""
@@ -138,15 +191,23 @@ def training(chain: Chain) -> Iterator[Block]:
         yield Figure("losses", "Loss of base, midtraining and SFT")
     if any(chain.stages[name].steps for name in GRPO if name in chain.stages):
         yield Heading("GRPO")
-        cut = ", share cut at the token limit" if any(chain.stages[name].curve("cut")[0] for name in GRPO if name in chain.stages) else ""
-        yield Figure("rewards", f"GRPO: reward, divergence from SFT (KL), length and entropy of the answers{cut}. Thin: each step; thick: mean of 5")
+        cut = (
+            ", share cut at the token limit"
+            if any(chain.stages[name].curve("cut")[0] for name in GRPO if name in chain.stages)
+            else ""
+        )
+        yield Figure(
+            "rewards",
+            f"GRPO: reward, divergence from SFT (KL), length and entropy of the answers{cut}. Thin: each step; thick:"
+            " mean of 5",
+        )
         density = chain.result("density")
         if density is not None:
             yield Text(
-                f"Density weights: {number(density.number('prompts'))} prompts in {number(density.number('clusters'))} clusters"
-                f" (Gini {number(density.number('gini'), 2)}); weights from {number(density.number('weight_min'), 2)}"
-                f" to {number(density.number('weight_max'), 2)}"
-                " times the mean. Prompts with few neighbours are sampled more often."
+                f"Density weights: {number(density.number('prompts'))} prompts in {number(density.number('clusters'))}"
+                f" clusters (Gini {number(density.number('gini'), 2)}); weights from"
+                f" {number(density.number('weight_min'), 2)} to {number(density.number('weight_max'), 2)} times the"
+                " mean. Prompts with few neighbours are sampled more often."
             )
 
 
@@ -157,7 +218,10 @@ def reward_model(chain: Chain) -> Iterator[Block]:
     yield Heading("Reward model")
     right = pairs_right(found)
     of = f" of {right.total:,}" if right.total else ""
-    yield Text(f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in 50 %.")
+    yield Text(
+        f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in"
+        " 50 %."
+    )
     kinds = found.metrics.get("by_kind")
     if isinstance(kinds, dict) and kinds:
         rows = []
@@ -165,8 +229,15 @@ def reward_model(chain: Chain) -> Iterator[Block]:
             rows.append((Cell(str(kind)), share_cell(marks(value).greedy), Cell(number(number_at(value, "total")))))
         yield Table(("Pairs", "Right order", "Count"), tuple(rows))
         if set(kinds) <= {"form", "right"}:
-            yield Text("right: a right answer against a wrong one in the same form. form: good form against poor form of the same answer.")
-    yield Figure("calibration", "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree. Numbers: pairs")
+            yield Text(
+                "right: a right answer against a wrong one in the same form. form: good form against poor form of the"
+                " same answer."
+            )
+    yield Figure(
+        "calibration",
+        "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree."
+        " Numbers: pairs",
+    )
 
 
 def share_cell(value: Measured) -> Cell:
@@ -185,20 +256,33 @@ def diversity(chain: Chain) -> Iterator[Block]:
     varied = [name for name in names if measures_variety(name)]
     if varied:
         yield Text(f"{len(varied)} measures of variety, each with its 95 % interval:")
-        yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(_diversity_row(found, name) for name in varied))
+        yield Table(
+            ("Measure, verdict", "Uniform", "Density", "Difference"),
+            tuple(_diversity_row(found, name) for name in varied),
+        )
     others = [name for name in names if name not in varied]
     if others:
         yield Text("Not a measure of variety, for comparison:")
-        yield Table(("Measure, verdict", "Uniform", "Density", "Difference"), tuple(_diversity_row(found, name) for name in others))
-    yield Figure("diversity", "Density compared with uniform, in percent of uniform's value, with 95 % intervals. Diamond: the interval does not contain 0. "
-                 "Tables and figure judge each measure by itself; the verdict on top corrects for the number of measures of variety (Holm)")
+        yield Table(
+            ("Measure, verdict", "Uniform", "Density", "Difference"),
+            tuple(_diversity_row(found, name) for name in others),
+        )
+    yield Figure(
+        "diversity",
+        "Density compared with uniform, in percent of uniform's value, with 95 % intervals. Diamond: the interval does"
+        " not contain 0. Tables and figure judge each measure by itself; the verdict on top corrects for the number of"
+        " measures of variety (Holm)",
+    )
 
 
 def _diversity_row(found: StageRecord, name: str) -> tuple[Cell, ...]:
     value = found.metrics["difference"][name]
     judgement = value.get("verdict") if isinstance(value, dict) else None
     sides = (measured(found.metrics.get(side), name) for side in ("baseline", "compared", "difference"))
-    return (Cell(name.replace("_", " "), _by_name(judgement or ABSENT)), *(Cell(*number_and_interval(side)) for side in sides))
+    return (
+        Cell(name.replace("_", " "), _by_name(judgement or ABSENT)),
+        *(Cell(*number_and_interval(side)) for side in sides),
+    )
 
 
 def measures_variety(name: str) -> bool:

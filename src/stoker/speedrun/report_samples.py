@@ -22,7 +22,9 @@ def samples(chain: Chain) -> Iterator[Block]:
     if not found:
         return
     yield Heading("The same questions after each stage")
-    yield Text("Greedy answers to the first questions of each kind. They are examples: the tables above count all questions.")
+    yield Text(
+        "Greedy answers to the first questions of each kind. They are examples: the tables above count all questions."
+    )
     table: dict[Key, dict[str, Sample]] = {}
     for title, one in found.items():
         for key, sample in _keyed(one):
@@ -32,7 +34,9 @@ def samples(chain: Chain) -> Iterator[Block]:
         asked = next(reversed(by_model.values())).prompt
         kind = f" ({key[0]})" if key[0] else ""
         rows = tuple((Cell(title), *_said(by_model.get(title))) for title in found)
-        yield Table(("Model", "Answer", ""), rows, words=True, title=f"{shortened(asked)} — expected: {shortened(key[1])}{kind}")
+        yield Table(
+            ("Model", "Answer", ""), rows, words=True, title=f"{shortened(asked)} — expected: {shortened(key[1])}{kind}"
+        )
 
 
 def _keyed(one: Evaluation) -> Iterator[tuple[Key, Sample]]:

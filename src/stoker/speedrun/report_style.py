@@ -1,8 +1,17 @@
-"""How report.html looks: on a phone, in light and dark, on paper. LIGHT and DARK stand for the colours, which the figures share."""
+"""How report.html looks: on a phone, in light and dark, on paper. LIGHT and DARK stand for the colours, which the
+figures share.
+"""
 
 from __future__ import annotations
 
-DARK = {"ink": "#e6e6e6", "paper": "#15181c", "grid": "#3a4048", "blue": "#5ab4f0", "orange": "#ff9d5c", "grey": "#9aa4ae"}
+DARK = {
+    "ink": "#e6e6e6",
+    "paper": "#15181c",
+    "grid": "#3a4048",
+    "blue": "#5ab4f0",
+    "orange": "#ff9d5c",
+    "grey": "#9aa4ae",
+}
 
 STYLE = """
 :root { color-scheme: light dark; LIGHT; --soft: #f3f5f7; --good: #006b4e; --bad: #a33a00; }

@@ -1,4 +1,6 @@
-"""What a tired reader needs first: a few numbers per stage, what got worse, what to distrust. Pure: a Chain in, blocks out."""
+"""What a tired reader needs first: a few numbers per stage, what got worse, what to distrust. Pure: a Chain in, blocks
+out.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ def summary(chain: Chain) -> Iterator[Block]:
     seconds, on = total_of(chain, "seconds"), hardware_lines(chain.hardware)
     took = span(seconds) if seconds is not None else "time unknown"
     evaluations = {name: found for name in MODELS if (found := chain.evaluation(name)) is not None}
-    lines = [f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on {on[0] if on else 'unknown hardware'}."]
+    lines = [
+        f"Preset {chain.preset or ABSENT}, seed {chain.seed or ABSENT}: {took} on"
+        f" {on[0] if on else 'unknown hardware'}."
+    ]
     name = next(reversed(evaluations), "")
     if name and evaluations[name].questions.greedy.value is not None:
         right = evaluations[name].questions.greedy
-        lines.append(f"The last model, {MODELS[name]}, answers {percent(right.value)} of {f'{right.total:,} ' if right.total else ''}held-out questions right.")
+        lines.append(
+            f"The last model, {MODELS[name]}, answers {percent(right.value)} of"
+            f" {f'{right.total:,} ' if right.total else ''}held-out questions right."
+        )
     yield Text(" ".join(lines), lead=True)
     yield from missing(chain)
     if evaluations:
@@ -44,16 +52,28 @@ def _first_table(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[B
         old = (chain.evaluation(BEFORE[name]) if name in BEFORE else None) or NOT_EVALUATED
         prompts, old_prompts = found.prompts or Marks(), old.prompts or Marks()
         cells = (
-            _compared(found.questions.greedy, old.questions.greedy), _compared(prompts.greedy, old_prompts.greedy),
-            _compared(found.everything.form, old.everything.form), _compared(found.everything.cut, old.everything.cut, higher_is_better=False),
-        )  # fmt: skip
+            _compared(found.questions.greedy, old.questions.greedy),
+            _compared(prompts.greedy, old_prompts.greedy),
+            _compared(found.everything.form, old.everything.form),
+            _compared(found.everything.cut, old.everything.cut, higher_is_better=False),
+        )
         rows.append((Cell(MODELS[name]), *cells))
-    yield Table(("After stage", "Questions right", "Prompts like GRPO's right", "In the expected form", "Cut at the token limit"), tuple(rows))
+    yield Table(
+        (
+            "After stage",
+            "Questions right",
+            "Prompts like GRPO's right",
+            "In the expected form",
+            "Cut at the token limit",
+        ),
+        tuple(rows),
+    )
     yield Text(
-        "All questions and prompts are held out from training. Right: the answer says the right thing, however it is worded. In the expected form: it stands "
-        'alone or after "The answer is", right or wrong. Cut: the answer was not finished when it reached the token limit. Below each share is the change '
-        "in points from the stage before, for both GRPO runs from SFT: ▲ and ▼ are significant (95 %), ≈ is not. "
-        "Below, forgotten means: significantly worse than after an earlier stage."
+        "All questions and prompts are held out from training. Right: the answer says the right thing, however it is"
+        ' worded. In the expected form: it stands alone or after "The answer is", right or wrong. Cut: the answer was'
+        " not finished when it reached the token limit. Below each share is the change in points from the stage before,"
+        " for both GRPO runs from SFT: ▲ and ▼ are significant (95 %), ≈ is not. Below, forgotten means: significantly"
+        " worse than after an earlier stage."
     )
 
 
@@ -68,9 +88,16 @@ def _compared(now: Measured, before: Measured, higher_is_better: bool = True) ->
 
 def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
     yield from _about_forgetting(chain, evaluations)
-    gains = {name: gain for name in ("grpo-uniform", "grpo-density") if (gain := over_sft(chain, name))[0].difference is not None}
+    gains = {
+        name: gain
+        for name in ("grpo-uniform", "grpo-density")
+        if (gain := over_sft(chain, name))[0].difference is not None
+    }
     if gains:
-        compared = ", ".join(f"{name.removeprefix('grpo-')} {points(gain).split(' (')[0]}, {judged(gain)}" for name, (gain, _) in gains.items())
+        compared = ", ".join(
+            f"{name.removeprefix('grpo-')} {points(gain).split(' (')[0]}, {judged(gain)}"
+            for name, (gain, _) in gains.items()
+        )
         yield f"GRPO compared with SFT, on {next(iter(gains.values()))[1]}: {compared}."
     reward = chain.result("reward")
     if reward is not None and pairs_right(reward).value is not None:
@@ -80,16 +107,27 @@ def _worth_knowing(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator
 
 def _about_cut(evaluations: dict[str, Evaluation]) -> Iterator[str]:
     """The larger share of greedy and sampled answers, where it is large enough to doubt a score."""
-    shares = {name: max(found.everything.cut.value or 0.0, found.everything.sampled_cut.value or 0.0) for name, found in evaluations.items()}
+    shares = {
+        name: max(found.everything.cut.value or 0.0, found.everything.sampled_cut.value or 0.0)
+        for name, found in evaluations.items()
+    }
     many = {name: value for name, value in shares.items() if value >= MANY_CUT}
     if many:
-        limit = next((f"{evaluations[name].new_tokens} tokens" for name in many if evaluations[name].new_tokens), "the token limit")
+        limit = next(
+            (f"{evaluations[name].new_tokens} tokens" for name in many if evaluations[name].new_tokens),
+            "the token limit",
+        )
         listed = ", ".join(f"{percent(value)} after {MODELS[name]}" for name, value in many.items())
-        yield f"Answers cut at {limit}: {listed}. A cut answer is mostly a wrong one, so these scores are too low. Raise generate.new_tokens."
+        yield (
+            f"Answers cut at {limit}: {listed}. A cut answer is mostly a wrong one, so these scores are too low. Raise"
+            " generate.new_tokens."
+        )
 
 
 def _about_forgetting(chain: Chain, evaluations: dict[str, Evaluation]) -> Iterator[str]:
-    """One line per measure that a stage made worse, and one line if there is none: a reader must not have to look for it."""
+    """One line per measure that a stage made worse, and one line if there is none: a reader must not have to look for
+    it.
+    """
     worse: dict[tuple[str, str], list[Regression]] = {}
     parts = any(found.files for found in evaluations.values())
     for found in regressions(chain):
@@ -121,9 +159,16 @@ def regressions(chain: Chain) -> tuple[Regression, ...]:
     """By the same test as everywhere in the report, each measure and stage by itself."""
     worse = []
     for name in MODELS:
-        own, earlier = chain.evaluation(name), [(before, found) for before in _before(name) if (found := chain.evaluation(before)) is not None]
+        own, earlier = (
+            chain.evaluation(name),
+            [(before, found) for before in _before(name) if (found := chain.evaluation(before)) is not None],
+        )
         for measure, now in right_by_measure(own).items() if own else ():
-            known = [(before, old) for before, found in earlier if (old := right_by_measure(found).get(measure, Measured())).value is not None]
+            known = [
+                (before, old)
+                for before, found in earlier
+                if (old := right_by_measure(found).get(measure, Measured())).value is not None
+            ]
             if not known or now.value is None:
                 continue
             best, old = max(known, key=lambda pair: pair[1].value or 0.0)

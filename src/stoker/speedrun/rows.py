@@ -55,16 +55,29 @@ def prompt_fault(row: dict[str, Any]) -> str:
     if not _asks(row.get("prompt", row.get("question"))):
         return "without a prompt"
     answer = row.get("answer")
-    return "" if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip() else "without an answer"
+    return (
+        ""
+        if isinstance(answer, (str, int, float)) and not isinstance(answer, bool) and str(answer).strip()
+        else "without an answer"
+    )
 
 
 def _asks(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return bool(prompt.strip())
-    return isinstance(prompt, list) and bool(prompt) and all(isinstance(one, dict) and one.get("role") in ROLES for one in prompt)
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(isinstance(one, dict) and one.get("role") in ROLES for one in prompt)
+    )
 
 
-FAULTS: dict[str, Callable[[dict[str, Any]], str]] = {"midtrain": chat_fault, "sft": chat_fault, "pairs": pair_fault, "prompts": prompt_fault}
+FAULTS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "midtrain": chat_fault,
+    "sft": chat_fault,
+    "pairs": pair_fault,
+    "prompts": prompt_fault,
+}
 
 
 def rows_of(path: str, fault: Callable[[dict[str, Any]], str]) -> Iterator[tuple[int, bytes, str]]:
@@ -108,7 +121,10 @@ def check_rows(role: str, path: str) -> Checked:
             lines += [number] if len(lines) < NAMED else []
     bad = sum(kinds.values())
     counted = ", ".join(f"{count:,} {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1]))
-    places = f"{'row' if path.lower().endswith(PARQUET) else 'line'}{'s' if bad > 1 else ''} {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
+    places = (
+        f"{'row' if path.lower().endswith(PARQUET) else 'line'}{'s' if bad > 1 else ''}"
+        f" {', '.join(map(str, lines))}{' …' if bad > len(lines) else ''}"
+    )
     return Checked(total, bad, f"{counted}; {places}" if bad else "")
 
 
@@ -138,7 +154,9 @@ def check_once(role: str, path: str, digest: str, cache: str) -> Checked:
 
 
 def check_text(path: str, digest: str, cache: str) -> None:
-    """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is larger than 256 MB."""
+    """As the tokenizer will read it, where one wrong row is refused: all of it, or the beginning and the end of what is
+    larger than 256 MB.
+    """
     index, name = os.path.join(cache, "checked-rows.json"), f"{digest}:text"
     if name in _read(index):
         return

@@ -27,19 +27,30 @@ def headline(stage: str, metrics: Mapping[str, Any]) -> str:
         return ", ".join(text.format(value) for text, value in parts if value is not None)
 
     if stage == "tokenizer":
-        return joined(("{:.2f} bytes per token", at("bytes_per_token")), ("a token per word would have {:.2f}", at("words_bytes_per_token")))
+        return joined(
+            ("{:.2f} bytes per token", at("bytes_per_token")),
+            ("a token per word would have {:.2f}", at("words_bytes_per_token")),
+        )
     if stage in ("pretrain", "midtrain", "sft"):
         return joined(("{:.3f} bits per byte held out", at("val_bits_per_byte")), ("loss {:.3f}", at("val_loss")))
     if stage == "reward":
         return joined(("{:.1%} of held-out pairs right", at("accuracy")))
     if stage == "density":
-        return joined(("{:.0f} prompts", at("prompts")), ("weights from {:.2f}", at("weight_min")), ("to {:.2f}", at("weight_max")))
+        return joined(
+            ("{:.0f} prompts", at("prompts")),
+            ("weights from {:.2f}", at("weight_min")),
+            ("to {:.2f}", at("weight_max")),
+        )
     if stage == "grpo":
         return joined(("reward {:.3f} at first", at("reward_first")), ("{:.3f} at last", at("reward_last")))
     if stage == "evaluate":
         cut = at("all", "cut_accuracy") or None  # 0: nothing to report
         sampled = ("{:.1%} of sampled answers", at("all", "sampled_accuracy"))
-        return joined(("{:.1%} of held-out questions right", at("all", "accuracy")), sampled, ("{:.1%} cut at the token limit", cut))
+        return joined(
+            ("{:.1%} of held-out questions right", at("all", "accuracy")),
+            sampled,
+            ("{:.1%} cut at the token limit", cut),
+        )
     verdict = metrics.get("verdict")
     return str(verdict) if stage == "diversity" and verdict else ""
 
@@ -67,11 +78,17 @@ def progress(run: str | None, steps: int) -> str:
 
 
 def trouble(run: str | None, code: int, log: str, log_from: int) -> tuple[str, str]:
-    """(how it failed, what to do), from its verdict, or its rank's own refusal; from the last line it said where there is none, as before the start."""
+    """(how it failed, what to do), from its verdict, or its rank's own refusal; from the last line it said where there
+    is none, as before the start.
+    """
     said = reader.read_json(os.path.join(run, layout.VERDICT)) if run else None
     if isinstance(said, dict) and said.get("status") not in (None, "completed"):
         evidence = said.get("evidence")
-        refusals = [line for line in evidence if isinstance(line, str) and line.startswith(_OURS)] if isinstance(evidence, list) else []
+        refusals = (
+            [line for line in evidence if isinstance(line, str) and line.startswith(_OURS)]
+            if isinstance(evidence, list)
+            else []
+        )
         if refusals:
             return refusals[-1].removeprefix(_OURS).strip(), ""
         fix = said.get("fix")

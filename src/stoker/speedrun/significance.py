@@ -1,4 +1,6 @@
-"""Is a difference more than noise? Shares with their 95 % intervals, the test of two of them, and how both are written. Pure."""
+"""Is a difference more than noise? Shares with their 95 % intervals, the test of two of them, and how both are written.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class Measured:
 
 @shape
 class Change:
-    """From `before` to `after`. Without an interval on both sides low and high are None: there is a difference, but no test of it."""
+    """From `before` to `after`. Without an interval on both sides low and high are None: there is a difference, but no
+    test of it.
+    """
 
     difference: float | None
     low: float | None = None
@@ -56,10 +60,12 @@ def share(correct: float, total: float) -> Measured:
 
 
 def change(before: Measured, after: Measured) -> Change:
-    """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides, which it squares and adds).
+    """The two-proportion test as an interval of the difference (Newcombe's: from Wilson's intervals of both sides,
+    which it squares and adds).
 
-    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: sampled answers to one question are
-    not independent, so theirs are wider than their count says. Where both sides answer the same questions it is cautious.
+    Beyond the noise where the interval leaves out 0. It also takes other intervals than Wilson's: sampled answers to
+    one question are not independent, so theirs are wider than their count says. Where both sides answer the same
+    questions it is cautious.
     """
     if before.value is None or after.value is None:
         return Change(None)
@@ -72,7 +78,9 @@ def change(before: Measured, after: Measured) -> Change:
 
 
 def judged(found: Change, higher_is_better: bool = True) -> str:
-    """better, worse or no significant difference; up or down, which is no judgement, where there is no interval to test by."""
+    """better, worse or no significant difference; up or down, which is no judgement, where there is no interval to test
+    by.
+    """
     if found.difference is None:
         return ABSENT
     if found.tested and not found.beyond_noise:

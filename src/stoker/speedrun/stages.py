@@ -83,7 +83,8 @@ PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
 
 _RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
 _LEARNS = _RUNS | {"optim", "checkpoint", "nan"}
-# The sections of the config that a recipe has a use for: what is set for all stages reaches these, and re-runs no other.
+# The sections of the config that a recipe has a use for: what is set for all stages reaches these, and re-runs no
+# other.
 CARES: dict[str, frozenset[str]] = {
     "tokenizer": frozenset(("tokenizer",)), "pretrain": _LEARNS | {"model"}, "midtrain": _LEARNS, "sft": _LEARNS, "reward": _LEARNS | {"reward"},
     "density": _RUNS | {"density"}, "grpo": _LEARNS | {"generate", "grpo"}, "evaluate": _RUNS | {"generate", "evaluate"},
@@ -95,7 +96,9 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
     """In the order they run; each stage's inputs stand before it."""
 
     def stage(name: str, recipe: str, given: Mapping[str, Any], *outputs: str) -> Stage:
-        keys: dict[str, Any] = {key: value for key, value in preset.keys.get("all", {}).items() if key.partition(".")[0] in CARES[recipe]}
+        keys: dict[str, Any] = {
+            key: value for key, value in preset.keys.get("all", {}).items() if key.partition(".")[0] in CARES[recipe]
+        }
         keys |= {**preset.keys.get(recipe, {}), **preset.keys.get(name, {})}
         if "train" in CARES[recipe]:
             keys |= {"train.seed": seed, "data.seed": seed}
@@ -103,12 +106,19 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
         return Stage(name, recipe, {key: canonical(key, value) for key, value in keys.items()}, outputs, preset.below)
 
     def evaluation(of: str) -> Stage:
-        tasks = (*data.places.get("questions", ()), *(_called(PROMPTS, place) for place in data.places.get(PROMPTS, ())))
+        tasks = (
+            *data.places.get("questions", ()),
+            *(_called(PROMPTS, place) for place in data.places.get(PROMPTS, ())),
+        )
         asked = {"model.load": From(of, "hf"), "evaluate.tasks": tasks, "evaluate.texts": data.one("base-held-out")}
         return stage(f"eval-{of}", "evaluate", asked, "completions.jsonl")
 
     def chats(role: str) -> dict[str, Any]:
-        return {"data.kind": "chat", "data.path": data.places[role], "data.validation": data.one(f"{role}-held-out") or SHARE_HELD_OUT}
+        return {
+            "data.kind": "chat",
+            "data.path": data.places[role],
+            "data.validation": data.one(f"{role}-held-out") or SHARE_HELD_OUT,
+        }
 
     text = {"data.path": data.places["base"], "data.validation": data.one("base-held-out") or SHARE_HELD_OUT}
     prompts = data.one("prompts")
@@ -123,18 +133,42 @@ def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
         evaluation("midtrain"),
         stage("sft", "sft", {"model.load": From("midtrain", "hf"), **chats("sft")}, "hf"),
         evaluation("sft"),
-        stage("reward", "reward", {"model.load": From("sft", "hf"), "reward.pairs": data.one("pairs"), "reward.held_out": data.one("pairs-held-out")}, "hf"),
+        stage(
+            "reward",
+            "reward",
+            {
+                "model.load": From("sft", "hf"),
+                "reward.pairs": data.one("pairs"),
+                "reward.held_out": data.one("pairs-held-out"),
+            },
+            "hf",
+        ),
         stage("density", "density", {"model.load": From("sft", "hf"), "density.prompts": prompts}, "weights.jsonl"),
         stage("grpo-uniform", "grpo", learned, "hf"),
         evaluation("grpo-uniform"),
         stage("grpo-density", "grpo", {**learned, "grpo.weights": From("density", "weights.jsonl")}, "hf"),
         evaluation("grpo-density"),
-        stage("diversity", "diversity", {
-            "model.load": From("sft", "hf"), "diversity.prompts": prompts, "diversity.baseline": From("grpo-uniform", "hf"),
-            "diversity.compared": From("grpo-density", "hf"),
-        }, "diversity_report.md"),
-    ]  # fmt: skip
-    return (*found, Stage(REPORT, REPORT, {"stages": tuple(From(one.name, "result.json") for one in found)}, ("report.md", "report.html")))
+        stage(
+            "diversity",
+            "diversity",
+            {
+                "model.load": From("sft", "hf"),
+                "diversity.prompts": prompts,
+                "diversity.baseline": From("grpo-uniform", "hf"),
+                "diversity.compared": From("grpo-density", "hf"),
+            },
+            "diversity_report.md",
+        ),
+    ]
+    return (
+        *found,
+        Stage(
+            REPORT,
+            REPORT,
+            {"stages": tuple(From(one.name, "result.json") for one in found)},
+            ("report.md", "report.html"),
+        ),
+    )
 
 
 def _called(name: str, place: Place) -> Place:
@@ -145,7 +179,9 @@ def _called(name: str, place: Place) -> Place:
 
 def canonical(key: str, value: Any) -> Any:
     """1e-3 and 0.001 are one value, whoever wrote it; places stay what they are."""
-    if isinstance(value, (From, File)) or (isinstance(value, tuple) and any(isinstance(item, (From, File)) for item in value)):
+    if isinstance(value, (From, File)) or (
+        isinstance(value, tuple) and any(isinstance(item, (From, File)) for item in value)
+    ):
         return value
     return KEYS[key].read(value)
 
@@ -154,10 +190,16 @@ def selected(stages: Sequence[Stage], begin: str | None, until: str | None, only
     names = [stage.name for stage in stages]
     for flag, name in (("--from", begin), ("--until", until), ("--only", only)):
         if name is not None and name not in names:
-            raise Refusal(f"{flag}: no stage {name!r}{suggest(name, names)}; the stages are {', '.join(names)}", EX_USAGE)
+            raise Refusal(
+                f"{flag}: no stage {name!r}{suggest(name, names)}; the stages are {', '.join(names)}", EX_USAGE
+            )
     if only is not None:
         if begin is not None or until is not None:
-            raise Refusal(f"--only {only} and {'--from' if begin is not None else '--until'} exclude each other: leave one of them out", EX_USAGE)
+            raise Refusal(
+                f"--only {only} and {'--from' if begin is not None else '--until'} exclude each other: leave one of"
+                " them out",
+                EX_USAGE,
+            )
         return (only,)
     low, high = names.index(begin) if begin else 0, names.index(until) if until else len(names) - 1
     if low > high:

@@ -1,4 +1,6 @@
-"""What a speedrun directory knows: which run belongs to a stage's key, whether it is done, and chain.json, the record of all."""
+"""What a speedrun directory knows: which run belongs to a stage's key, whether it is done, and chain.json, the record
+of all.
+"""
 
 from __future__ import annotations
 
@@ -85,15 +87,21 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
         entry = _read(stage, row) if row.get("key") == key else Entry(stage.name, stage.stage, key)
         run = run_of(folder, stage, keys)
         if stage.stage == REPORT:
-            whole = all(os.path.exists(os.path.join(folder, name)) for name in stage.outputs) and all(one.done for one in found.values())
+            whole = all(os.path.exists(os.path.join(folder, name)) for name in stage.outputs) and all(
+                one.done for one in found.values()
+            )
             found[stage.name] = entry if not entry.done or whole else replace(entry, status=WAITING)
             continue
         done = run is not None and result_of(run) is not None
         if entry.status == RUNNING and run is not None:  # the speedrun was killed meanwhile
-            entry = replace(entry, seconds=round(entry.seconds + _lost_seconds(run, entry.began), 2), began=None, status=STOPPED)
+            entry = replace(
+                entry, seconds=round(entry.seconds + _lost_seconds(run, entry.began), 2), began=None, status=STOPPED
+            )
         status = DONE if done else WAITING if entry.status == DONE else entry.status
         noted = entry.status == status
-        entry = replace(entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else "")
+        entry = replace(
+            entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""
+        )
         found[stage.name] = entry if noted else seen(folder, entry)
     return found
 
@@ -102,7 +110,10 @@ def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:
     """chain.json is of stages with other keys than these: of other settings, or of other code."""
     told = reader.read_json(os.path.join(folder, CHAIN))
     rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
-    return any(isinstance(row, dict) and row.get("key") != keys.get(str(row.get("name"))) for row in (rows if isinstance(rows, list) else ()))
+    return any(
+        isinstance(row, dict) and row.get("key") != keys.get(str(row.get("name")))
+        for row in (rows if isinstance(rows, list) else ())
+    )
 
 
 def note_price(folder: str, price: float) -> None:
@@ -114,7 +125,11 @@ def note_price(folder: str, price: float) -> None:
 
 
 def _read(stage: Stage, row: Mapping[str, Any]) -> Entry:
-    known = {name: row[name] for name in ("key", "run", "status", "seconds", "attempts", "energy_wh", "cost", "began", "trouble") if name in row}
+    known = {
+        name: row[name]
+        for name in ("key", "run", "status", "seconds", "attempts", "energy_wh", "cost", "began", "trouble")
+        if name in row
+    }
     return Entry(stage.name, stage.stage, **known, restarts=tuple(row.get("restarts") or ()))
 
 
@@ -132,38 +147,55 @@ def seen(folder: str, entry: Entry) -> Entry:
     if loaded is None:
         return entry
     restarts = tuple(
-        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")} for event in reader.events(run) if event.get("event") == "restart"
+        {name: event.get(name) for name in ("time", "attempt", "cause", "rank")}
+        for event in reader.events(run)
+        if event.get("event") == "restart"
     )
     result = os.path.join(run, RESULT)
-    seconds = entry.seconds or (max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0)
+    seconds = entry.seconds or (
+        max(0.0, os.path.getmtime(result) - loaded.started) if loaded.started and os.path.exists(result) else 0.0
+    )
     return replace(entry, attempts=len(loaded.attempts), restarts=restarts, seconds=round(seconds, 2))
 
 
 def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry]) -> None:
     """Not durable: what a power cut takes of it, the run directories still tell."""
-    write_json(os.path.join(folder, CHAIN), {"schema": SCHEMA, **redact.data(about), "stages": [as_json(entry) for entry in found.values()]}, durable=False)
+    write_json(
+        os.path.join(folder, CHAIN),
+        {"schema": SCHEMA, **redact.data(about), "stages": [as_json(entry) for entry in found.values()]},
+        durable=False,
+    )
 
 
 def hold(folder: str) -> int:
-    """Makes the folder, for its owner alone, and locks it for this process's life: two chains in one would run each stage twice.
+    """Makes the folder, for its owner alone, and locks it for this process's life: two chains in one would run each
+    stage twice.
 
     The file stays: unlinking it would race.
     """
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
         if not ownership.is_mine(os.stat(folder).st_uid, os.path.dirname(folder)):
-            raise Refusal(f"the speedrun folder {folder} belongs to another user: give yours a --name of its own", EX_CANTCREAT)
+            raise Refusal(
+                f"the speedrun folder {folder} belongs to another user: give yours a --name of its own", EX_CANTCREAT
+            )
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     except OSError as problem:
-        raise Refusal(f"the speedrun folder {folder} can't be written: {problem.strerror}; choose another with --runs-dir", EX_CANTCREAT) from problem
+        raise Refusal(
+            f"the speedrun folder {folder} can't be written: {problem.strerror}; choose another with --runs-dir",
+            EX_CANTCREAT,
+        ) from problem
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as problem:
         holder = os.pread(handle, 20, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(handle)
-        raise Refusal(f"another speedrun (pid {holder}) works in {folder}: wait for it, or give this one a --name of its own", EX_TEMPFAIL) from problem
+        raise Refusal(
+            f"another speedrun (pid {holder}) works in {folder}: wait for it, or give this one a --name of its own",
+            EX_TEMPFAIL,
+        ) from problem
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle

@@ -24,12 +24,17 @@ def hello(worker: int) -> None:
 
 def main() -> None:
     for method in ("spawn", "fork"):
-        loader = DataLoader(Squares(), batch_size=2, num_workers=2, multiprocessing_context=method, worker_init_fn=hello)
+        loader = DataLoader(
+            Squares(), batch_size=2, num_workers=2, multiprocessing_context=method, worker_init_fn=hello
+        )
         rows = torch.cat(list(loader)).tolist()
         found = {
-            "method": method, "squares": [row[0] for row in rows], "workers": sorted({row[2] for row in rows}),
-            "processes": len({row[1] for row in rows}), "elsewhere": os.getpid() not in {row[1] for row in rows},
-        }  # fmt: skip
+            "method": method,
+            "squares": [row[0] for row in rows],
+            "workers": sorted({row[2] for row in rows}),
+            "processes": len({row[1] for row in rows}),
+            "elsewhere": os.getpid() not in {row[1] for row in rows},
+        }
         print("RESULT " + json.dumps(found))
 
 

@@ -94,5 +94,7 @@ def broken_hook() -> None:
     raise LookupError("broken_hook")  # here
 
 
-ways: dict[str, Callable[[], None]] = {name: way for name, way in list(globals().items()) if callable(way) and getattr(way, "__module__", "") == __name__}
+ways: dict[str, Callable[[], None]] = {
+    name: way for name, way in list(globals().items()) if callable(way) and getattr(way, "__module__", "") == __name__
+}
 ways[sys.argv[1]]()

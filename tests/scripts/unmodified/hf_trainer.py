@@ -30,19 +30,38 @@ def digest(model: torch.nn.Module) -> str:
 def main() -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, max_position_embeddings=16)
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+        )
     )
     before = digest(model)
     arguments = TrainingArguments(
-        output_dir=sys.argv[1], max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, save_strategy="no",
-        logging_steps=1, disable_tqdm=True, ddp_backend="gloo",
-    )  # fmt: skip
+        output_dir=sys.argv[1],
+        max_steps=3,
+        per_device_train_batch_size=2,
+        report_to="none",
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        ddp_backend="gloo",
+    )
     trainer = Trainer(model=model, args=arguments, train_dataset=RandomTokens(32, 16, 64))
     result = trainer.train()
     found = {
-        "steps": result.global_step, "finite": math.isfinite(result.training_loss), "rank": arguments.process_index,
-        "world": arguments.world_size, "wrapped": type(trainer.model_wrapped).__name__, "before": before, "after": digest(model),
-    }  # fmt: skip
+        "steps": result.global_step,
+        "finite": math.isfinite(result.training_loss),
+        "rank": arguments.process_index,
+        "world": arguments.world_size,
+        "wrapped": type(trainer.model_wrapped).__name__,
+        "before": before,
+        "after": digest(model),
+    }
     print("RESULT " + json.dumps(found))
     time.sleep(0.3)  # gloo's own thread lets go of its last tensors: torch 2.13 can deadlock with it at exit
     torch.distributed.destroy_process_group()

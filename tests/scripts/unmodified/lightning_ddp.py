@@ -28,17 +28,28 @@ def main() -> None:
     before = model.layer.weight.detach().clone()
     data = DataLoader(TensorDataset(torch.randn(24, 4), torch.randn(24, 1)), batch_size=2)
     trainer = lightning.Trainer(
-        accelerator="cpu", strategy="ddp", devices=2, max_steps=3, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
+        accelerator="cpu",
+        strategy="ddp",
+        devices=2,
+        max_steps=3,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     environment = trainer.strategy.cluster_environment
     trainer.fit(model, data)
     weight = model.layer.weight.detach()
     found = {
-        "environment": type(environment).__name__, "launches_itself": not environment.creates_processes_externally, "steps": trainer.global_step,
-        "rank": trainer.global_rank, "world": trainer.world_size, "pid": os.getpid(), "moved": not torch.equal(before, weight),
+        "environment": type(environment).__name__,
+        "launches_itself": not environment.creates_processes_externally,
+        "steps": trainer.global_step,
+        "rank": trainer.global_rank,
+        "world": trainer.world_size,
+        "pid": os.getpid(),
+        "moved": not torch.equal(before, weight),
         "after": hashlib.sha256(weight.numpy().tobytes()).hexdigest(),
-    }  # fmt: skip
+    }
     print("RESULT " + json.dumps(found))
 
 

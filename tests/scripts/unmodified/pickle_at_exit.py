@@ -18,7 +18,17 @@ state = State(0, 9.0)
 def save() -> None:
     data = pickle.dumps(state)
     back = pickle.loads(data)
-    print("RESULT " + json.dumps({"module": type(back).__module__, "same_class": type(back) is State, "equal": back == state, "step": back.step}))
+    print(
+        "RESULT "
+        + json.dumps(
+            {
+                "module": type(back).__module__,
+                "same_class": type(back) is State,
+                "equal": back == state,
+                "step": back.step,
+            }
+        )
+    )
 
 
 atexit.register(save)

@@ -10,7 +10,15 @@ import torch.multiprocessing
 
 def double(number: int, answers) -> None:
     launched = sorted(name for name in os.environ if name.startswith("STOKER_SHIM"))
-    answers.put({"by": multiprocessing.current_process().name, "number": 2 * number, "module": __name__, "argv": sys.argv[1:], "shim": launched})
+    answers.put(
+        {
+            "by": multiprocessing.current_process().name,
+            "number": 2 * number,
+            "module": __name__,
+            "argv": sys.argv[1:],
+            "shim": launched,
+        }
+    )
 
 
 def of_torch(index: int, answers) -> None:
@@ -22,7 +30,10 @@ def main() -> None:
     # All at the same time: each child imports torch again.
     spawn, server = multiprocessing.get_context("spawn"), multiprocessing.get_context("forkserver")
     answers = spawn.Queue()
-    children = [spawn.Process(target=double, args=(1, answers), name="spawn"), server.Process(target=double, args=(2, answers), name="forkserver")]
+    children = [
+        spawn.Process(target=double, args=(1, answers), name="spawn"),
+        server.Process(target=double, args=(2, answers), name="forkserver"),
+    ]
     for child in children:
         child.start()
     torchs = torch.multiprocessing.spawn(of_torch, args=(answers,), nprocs=1, join=False)
@@ -31,7 +42,12 @@ def main() -> None:
         pass
     for child in children:
         child.join()
-    print("RESULT " + json.dumps({"found": sorted(found, key=lambda one: one["by"]), "codes": [child.exitcode for child in children]}))
+    print(
+        "RESULT "
+        + json.dumps(
+            {"found": sorted(found, key=lambda one: one["by"]), "codes": [child.exitcode for child in children]}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -85,13 +85,20 @@ class Agent:
         self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        folder = "/tmp" if os.access("/tmp", os.W_OK) else None  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
+        folder = (
+            "/tmp" if os.access("/tmp", os.W_OK) else None
+        )  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
         self._dir = tempfile.mkdtemp(prefix="stoker-", dir=folder)
         try:
             self._mail = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._mail.bind(os.path.join(self._dir, "s"))
             self._mail.setblocking(False)
-            for handle, what in ((0, "orders"), (wake_read, "child"), (self._life, "life"), (self._mail.fileno(), "mail")):
+            for handle, what in (
+                (0, "orders"),
+                (wake_read, "child"),
+                (self._life, "life"),
+                (self._mail.fileno(), "mail"),
+            ):
                 self._selector.register(handle, selectors.EVENT_READ, what)
             self._relay.outbox += protocol.SENTINEL
             try:
@@ -173,7 +180,8 @@ class Agent:
             return False  # end of file: the coordinator is gone, or done with us
         now = time.monotonic()
         if now - self._last_heard > protocol.SILENCE_S and not self._suspended:
-            return False  # we were stopped for longer than the coordinator waits: these orders are for a run that goes on without us
+            # we were stopped for longer than the coordinator waits: these orders are for a run that goes on without us
+            return False
         self._last_heard = now
         for order, _ in self._decoder.feed(data):
             try:
@@ -181,7 +189,9 @@ class Agent:
             except Refusal as refusal:
                 self._relay.say({"is": "refused", "line": refusal.line, "code": refusal.code})
             except OSError as problem:
-                self._relay.say({"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR})
+                self._relay.say(
+                    {"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR}
+                )
         self._last_heard = time.monotonic()  # what we took to obey was not the coordinator's silence
         return True
 
@@ -194,7 +204,9 @@ class Agent:
         elif do == "look":
             self._look_aside({})
         elif do == "lock":
-            self._relay.say({"is": "locked", "refused": self._locks.take(order["gpus"]), "notices": self._locks.notices})
+            self._relay.say(
+                {"is": "locked", "refused": self._locks.take(order["gpus"]), "notices": self._locks.notices}
+            )
         elif do == "reserve":
             if self._port is not None:
                 self._port.close()
@@ -236,22 +248,41 @@ class Agent:
 
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
-        self._look_aside({"pid": os.getpid(), "guardian": self._guardian, "selves": selves, "found": found, "visible": os.environ.get("CUDA_VISIBLE_DEVICES")},
-                         order.get("recorded"))  # fmt: skip
+        self._look_aside(
+            {
+                "pid": os.getpid(),
+                "guardian": self._guardian,
+                "selves": selves,
+                "found": found,
+                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            },
+            order.get("recorded"),
+        )
 
     def _look_aside(self, more: protocol.Message, recorded: str | None = None) -> None:
-        """In a thread: a driver may take longer to come up than anybody waits for a word, and the loop must go on saying that we live."""
+        """In a thread: a driver may take longer to come up than anybody waits for a word, and the loop must go on
+        saying that we live.
+        """
 
         def look() -> None:
             try:
                 if self._observer is None:
                     self._observer = Observer(recorded)
                 machine = self._observer.look()
-                found: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": held([gpu.uuid for gpu in machine.gpus]), **more}
+                found: protocol.Message = {
+                    "is": "host",
+                    "machine": machine.to_json(),
+                    "held": held([gpu.uuid for gpu in machine.gpus]),
+                    **more,
+                }
             except Refusal as refusal:
                 found = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:
-                found = {"is": "refused", "line": f"the agent could not look at its machine: {problem}", "code": EX_OSERR}
+                found = {
+                    "is": "refused",
+                    "line": f"the agent could not look at its machine: {problem}",
+                    "code": EX_OSERR,
+                }
             self._seen.append(found)
             os.write(self._wake, b"\0")
 
@@ -266,7 +297,10 @@ class Agent:
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
         self._ranks, self._by_pid, self._ladder, self._finish = {}, {}, None, None
-        self._specs = {spec["rank"]: {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}} for spec in order["ranks"]}
+        self._specs = {
+            spec["rank"]: {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}}
+            for spec in order["ranks"]
+        }
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._memory = MemoryWatch(order["ram_limit"])
@@ -275,7 +309,15 @@ class Agent:
         if self._gate.limited:
             for rank in self._gate.waiting:
                 holders = self._gate.holding
-                self._relay.say({"is": "lock", "rank": rank, "what": "waiting", "holders": list(holders), "seconds": max(holders.values()) - now})
+                self._relay.say(
+                    {
+                        "is": "lock",
+                        "rank": rank,
+                        "what": "waiting",
+                        "holders": list(holders),
+                        "seconds": max(holders.values()) - now,
+                    }
+                )
 
     def _pass_gate(self, now: float) -> None:
         gate = self._gate
@@ -356,7 +398,9 @@ class Agent:
         if where not in rank.marks:
             rank.marks.add(where)
             nvml = self._nvml
-            self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)})
+            self._relay.say(
+                {"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)}
+            )
 
     @property
     def _nvml(self) -> Nvml | None:
@@ -367,7 +411,9 @@ class Agent:
         self._tell_memory(rank, "POST-MODEL", "at its first step")
 
     def _collect(self) -> None:
-        """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be a stranger's."""
+        """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be
+        a stranger's.
+        """
         reap(self._sweeper.groups)
         for rank in list(self._by_pid.values()):
             end = ending(rank.pid)
@@ -380,17 +426,29 @@ class Agent:
             self._vitals.beats(self._ranks, self._first_step)
             self._release(rank.rank, "exit")
             kills = host.oom_kills()
-            self._relay.say({
-                "is": "exit", "rank": rank.rank, "code": end[0], "time": time.time(), "ours": rank.signalled,
-                "error": self._without_secrets(_read_json(rank.files["error"])), "elastic": self._without_secrets(_read_json(rank.files["elastic"])),
-                "stack": self._without_secrets(_read_text(rank.files["stack"])),
-                "steps": rank.steps, "core": end[1],
-                "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
-                "around": self._vitals.around(rank, self._nvml, self._run_id) if end[0] != 0 and not rank.signalled else {},
-            })  # fmt: skip
+            self._relay.say(
+                {
+                    "is": "exit",
+                    "rank": rank.rank,
+                    "code": end[0],
+                    "time": time.time(),
+                    "ours": rank.signalled,
+                    "error": self._without_secrets(_read_json(rank.files["error"])),
+                    "elastic": self._without_secrets(_read_json(rank.files["elastic"])),
+                    "stack": self._without_secrets(_read_text(rank.files["stack"])),
+                    "steps": rank.steps,
+                    "core": end[1],
+                    "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
+                    "around": self._vitals.around(rank, self._nvml, self._run_id)
+                    if end[0] != 0 and not rank.signalled
+                    else {},
+                }
+            )
 
     def _without_secrets(self, report: Any) -> Any:
-        """The coordinator takes out what it knows; of the variables that only this host has, we alone know. Not at the start: ranks wait for that."""
+        """The coordinator takes out what it knows; of the variables that only this host has, we alone know. Not at the
+        start: ranks wait for that.
+        """
         if report and not self._learned:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours
@@ -402,7 +460,9 @@ class Agent:
         if self._gate is not None:
             self._gate.waiting.clear()
         if self._ladder is None:
-            self._ladder = StopLadder(self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ())))
+            self._ladder = StopLadder(
+                self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ()))
+            )
         elif order["grace"] == 0:
             self._ladder.hurry()
         self._relay.say({"is": "stopping"})  # after every "up": the coordinator now knows all ranks there will be

@@ -1,4 +1,6 @@
-"""The end of an attempt on this host: what the ranks left behind gets its own grace, then goes; then the GPUs' memory is back."""
+"""The end of an attempt on this host: what the ranks left behind gets its own grace, then goes; then the GPUs' memory
+is back.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,12 @@ class Finishing:
         self._named: list[str] = []
         self._said = False
 
-    def step(self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None, collect: Callable[[], None]) -> bool:
-        """Called until it is True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
+    def step(
+        self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None, collect: Callable[[], None]
+    ) -> bool:
+        """Called until it is True: all is swept, and told. `collect`: notes how ranks ended, while they are still our
+        zombies.
+        """
         now = time.monotonic()
         reap(sweeper.groups)
         left = sweeper.leftovers()
@@ -32,7 +38,13 @@ class Finishing:
             if now - self._begun < self._grace:
                 if not self._said and now - self._begun > 1.0:
                     self._said = True
-                    relay.say({"is": "helpers", "names": [f"pid {one.pid} ({one.name})" for one in left], "seconds": self._grace})
+                    relay.say(
+                        {
+                            "is": "helpers",
+                            "names": [f"pid {one.pid} ({one.name})" for one in left],
+                            "seconds": self._grace,
+                        }
+                    )
                 return False
             self._asked = now
             self._named = [f"pid {one.pid} ({one.name})" for one in left]
@@ -48,10 +60,14 @@ class Finishing:
             relay.read_all(handle)
             if handle in relay.streams:
                 relay.forget(handle)
-        relay.say({
-            "is": "finished", "stopped": self._named, "gpus_held": _wait_for_gpus(ranks, nvml),
-            "stuck": [{"pid": one.pid, "name": one.name, "state": one.state} for one in stuck],
-        })  # fmt: skip
+        relay.say(
+            {
+                "is": "finished",
+                "stopped": self._named,
+                "gpus_held": _wait_for_gpus(ranks, nvml),
+                "stuck": [{"pid": one.pid, "name": one.name, "state": one.state} for one in stuck],
+            }
+        )
         return True
 
 

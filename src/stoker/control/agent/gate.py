@@ -1,7 +1,8 @@
-"""The start-up gate: how many ranks may import and load their model at the same time. Pure: told what happens, says who may start.
+"""The start-up gate: how many ranks may import and load their model at the same time. Pure: told what happens, says who
+may start.
 
-A rank that may not start yet is not spawned at all, so that a waiting rank costs nothing and programs without our shim are
-gated too. The agent owns the slots: a flock would be inherited by forked workers and outlive a killed rank.
+A rank that may not start yet is not spawned at all, so that a waiting rank costs nothing and programs without our shim
+are gated too. The agent owns the slots: a flock would be inherited by forked workers and outlive a killed rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ class Gate:
         self.ranks = ranks
         self.slots = slots  # 0: find out from what the first rank takes
         self._slot_s = slot_s  # a slot is given back after this long at the latest
-        self._total_s = total_s  # and after this long everybody goes: the first ranks wait in the store, which has a timeout too
+        self._total_s = (
+            total_s  # and after this long everybody goes: the first ranks wait in the store, which has a timeout too
+        )
         self._started = started
         self.waiting = list(ranks)
         self.holding: dict[int, float] = {}  # rank -> deadline

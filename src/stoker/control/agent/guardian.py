@@ -18,8 +18,8 @@ from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
 from stoker.control.agent.sweep import Sweeper, reap
 
-# The agent writes a line a second; a machine that swaps may be late. By now the coordinator has given this host up, and 15 s after it fell
-# silent nothing may be left here.
+# The agent writes a line a second; a machine that swaps may be late. By now the coordinator has given this host up, and
+# 15 s after it fell silent nothing may be left here.
 STALL_S = protocol.SILENCE_S + 2.0
 
 
@@ -67,7 +67,9 @@ def _let_go_of_protocol(stdin_fd: int) -> None:
 
 
 def _wait(child: int, heart: int) -> tuple[int, str]:
-    """The agent's wait status, and its folder on this host. A stalled agent is killed: ranks it can't watch must not run on."""
+    """The agent's wait status, and its folder on this host. A stalled agent is killed: ranks it can't watch must not
+    run on.
+    """
     last = time.monotonic()
     words, scratch = b"", ""
     while True:
@@ -82,7 +84,9 @@ def _wait(child: int, heart: int) -> tuple[int, str]:
                 if line:  # an empty one is a heartbeat
                     scratch = os.fsdecode(line)
         elif time.monotonic() - last > STALL_S:
-            print(f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr)
+            print(
+                f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr
+            )
             os.kill(child, signal.SIGKILL)  # our child, not waited for
             return _reap_for(child), scratch
 

@@ -1,4 +1,5 @@
-"""A close look at ranks that may be stuck or slow: their states, stacks, workers, collectives and cards. In a forked child.
+"""A close look at ranks that may be stuck or slow: their states, stacks, workers, collectives and cards. In a forked
+child.
 
 The child may block (a sick kernel, a dead socket) and may be killed; the agent goes on. It only looks.
 """
@@ -54,7 +55,9 @@ class Inspection:
         return True
 
     def answer(self) -> bytes:
-        return (b"".join(self._parts) or b"{}") + b"\n"  # srun passes whole lines on: without its end it would wait for the next word
+        return (
+            b"".join(self._parts) or b"{}"
+        ) + b"\n"  # srun passes whole lines on: without its end it would wait for the next word
 
 
 def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
@@ -67,7 +70,9 @@ def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
         os.dup2(null, 0)
         os.dup2(null, 1)
         os.dup2(write, 3)
-        os.closerange(4, 4096)  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
+        os.closerange(
+            4, 4096
+        )  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.alarm(int(LOOK_S * 3))
@@ -116,7 +121,9 @@ class _Look:
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
         one = processes.process(self.rank.pid)
         stopped = one is not None and one.state in "Tt"
-        self._collectives, self._no_collectives = ([], "its process is stopped") if stopped else flight_recorder(self.rank.files["server"])
+        self._collectives, self._no_collectives = (
+            ([], "its process is stopped") if stopped else flight_recorder(self.rank.files["server"])
+        )
 
     def sample(self) -> None:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
@@ -131,17 +138,31 @@ class _Look:
         last = self._meter(self.rank.pid)
         share = {key: round((last[key] - value) / took, 3) for key, value in self._first.items() if key != "swap"}
         return {
-            "pid": self.rank.pid, "state": _steady(self._state, one.state if one else "Z"), "took": round(took, 2),
-            "cpu": share["cpu"], "main_cpu": share["main_cpu"],
-            "waiting_for_core": share["delay"], "faults": share["faults"], "moved": share["moved"], "swap": last["swap"],
-            "wchan": _wchan(self.rank.pid), "syscall": _syscall(self.rank.pid), "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
-            "samples": self._samples, "stacks_by": self._spy.how, "groups": self._collectives, "no_groups": self._no_collectives,
-            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)], **self._message(),
-        }  # fmt: skip
+            "pid": self.rank.pid,
+            "state": _steady(self._state, one.state if one else "Z"),
+            "took": round(took, 2),
+            "cpu": share["cpu"],
+            "main_cpu": share["main_cpu"],
+            "waiting_for_core": share["delay"],
+            "faults": share["faults"],
+            "moved": share["moved"],
+            "swap": last["swap"],
+            "wchan": _wchan(self.rank.pid),
+            "syscall": _syscall(self.rank.pid),
+            "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
+            "samples": self._samples,
+            "stacks_by": self._spy.how,
+            "groups": self._collectives,
+            "no_groups": self._no_collectives,
+            "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
+            **self._message(),
+        }
 
     def _message(self) -> dict[str, Any]:
         """Where it is in a send or a receive, and with whom: gloo's recorder does not know these."""
-        frames: list[Any] = next((thread["frames"] for thread in (self._samples[-1] if self._samples else ()) if thread["main"]), [])
+        frames: list[Any] = next(
+            (thread["frames"] for thread in (self._samples[-1] if self._samples else ()) if thread["main"]), []
+        )
         for name, file, *_ in frames:
             if name in ("recv", "send") and file.endswith("distributed_c10d.py"):
                 return {"message": name, "peer": self._spy.argument(self.rank.pid, name, ("src", "dst"))}
@@ -151,10 +172,15 @@ class _Look:
         one = processes.process(pid)
         cpu = (processes.cpu_seconds(pid) or 0.0) - self._below_first[pid]
         return {
-            "pid": pid, "name": one.name if one else "?", "state": one.state if one else "Z", "cpu": round(cpu / took, 3), "wchan": _wchan(pid),
-            "syscall": _syscall(pid), "command": (processes.command(pid) or "")[:120],
+            "pid": pid,
+            "name": one.name if one else "?",
+            "state": one.state if one else "Z",
+            "cpu": round(cpu / took, 3),
+            "wchan": _wchan(pid),
+            "syscall": _syscall(pid),
+            "command": (processes.command(pid) or "")[:120],
             "threads": self._spy.stacks(pid, self.rank.files["asked"]) if _is_python(pid) else [],
-        }  # fmt: skip
+        }
 
     @staticmethod
     def _meter(pid: int) -> dict[str, float]:
@@ -169,9 +195,13 @@ class _Look:
         except (OSError, IndexError, ValueError):
             pass  # gone, or a kernel without it: what was read counts
         return {
-            "cpu": processes.cpu_seconds(pid) or 0.0, "main_cpu": processes.cpu_seconds(pid, pid) or 0.0, "delay": delay, "faults": faults,
-            "moved": processes.bytes_moved(pid) or 0, "swap": swap,
-        }  # fmt: skip
+            "cpu": processes.cpu_seconds(pid) or 0.0,
+            "main_cpu": processes.cpu_seconds(pid, pid) or 0.0,
+            "delay": delay,
+            "faults": faults,
+            "moved": processes.bytes_moved(pid) or 0,
+            "swap": swap,
+        }
 
 
 def _steady(before: str, after: str) -> str:
@@ -201,7 +231,11 @@ def _syscall(pid: int) -> str:
             word = file.read().split(" ")[0].strip()
     except OSError:
         return ""
-    return syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}") if is_count(word.removeprefix("-")) else word
+    return (
+        syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}")
+        if is_count(word.removeprefix("-"))
+        else word
+    )
 
 
 _ASK_NVML = """
@@ -223,7 +257,12 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     import sys
 
     try:
-        done = subprocess.run([sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)], capture_output=True, timeout=SPY_S, check=True)
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)],
+            capture_output=True,
+            timeout=SPY_S,
+            check=True,
+        )
         found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return {}

@@ -1,8 +1,8 @@
 """The stop ladder of one host: SIGCONT, the signal to each rank alone, grace, SIGTERM to its group, SIGKILL.
 
-Ranks first and their groups later: a SIGTERM to a whole group kills the data-loader workers first and turns a clean save
-into an error. A rank that has just reported an exception is on its way out and is not disturbed for a moment, so that its
-own exit code survives.
+Ranks first and their groups later: a SIGTERM to a whole group kills the data-loader workers first and turns a clean
+save into an error. A rank that has just reported an exception is on its way out and is not disturbed for a moment, so
+that its own exit code survives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class StopLadder:
         for rank in self.living():
             if rank.rank in self._at_once:
                 self._send(rank, signal.SIGKILL)
-            elif rank.pid not in self._asked and not (rank.reported and now - rank.reported < ON_ITS_WAY_S and self._grace > 0):
+            elif rank.pid not in self._asked and not (
+                rank.reported and now - rank.reported < ON_ITS_WAY_S and self._grace > 0
+            ):
                 self._asked.add(rank.pid)
                 send(rank.me, signal.SIGCONT)
                 self._send(rank, self._signum)
@@ -60,6 +62,10 @@ class StopLadder:
     @staticmethod
     def _send(rank: Rank, signum: int) -> None:
         rank.signalled = True
-        if signum != signal.SIGKILL and not processes.catches(rank.pid, signum) and processes.catches(rank.pid, signal.SIGTERM):
+        if (
+            signum != signal.SIGKILL
+            and not processes.catches(rank.pid, signum)
+            and processes.catches(rank.pid, signal.SIGTERM)
+        ):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
         send(rank.me, signum)

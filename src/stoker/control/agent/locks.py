@@ -1,8 +1,9 @@
 """One lock per GPU, flocked for the life of a run, so that two launches never pick the same card.
 
-The kernel lets go of a flock when its holder dies, so a lock can't go stale. The files are never unlinked: a second launcher could
-otherwise lock a file that has no name any more. Where the shared folder or a file in it can't be used, whoever made it so must not stop
-everybody's runs: the lock is taken in a folder of this user's own, which still keeps this user's runs apart, and that is announced.
+The kernel lets go of a flock when its holder dies, so a lock can't go stale. The files are never unlinked: a second
+launcher could otherwise lock a file that has no name any more. Where the shared folder or a file in it can't be used,
+whoever made it so must not stop everybody's runs: the lock is taken in a folder of this user's own, which still keeps
+this user's runs apart, and that is announced.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def _sign(handle: int, run_id: str) -> None:
 
 
 def held(uuids: list[str]) -> dict[str, str]:
-    """Which of these GPUs some run holds right now: uuid -> who. A folder or file that can't be used says nothing; `take` reports it."""
+    """Which of these GPUs some run holds right now: uuid -> who. A folder or file that can't be used says nothing;
+    `take` reports it.
+    """
     folders = _Folders(make=False)
     found: dict[str, str] = {}
     try:

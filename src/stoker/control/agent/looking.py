@@ -1,4 +1,6 @@
-"""What the agent has children look at: ranks that may be stuck (inspection.py), and questions about this host (probing.py). They may block; it goes on."""
+"""What the agent has children look at: ranks that may be stuck (inspection.py), and questions about this host
+(probing.py). They may block; it goes on.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,12 @@ from stoker.control.machine.nvml import Nvml
 def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     total, available, _ = host.memory()
     card = nvml.memory(gpu) if nvml is not None and gpu else None
-    return {"rss": processes.resident(pid), "host_used": total - available, "host_total": total, "gpu": list(card) if card else None}
+    return {
+        "rss": processes.resident(pid),
+        "host_used": total - available,
+        "host_total": total,
+        "gpu": list(card) if card else None,
+    }
 
 
 class MemoryWatch:
@@ -34,7 +39,8 @@ class MemoryWatch:
             family = [rank.pid, *children(rank.pid)]
             if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
                 continue
-            # Forked workers share pages with the rank: the sum counts those twice. Only PSS, which is slow to read, is exact.
+            # Forked workers share pages with the rank: the sum counts those twice. Only PSS, which is slow to read, is
+            # exact.
             taken = sum(_proportional(pid) for pid in family)
             if taken > self.limit:
                 rank.over = taken

@@ -38,7 +38,9 @@ def _bind(family: socket.AddressFamily, port: int) -> tuple[socket.socket, dict[
 
 
 def _probe(family: socket.AddressFamily, port: int) -> None:
-    """A bind without SO_REUSEADDR fails where another launch has merely reserved the port: SO_REUSEADDR alone would share it."""
+    """A bind without SO_REUSEADDR fails where another launch has merely reserved the port: SO_REUSEADDR alone would
+    share it.
+    """
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

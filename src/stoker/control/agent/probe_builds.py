@@ -1,4 +1,6 @@
-"""Which Python and which torch the ranks would get here, without importing torch: its version file says it in 0.1 s instead of seconds."""
+"""Which Python and which torch the ranks would get here, without importing torch: its version file says it in 0.1 s
+instead of seconds.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def builds(python: str = "") -> Any:
     name = socket.gethostname()
     found: dict[str, Any] = {"hostname": name, "resolves": {name: resolve(name)}}
     program = os.path.expanduser(python) or sys.executable
-    done = subprocess.run([program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        [program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL
+    )
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]

@@ -33,4 +33,7 @@ def link(interface: str) -> dict[str, Any]:
             stated = int(file.read())
     except (OSError, ValueError):
         stated = None  # wireless, tunnels and interfaces that are down have none
-    return {"speed": stated if stated is not None and stated > 0 else None, "physical": os.path.exists(os.path.join(folder, "device"))}
+    return {
+        "speed": stated if stated is not None and stated > 0 else None,
+        "physical": os.path.exists(os.path.join(folder, "device")),
+    }

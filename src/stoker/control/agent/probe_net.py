@@ -1,7 +1,8 @@
-"""What the network between hosts lets through: every host listens on two ports for the time of the check, every other connects.
+"""What the network between hosts lets through: every host listens on two ports for the time of the check, every other
+connects.
 
-A connection without the check's random token is closed at once. The listeners are bound to the address the others use, and close
-when the coordinator says so, goes away, or after LIMIT_S.
+A connection without the check's random token is closed at once. The listeners are bound to the address the others use,
+and close when the coordinator says so, goes away, or after LIMIT_S.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ def _orders() -> Iterator[Any]:
 
 
 def _listen(address: str, ports: Any) -> socket.socket:
-    """The first of the ports that is free. An address that is none of ours is a router's, which leads here: then on all of ours."""
+    """The first of the ports that is free. An address that is none of ours is a router's, which leads here: then on all
+    of ours.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     problem = ""
     for port in ports:
@@ -99,7 +102,9 @@ def _serve(listener: socket.socket, key: bytes, stopped: list[str]) -> None:
 
 
 def _answer(peer: socket.socket, key: bytes) -> None:
-    """After the token: messages of a length, each answered by one byte; a length of 0 begins a stream, answered by its size."""
+    """After the token: messages of a length, each answered by one byte; a length of 0 begins a stream, answered by its
+    size.
+    """
     with peer:
         peer.settimeout(10.0)
         try:

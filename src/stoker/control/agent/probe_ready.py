@@ -1,4 +1,6 @@
-"""Is this host ready for its ranks: is the working directory there, the interpreter, the run directory, and is that one the coordinator's own?"""
+"""Is this host ready for its ranks: is the working directory there, the interpreter, the run directory, and is that one
+the coordinator's own?
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which way leads to a peer: the interface, the address the peer will see, the longest packet. Asked of the kernel, without a packet sent."""
+"""Which way leads to a peer: the interface, the address the peer will see, the longest packet. Asked of the kernel,
+without a packet sent.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,18 @@ _ENTRY = 40  # bytes of a struct ifreq on 64-bit Linux
 
 
 def route(to: list[str]) -> Any:
-    """`to`: addresses or names. A name that does not resolve here, or an address without a way to it, has an error instead of a route."""
+    """`to`: addresses or names. A name that does not resolve here, or an address without a way to it, has an error
+    instead of a route.
+    """
     found = addresses()
     hostname = socket.gethostname()
     return {
-        "routes": {target: _route(target, found) for target in to}, "addresses": found, "hostname": hostname, "hostname_resolves_to": _resolve(hostname),
+        "routes": {target: _route(target, found) for target in to},
+        "addresses": found,
+        "hostname": hostname,
+        "hostname_resolves_to": _resolve(hostname),
         "reached_at": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2] or None,  # the address ssh came to
-    }  # fmt: skip
+    }
 
 
 def _route(target: str, found: dict[str, list[str]]) -> dict[str, Any]:
@@ -33,7 +40,12 @@ def _route(target: str, found: dict[str, list[str]]) -> dict[str, Any]:
     except OSError as problem:
         return {"error": problem.strerror or str(problem)}
     interface = next((name for name, mine in found.items() if source in mine), None)
-    return {"interface": interface, "source": source, "mtu": mtu(interface) if interface else None, "address": str(where[0])}
+    return {
+        "interface": interface,
+        "source": source,
+        "mtu": mtu(interface) if interface else None,
+        "address": str(where[0]),
+    }
 
 
 def addresses() -> dict[str, list[str]]:

@@ -1,4 +1,6 @@
-"""What a hosts file wants to know of a host: its cards, and which of its Pythons has torch. Nothing is imported for it, torch least of all."""
+"""What a hosts file wants to know of a host: its cards, and which of its Pythons has torch. Nothing is imported for it,
+torch least of all.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _ask(word: str) -> dict[str, Any] | None:
     if program is None:
         return None
     try:
-        done = subprocess.run([program, "-c", NOT_FROM_HERE + _ASK], capture_output=True, timeout=20, check=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            [program, "-c", NOT_FROM_HERE + _ASK], capture_output=True, timeout=20, check=True, stdin=subprocess.DEVNULL
+        )
         return {"python": word, **json.loads(done.stdout.splitlines()[-1])}
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None  # it is there and is no Python that works

@@ -1,6 +1,7 @@
 """The host's own torch, in its own Python: which build it is, and how fast it all-reduces with the other hosts.
 
-One process a host imports torch once and waits; each measurement is a fork of it, because NCCL reads its variables only once.
+One process a host imports torch once and waits; each measurement is a fork of it, because NCCL reads its variables only
+once.
 """
 
 from __future__ import annotations
@@ -88,11 +89,16 @@ for line in sys.stdin:
 
 
 def torch(python: str = "") -> Iterator[Any]:
-    """Yields what build it is, then one answer ({"port"} before, on rank 0) per order {"do": "reduce", ...} on standard input."""
+    """Yields what build it is, then one answer ({"port"} before, on rank 0) per order {"do": "reduce", ...} on standard
+    input.
+    """
     with tempfile.TemporaryFile() as complaints:
         worker = subprocess.Popen(
-            [os.path.expanduser(python) or sys.executable, "-c", NOT_FROM_HERE + WORKER, str(os.getpid())], stdin=0, stdout=subprocess.PIPE, stderr=complaints,
-        )  # fmt: skip
+            [os.path.expanduser(python) or sys.executable, "-c", NOT_FROM_HERE + WORKER, str(os.getpid())],
+            stdin=0,
+            stdout=subprocess.PIPE,
+            stderr=complaints,
+        )
         assert worker.stdout is not None
         said = False
         for line in worker.stdout:

@@ -1,7 +1,8 @@
 """A question that may take a while, or block: answered by a forked child, so that the agent goes on.
 
-A probe is a plain function that probes.py knows: what it returns is its answer. One that has something to say before its end yields
-that: those words are marked "more". It may also be told more while it runs: JSON lines on its standard input.
+A probe is a plain function that probes.py knows: what it returns is its answer. One that has something to say before
+its end yields that: those words are marked "more". It may also be told more while it runs: JSON lines on its standard
+input.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Probe:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)  # its pipe is closed by its end
             nothing = json.dumps({"error": "it ended without an answer: it took too long, or was ended"}).encode()
-            yield {"is": "probe", "ask": self.ask, "what": self.what}, (self._answer if self._answered else nothing) + b"\n"  # srun passes whole lines on
+            yield (
+                {"is": "probe", "ask": self.ask, "what": self.what},
+                (self._answer if self._answered else nothing) + b"\n",
+            )  # srun passes whole lines on
 
     def tell(self, word: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended: its answer is on its way
@@ -84,7 +88,9 @@ def _in_child(order: dict[str, Any], told: int, write: int, agent: int) -> None:
         os.dup2(told, 0)
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         os.dup2(write, 3)
-        os.closerange(4, 4096)  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
+        os.closerange(
+            4, 4096
+        )  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, float(order.get("seconds", LIMIT_S)))
@@ -93,7 +99,11 @@ def _in_child(order: dict[str, Any], told: int, write: int, agent: int) -> None:
             while text:
                 text = text[os.write(3, text) :]
     except BaseException as problem:
-        os.write(2, printable(f"stoker: a probe ({order['what']}) failed: {type(problem).__name__}: {problem}").encode() + b"\n")
+        os.write(
+            2,
+            printable(f"stoker: a probe ({order['what']}) failed: {type(problem).__name__}: {problem}").encode()
+            + b"\n",
+        )
     os._exit(0)
 
 

@@ -1,9 +1,11 @@
-"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought and is no more.
+"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought
+and is no more.
 
 Orders come as the protocol's messages on stdin:
-  {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
-  {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
-  {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
+  {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's
+  target] → {"is": "need"} + a JSON list {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end",
+  "sha256"}                        (per file) {"do": "finish"}
+  → {"is": "finished", "written", "removed", "others"}
 Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
 """
 
@@ -57,16 +59,22 @@ class Receiver:
     # ---- what is there ----
 
     def offer(self, root: str, manifest: str, entries: list[list[Any]], origin: str = "") -> list[str]:
-        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below our cache.
+        """`manifest`: "inside" the root, or "" (data that a script lists is not to have a file of ours among it): below
+        our cache.
 
-        `origin`: the folder it comes from. What came from another one stays. "": it matters not, the newest copy is what is to be there.
+        `origin`: the folder it comes from. What came from another one stays. "": it matters not, the newest copy is
+        what is to be there.
         """
         self._root = os.path.abspath(os.path.expanduser(root))
         os.makedirs(self._root, exist_ok=True)
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
-        self._manifest = os.path.join(self._root, layout.SYNCED) if manifest == "inside" else os.path.join(cache_folder(), "staged", f"{name}.json")
+        self._manifest = (
+            os.path.join(self._root, layout.SYNCED)
+            if manifest == "inside"
+            else os.path.join(cache_folder(), "staged", f"{name}.json")
+        )
         self._origin = origin
         self._others = _read_manifest(self._manifest)
         self._ours = self._others.pop(origin, {})
@@ -85,7 +93,9 @@ class Receiver:
                 room += size
         free = os.statvfs(self._root)
         if room and room + _RESERVE > free.f_bavail * free.f_frsize:
-            raise Refused(f"the disk of {self._root} is full: {_mb(room)} to copy, {_mb(free.f_bavail * free.f_frsize)} free")
+            raise Refused(
+                f"the disk of {self._root} is full: {_mb(room)} to copy, {_mb(free.f_bavail * free.f_frsize)} free"
+            )
         if need:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
@@ -98,7 +108,9 @@ class Receiver:
         return os.path.join(self._root, path)
 
     def _through_link(self, path: str, of: Mapping[str, str] | None = None) -> bool:
-        """Is one of the folders on the way a link (of these)? What lies behind it is not ours to change: it may be anywhere."""
+        """Is one of the folders on the way a link (of these)? What lies behind it is not ours to change: it may be
+        anywhere.
+        """
         parts = path.split("/")[:-1]
         ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
         return any(os.path.islink(os.path.join(self._root, way)) for way in ways if of is None or way in of)
@@ -129,7 +141,9 @@ class Receiver:
         self._written += 1
 
     def _make_way(self, place: str) -> None:
-        """Its folder is made; a link or file in the place of one goes if a copy of ours put it there, and is named if not."""
+        """Its folder is made; a link or file in the place of one goes if a copy of ours put it there, and is named if
+        not.
+        """
         folder = os.path.dirname(place)
         step = self._root
         for name in os.path.relpath(folder, self._root).split(os.sep):
@@ -190,10 +204,16 @@ class Receiver:
         if self._ours or os.path.exists(self._manifest):
             self._save_manifest()
         self._hashes.save()
-        return {"written": self._written, "removed": removed, "others": {origin: count for origin in self._others if (count := self._left_of(origin))}}
+        return {
+            "written": self._written,
+            "removed": removed,
+            "others": {origin: count for origin in self._others if (count := self._left_of(origin))},
+        }
 
     def _left_of(self, origin: str) -> int:
-        return sum(1 for path in self._others[origin] if path not in self._offered and os.path.lexists(self._place(path)))
+        return sum(
+            1 for path in self._others[origin] if path not in self._offered and os.path.lexists(self._place(path))
+        )
 
     def _remove(self, path: str, was: str) -> int:
         """Only what is still as a copy of ours left it: somebody may have gone on with it here."""

@@ -1,4 +1,6 @@
-"""Asks a rank's worker server what torch's flight recorders know. It answers in a thread of its own, with the GIL held too."""
+"""Asks a rank's worker server what torch's flight recorders know. It answers in a thread of its own, with the GIL held
+too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def timings(path: str) -> list[list[Any]]:
         if mine and seq < mine[-1][1]:
             mine.clear()  # made anew under its old name
         if not entry.get("is_p2p"):
-            mine.append([group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]])
+            mine.append(
+                [group, seq, entry.get("time_created_ns") or 0, str(entry.get("profiling_name", "")).partition(":")[0]]
+            )
     return sorted((entry for entries in found.values() for entry in entries), key=lambda entry: entry[2])[-400:]
 
 
@@ -47,7 +51,9 @@ def _ask_handler(path: str, name: str) -> tuple[dict[str, Any] | None, str]:
     try:
         connection.settimeout(ASK_S)
         connection.connect(path)
-        connection.sendall(f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode())
+        connection.sendall(
+            f"POST /handler/{name} HTTP/1.1\r\nHost: rank\r\nConnection: close\r\nContent-Length: 0\r\n\r\n".encode()
+        )
         while data := connection.recv(1 << 18):
             parts.append(data)
     except OSError as problem:

@@ -24,7 +24,16 @@ _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.
 class Rank:
     """A started rank, as its agent knows it."""
 
-    def __init__(self, number: int, me: Process, streams: dict[int, int], reader: beats.Reader | None, base: str, gpu: str | None, started: float) -> None:
+    def __init__(
+        self,
+        number: int,
+        me: Process,
+        streams: dict[int, int],
+        reader: beats.Reader | None,
+        base: str,
+        gpu: str | None,
+        started: float,
+    ) -> None:
         self.rank = number
         self.pid = me.pid
         self.me = me
@@ -47,11 +56,18 @@ class Rank:
 
 
 def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool, files: int) -> Rank:
-    """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the thread."""
+    """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the
+    thread.
+    """
     rank = int(spec["rank"])
     base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
     env = {**os.environ, **spec["env"]}
-    for name in (*spec.get("unset", ()), names.RDZV_SECRET, names.RDZV_SECRET_FILE, names.KEEP):  # a rank is never kept: only what it starts
+    for name in (
+        *spec.get("unset", ()),
+        names.RDZV_SECRET,
+        names.RDZV_SECRET_FILE,
+        names.KEEP,
+    ):  # a rank is never kept: only what it starts
         env.pop(name, None)
     env[names.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
@@ -59,7 +75,9 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
     try:
         memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
         held.append(memory)
-        os.posix_fallocate(memory, 0, beats.SIZE)  # all of it now: a page that can't be had later would be a SIGBUS in the rank
+        os.posix_fallocate(
+            memory, 0, beats.SIZE
+        )  # all of it now: a page that can't be had later would be a SIGBUS in the rank
         held += (out := _pipe())
         err = (-1, out[1])
         if spec["split"]:
@@ -75,7 +93,18 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
         raise
     (out_read, out_write), (err_read, err_write), (failed_read, failed_write) = out, err, failed
     if pid == 0:
-        _become(spec, env, agent, stdin, out_write, err_write, memory if spec["shim"] else -1, failed_write, hup_ignored, files)
+        _become(
+            spec,
+            env,
+            agent,
+            stdin,
+            out_write,
+            err_write,
+            memory if spec["shim"] else -1,
+            failed_write,
+            hup_ignored,
+            files,
+        )
     os.close(out_write)
     if err_read >= 0:
         os.close(err_write)
@@ -113,7 +142,16 @@ def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, socket_path
 
 
 def _become(
-    spec: dict[str, Any], env: dict[str, str], agent: int, stdin: int, out: int, err: int, memory: int, failed: int, hup_ignored: bool, files: int
+    spec: dict[str, Any],
+    env: dict[str, str],
+    agent: int,
+    stdin: int,
+    out: int,
+    err: int,
+    memory: int,
+    failed: int,
+    hup_ignored: bool,
+    files: int,
 ) -> None:
     """In the child, between fork and exec. Never returns."""
     try:

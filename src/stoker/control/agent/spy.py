@@ -1,7 +1,7 @@
 """Python stacks of another process: by py-spy, else by faulthandler; and which loops of the source a line is in.
 
-py-spy reads memory without stopping its target, with the GIL held too. faulthandler is asked by a signal, and only a process that
-catches it and still has the file it writes to.
+py-spy reads memory without stopping its target, with the GIL held too. faulthandler is asked by a signal, and only a
+process that catches it and still has the file it writes to.
 """
 
 from __future__ import annotations
@@ -72,10 +72,17 @@ class Spy:
 
         assert self._program is not None
         try:
-            done = subprocess.run([self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=SPY_S, check=False)
+            done = subprocess.run(
+                [self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
+                capture_output=True,
+                timeout=SPY_S,
+                check=False,
+            )
         except (subprocess.TimeoutExpired, OSError) as problem:
             self._program = None
-            self.how = f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
+            self.how = (
+                f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
+            )
             return []
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace")
@@ -90,13 +97,17 @@ class Spy:
 
 
 class Loops:
-    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in it."""
+    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in
+    it.
+    """
 
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[int, int]]] = {}
 
     def around(self, file: str, line: int) -> list[int]:
-        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't be read."""
+        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't
+        be read.
+        """
         if "/lib/python" in file or not file.endswith(".py"):
             return []
         if file not in self._known:
@@ -112,19 +123,31 @@ class Loops:
                 tree = ast.parse(source.read(1 << 20))
         except (OSError, SyntaxError, ValueError):
             return []
-        return sorted((node.lineno, node.end_lineno or node.lineno) for node in ast.walk(tree) if isinstance(node, (ast.For, ast.While, ast.AsyncFor)))
+        return sorted(
+            (node.lineno, node.end_lineno or node.lineno)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.For, ast.While, ast.AsyncFor))
+        )
 
 
 def _thread(one: dict[str, Any]) -> dict[str, Any]:
-    frames = [[frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0] for frame in one.get("frames") or ()]
+    frames = [
+        [frame.get("name") or "?", frame.get("filename") or "?", frame.get("line") or 0]
+        for frame in one.get("frames") or ()
+    ]
     return {
-        "name": one.get("thread_name") or "", "main": one.get("os_thread_id") == one.get("pid"), "active": bool(one.get("active")),
-        "gil": bool(one.get("owns_gil")), "frames": frames[:FRAMES],
-    }  # fmt: skip
+        "name": one.get("thread_name") or "",
+        "main": one.get("os_thread_id") == one.get("pid"),
+        "active": bool(one.get("active")),
+        "gil": bool(one.get("owns_gil")),
+        "frames": frames[:FRAMES],
+    }
 
 
 def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
-    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3 in work`."""
+    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3
+    in work`.
+    """
     one = processes.process(pid)
     if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []

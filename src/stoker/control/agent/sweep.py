@@ -1,7 +1,8 @@
 """Finds what a run left behind, and nothing else: the descendants of its agent and its guardian.
 
-Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a session's number,
-once its rank is gone, may be a stranger's. Not by environment: sbatch and at hand it to jobs that are not the run's.
+Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a
+session's number, once its rank is gone, may be a stranger's. Not by environment: sbatch and at hand it to jobs that are
+not the run's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ class Sweeper:
     def __init__(self, root: int, spare: set[int]) -> None:
         self.root = root
         self.spare = spare
-        self.groups: set[int] = set()  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
+        self.groups: set[int] = (
+            set()
+        )  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
@@ -29,7 +32,11 @@ class Sweeper:
         for pid in [pid for pid in below - self.groups - self.spare if origin.kept(pid)]:
             below -= {pid, *processes.descendants(pid, table)}
         me = os.getuid()
-        return [one for one in table if one.pid in below and one.pid not in self.spare and one.state != "Z" and processes.owner(one.pid) == me]
+        return [
+            one
+            for one in table
+            if one.pid in below and one.pid not in self.spare and one.state != "Z" and processes.owner(one.pid) == me
+        ]
 
     def signal_all(self, signum: int, targets: list[Process]) -> None:
         for one in targets:
@@ -60,7 +67,9 @@ class Sweeper:
 
 
 def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
-    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and the ones behind them wait for another call."""
+    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and the ones behind them wait
+    for another call.
+    """
     ended: dict[int, int] = {}
     while True:
         try:
@@ -73,7 +82,9 @@ def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
 
 
 def ending(pid: int) -> tuple[int, bool] | None:
-    """(exit code, negative for a signal; did it dump core) of a child that has ended, without collecting it. None while it lives."""
+    """(exit code, negative for a signal; did it dump core) of a child that has ended, without collecting it. None while
+    it lives.
+    """
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None

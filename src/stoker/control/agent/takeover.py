@@ -16,12 +16,14 @@ SECONDS = 5.0
 
 
 def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: str) -> list[str]:
-    """`former`: pid and start time of the guardian and the agent that ran here for this run. Ends them and their descendants at once, and what
-    is left of those whose guardian was killed. `host`: as the run calls us; another host of the same run may be this very machine.
-    Returns what was found, in words.
+    """`former`: pid and start time of the guardian and the agent that ran here for this run. Ends them and their
+    descendants at once, and what is left of those whose guardian was killed. `host`: as the run calls us; another host
+    of the same run may be this very machine. Returns what was found, in words.
     """
     table = processes.all_processes()
-    old = [one for pid, start in former for one in table if one.pid == pid and one.start == start]  # after a reboot the number is a stranger's
+    old = [
+        one for pid, start in former for one in table if one.pid == pid and one.start == start
+    ]  # after a reboot the number is a stranger's
     below = {pid for one in old for pid in processes.descendants(one.pid, table)}
     doomed = [*old, *(one for one in table if one.pid in below and one not in old and not origin.kept(one.pid))]
     said = [f"{one.name} {'was stopped' if one.state == 'T' else 'still ran'}" for one in old]
@@ -40,11 +42,18 @@ def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
     """What the run started here and nobody looks after."""
     me = os.getuid()
     table = {one.pid: one for one in processes.all_processes()}
-    tagged = [one for one in table.values() if one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir) and processes.owner(one.pid) == me]
+    tagged = [
+        one
+        for one in table.values()
+        if one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir) and processes.owner(one.pid) == me
+    ]
     return [
-        one for one in tagged
-        if processes.environment(one.pid).get(names.HOST, "") == host and not origin.kept(one.pid) and not origin.why_another_started_it(one, table)
-    ]  # fmt: skip
+        one
+        for one in tagged
+        if processes.environment(one.pid).get(names.HOST, "") == host
+        and not origin.kept(one.pid)
+        and not origin.why_another_started_it(one, table)
+    ]
 
 
 def _await_end(doomed: list[Process]) -> None:

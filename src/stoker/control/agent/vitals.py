@@ -1,4 +1,5 @@
-"""Signs of life of this host's ranks, cheap enough to take all the time: beats, and for ranks that don't beat, state, CPU and I/O.
+"""Signs of life of this host's ranks, cheap enough to take all the time: beats, and for ranks that don't beat, state,
+CPU and I/O.
 
 A rank that beats costs one look at shared memory twice a second. Only one that is quiet is looked up in /proc.
 """
@@ -45,7 +46,12 @@ class Vitals:
             if rank.ended is not None:
                 continue
             if due:
-                rank.rss.append((round(time.time(), 1), sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))))
+                rank.rss.append(
+                    (
+                        round(time.time(), 1),
+                        sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid))),
+                    )
+                )
             if now - rank.beaten > QUIET_S:
                 one = processes.process(rank.pid)
                 state = one.state if one else "Z"
@@ -64,7 +70,13 @@ class Vitals:
             if rank.reader.torn:
                 rank.reader = None
                 self._say({"is": "beatless", "rank": rank.rank})
-                self._say({"is": "note", "rank": rank.rank, "text": "its beats are unreadable (something wrote over them): it is watched without them"})
+                self._say(
+                    {
+                        "is": "note",
+                        "rank": rank.rank,
+                        "text": "its beats are unreadable (something wrote over them): it is watched without them",
+                    }
+                )
             if not news:
                 continue
             first = rank.steps == 0
@@ -73,7 +85,13 @@ class Vitals:
             mine = [beat for beat in news if beat.optimizer == lead]
             rank.steps = max(1, rank.steps, *(beat.step for beat in mine))
             rank.beaten = time.monotonic()
-            fresh[str(rank.rank)] = [rank.steps, mine[-1].time_ns, len(mine), _longest(rank.beat_ns, mine), _losses(mine)]
+            fresh[str(rank.rank)] = [
+                rank.steps,
+                mine[-1].time_ns,
+                len(mine),
+                _longest(rank.beat_ns, mine),
+                _losses(mine),
+            ]
             rank.beat_ns = mine[-1].time_ns
             if first:
                 first_step(rank, news[0].time_ns / 1e9)
@@ -85,7 +103,10 @@ class Vitals:
     def note_holders(self, rank: Rank, nvml: Nvml | None, run_id: str) -> None:
         """Who is on its card while it fails: once it is gone, so is its own entry, and perhaps the other's."""
         if nvml is not None and rank.gpu:
-            self._holders[rank.pid] = tuple({**as_json(one), "ours": one.pid == rank.pid or one.run == run_id} for one in nvml.holders(rank.gpu) or ())
+            self._holders[rank.pid] = tuple(
+                {**as_json(one), "ours": one.pid == rank.pid or one.run == run_id}
+                for one in nvml.holders(rank.gpu) or ()
+            )
 
     def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         total, available, _ = host.memory()
@@ -93,10 +114,19 @@ class Vitals:
         if nvml is not None and rank.gpu and rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
         card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
-        found: dict[str, Any] = as_json(Around(
-            rss=tuple(rank.rss), host_available=available, host_total=total, kernel=_kernel_lines(rank), holders=self._holders.get(rank.pid, ()),
-            gpu_used=card[0] if card else None, gpu_total=card[1] if card else None, shm_free=shm[0], shm_total=shm[1],
-        ))  # fmt: skip
+        found: dict[str, Any] = as_json(
+            Around(
+                rss=tuple(rank.rss),
+                host_available=available,
+                host_total=total,
+                kernel=_kernel_lines(rank),
+                holders=self._holders.get(rank.pid, ()),
+                gpu_used=card[0] if card else None,
+                gpu_total=card[1] if card else None,
+                shm_free=shm[0],
+                shm_total=shm[1],
+            )
+        )
         return found
 
 

@@ -1,4 +1,6 @@
-"""Where nothing is shared and nothing was copied, the program must be the same on all hosts. Answers of the agents' `files` probe in, lines out."""
+"""Where nothing is shared and nothing was copied, the program must be the same on all hosts. Answers of the agents'
+`files` probe in, lines out.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,17 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """One line for each host that has not what most have (the first of the file, where there is no majority); empty where all agree.
+    """One line for each host that has not what most have (the first of the file, where there is no majority); empty
+    where all agree.
 
     `lacking`: what to do where it is not there at all.
     """
     asked = {host: answer for host, answer in answers.items() if "error" not in answer}
-    lines = [f"host {host}: {script} could not be compared: {answer['error']}" for host, answer in answers.items() if "error" in answer]
+    lines = [
+        f"host {host}: {script} could not be compared: {answer['error']}"
+        for host, answer in answers.items()
+        if "error" in answer
+    ]
     missing = [host for host, answer in asked.items() if not answer["names"]]
     lines += [f"host {host}: {script} is not there; {lacking or remedy(script, '', False)}" for host in missing]
     there = {host: answer for host, answer in asked.items() if host not in missing}
@@ -45,7 +52,10 @@ def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the s
     reference = _reference(there)
     for host, answer in there.items():
         if answer["package"] != there[reference]["package"]:
-            lines.append(f"host {host}: {_difference(answer['names'], there[reference]['names'], reference)}; copy it with --sync")
+            lines.append(
+                f"host {host}: {_difference(answer['names'], there[reference]['names'], reference)}; copy it with"
+                " --sync"
+            )
     return lines
 
 

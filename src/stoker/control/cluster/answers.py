@@ -1,4 +1,5 @@
-"""What hosts answer when they are asked (agent/probes.py): held against the fields an answer must have, and made fit to be printed.
+"""What hosts answer when they are asked (agent/probes.py): held against the fields an answer must have, and made fit to
+be printed.
 
 A host may be broken, or hostile. An answer that does not fit becomes {"error": ...}, as if the host had said so itself.
 """
@@ -17,13 +18,20 @@ _LONGEST = 4000  # of a text in an answer: a compiler's complaint
 TORCH = {"version?": "str | None", "cuda?": "str | None", "archs?": "list[str]", "nccl?": "str | None", "seconds?": "float | None", "error?": "str | None",
          "python?": "str | None"}  # fmt: skip
 PORTS = {"ports": "tuple[int, int]"}
-PAIR = {"ports": "dict[str, str]", "rtt?": "float | None", "segment?": "int | None", "big?": "bool | None", "passes?": "int | None"}
+PAIR = {
+    "ports": "dict[str, str]",
+    "rtt?": "float | None",
+    "segment?": "int | None",
+    "big?": "bool | None",
+    "passes?": "int | None",
+}
 RATE = {"rate": "float"}
 STORE = {"port": "int"}
 TIMES = {"bytes": "int", "times": "list[float]"}
 _RESOLVES = {"resolves": "dict[str, list[str]]"}
 
-# By the probe's name. One that says several words (net, torch) ends with nothing; its words are checked where they are used.
+# By the probe's name. One that says several words (net, torch) ends with nothing; its words are checked where they are
+# used.
 _FINAL: dict[str, dict[str, Any]] = {
     "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
     "clock": {"time": "float"},

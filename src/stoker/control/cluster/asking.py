@@ -69,7 +69,9 @@ class Asking:
         question = Question(f"check-{next(self._numbers)}", what, list(args))
         self._open[question.name] = question
         for host, one in args.items():
-            self.agents[host].say({"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds})
+            self.agents[host].say(
+                {"do": "probe", "ask": question.name, "what": what, "args": dict(one), "seconds": seconds}
+            )
         return question
 
     def tell(self, question: Question, words: Mapping[str, Any]) -> None:
@@ -94,7 +96,9 @@ class Asking:
     def answers(self, question: Question, seconds: float) -> dict[str, Any]:
         """host -> answer; {"error": ...} where there is none."""
         self.wait(seconds, lambda host: host in question.answers, question.hosts)
-        return {host: question.answers[host] if host in question.answers else self._silence(host) for host in question.hosts}
+        return {
+            host: question.answers[host] if host in question.answers else self._silence(host) for host in question.hosts
+        }
 
     def words(self, question: Question, count: int, seconds: float) -> dict[str, Any]:
         """host -> the count-th early word of a probe, or {"error": ...}: it ended first, or said nothing in time."""

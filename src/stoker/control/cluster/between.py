@@ -54,7 +54,10 @@ def route(facts: Facts) -> Iterator[Finding]:
     """Every host knows an interface that leads to the others."""
     for one in facts.there:
         if one.address is None and len(facts.there) > 1:
-            yield fail(f"{one.name}: no interface of it leads to the other hosts", "address: in the hosts file says where the others reach it")
+            yield fail(
+                f"{one.name}: no interface of it leads to the other hosts",
+                "address: in the hosts file says where the others reach it",
+            )
 
 
 @between("between.same-host")
@@ -63,26 +66,46 @@ def same_host(facts: Facts) -> Iterator[Finding]:
     addresses = [one.address for one in facts.there if one.address]
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         owners = [one.name for one in facts.there if one.address == address]
-        yield fail(f"{listed(owners)} are one machine, {address}", "name it once in the hosts file, with the sum of its slots")
+        yield fail(
+            f"{listed(owners)} are one machine, {address}", "name it once in the hosts file, with the sum of its slots"
+        )
 
 
 @between("between.port-blocked")
 def port_blocked(facts: Facts) -> Iterator[Finding]:
-    """Each host reaches each other on the store's port and on an ephemeral one, both ways: NCCL and gloo use any port above 1024."""
+    """Each host reaches each other on the store's port and on an ephemeral one, both ways: NCCL and gloo use any port
+    above 1024.
+    """
     for name, error in {pair.source: pair.error for pair in facts.pairs if pair.error}.items():
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
     shut = [pair for pair in facts.pairs if pair.closed]
     if shut and len(shut) == len(facts.pairs) > 2 and all(not _open(pair) for pair in shut):
-        apart = "a firewall on all of them, or a network that keeps its members apart (guest Wi-Fi, a cloud's security group)"
+        apart = (
+            "a firewall on all of them, or a network that keeps its members apart (guest Wi-Fi, a cloud's security"
+            " group)"
+        )
         yield fail(f"no host reaches any other: {_how(shut[0])}", apart)
         return
     for pair in shut:
         back = facts.pair(pair.target, pair.source)
-        way = " (the other direction works)" if back and not back.closed else " (nor does the other direction)" if back and not _open(back) else ""
+        way = (
+            " (the other direction works)"
+            if back and not back.closed
+            else " (nor does the other direction)"
+            if back and not _open(back)
+            else ""
+        )
         some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
         refused = all(why == "is refused" for why in pair.closed.values())
-        fix = f"on {pair.target}, let TCP from {_address(facts, pair.source)} in on ports 1024-65535:   ufw allow proto tcp from {_address(facts, pair.source)}"
-        yield fail(f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall" + (" that rejects" if refused else ""), fix)
+        fix = (
+            f"on {pair.target}, let TCP from {_address(facts, pair.source)} in on ports 1024-65535:   ufw allow proto"
+            f" tcp from {_address(facts, pair.source)}"
+        )
+        yield fail(
+            f"{pair.source} → {pair.target}: {_how(pair)}{some}{way}: a firewall"
+            + (" that rejects" if refused else ""),
+            fix,
+        )
 
 
 def _open(pair: Pair) -> list[int]:
@@ -107,13 +130,16 @@ def _address(facts: Facts, name: str) -> str:
 
 @between("between.mtu")
 def mtu(facts: Facts) -> Iterator[Finding]:
-    """Full-size packets arrive, not only small ones: where they vanish, jobs connect and then hang in their first all-reduce."""
+    """Full-size packets arrive, not only small ones: where they vanish, jobs connect and then hang in their first
+    all-reduce.
+    """
     for one in facts.hosts:
         if one.hole is not None:
             yield fail(
-                f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole; packets of up to"
-                f" {one.hole.passes} bytes pass",
-                f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them; nothing else of it could be checked",
+                f"this machine → {one.name}: small packets pass, full-size ones vanish without a word: an MTU hole;"
+                f" packets of up to {one.hole.passes} bytes pass",
+                f"ip link set dev IFACE mtu {one.hole.passes} on both, or find what drops ICMP between them; nothing"
+                " else of it could be checked",
             )
     for pair in facts.pairs:
         if pair.big is False:
@@ -122,8 +148,10 @@ def mtu(facts: Facts) -> Iterator[Finding]:
             full = f" ({source.mtu} bytes)" if source and source.mtu else ""
             device = source.interface if source and source.interface else "eth0"
             yield fail(
-                f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word: an MTU hole{largest}",
-                f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}, or find what drops ICMP between them",
+                f"{pair.source} → {pair.target}: small messages pass, full-size packets{full} vanish without a word: an"
+                f" MTU hole{largest}",
+                f"ip link set dev {device} mtu {pair.passes or 1280} on {pair.source} and {pair.target}, or find what"
+                " drops ICMP between them",
             )
 
 
@@ -133,32 +161,57 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
     sizes = {one.mtu for one in facts.there if one.mtu}
     if len(sizes) > 1:
         found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        yield warn(f"the interfaces have unlike MTUs: {found}", f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
+        yield warn(
+            f"the interfaces have unlike MTUs: {found}", f"ip link set dev IFACE mtu {min(sizes)} where it is larger"
+        )
 
 
 @between("between.hostname")
 def hostname(facts: Facts) -> Iterator[Finding]:
-    """Hostnames that resolve, to an address others can use, one per host. Only noted: Stoker passes addresses and interfaces and needs no names."""
+    """Hostnames that resolve, to an address others can use, one per host. Only noted: Stoker passes addresses and
+    interfaces and needs no names.
+    """
     there = [one for one in facts.there if one.hostname]
     names = [one.hostname or "" for one in there]
     shared = sorted({name for name in names if names.count(name) > 1})
     for name in shared:
         nowhere = ", which resolves nowhere" if all(not (one.resolves or {}).get(name) for one in there) else ""
         owners = listed([one.name for one in there if one.hostname == name])
-        yield _note(f"{owners} share the hostname {name}{nowhere}", "hostnamectl set-hostname NAME on all but one of them")
+        yield _note(
+            f"{owners} share the hostname {name}{nowhere}", "hostnamectl set-hostname NAME on all but one of them"
+        )
     loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
     if loops:
-        said = listed([f"{one.name}'s hostname {one.hostname} resolves to {listed(list((one.resolves or {})[one.hostname or '']))}" for one in loops])
+        said = listed(
+            [
+                f"{one.name}'s hostname {one.hostname} resolves to"
+                f" {listed(list((one.resolves or {})[one.hostname or '']))}"
+                for one in loops
+            ]
+        )
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in loops)
         yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
-    lost = {name: [one.name for one in there if name in (one.resolves or {}) and not (one.resolves or {})[name]] for name in names if name not in shared}
+    lost = {
+        name: [one.name for one in there if name in (one.resolves or {}) and not (one.resolves or {})[name]]
+        for name in names
+        if name not in shared
+    }
     lost = {name: seekers for name, seekers in lost.items() if seekers}
     if lost:
         everywhere = all(len(seekers) == len(there) for seekers in lost.values()) and len(there) > 1
-        where = "on any host" if everywhere else f"on {listed(next(iter(lost.values())))}" if len(lost) == 1 else "on all hosts"
+        where = (
+            "on any host"
+            if everywhere
+            else f"on {listed(next(iter(lost.values())))}"
+            if len(lost) == 1
+            else "on all hosts"
+        )
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
         many = len(lost) > 1
-        yield _note(f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}", f"in every /etc/hosts: {fixes}")
+        yield _note(
+            f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}",
+            f"in every /etc/hosts: {fixes}",
+        )
 
 
 def _loopback(addresses: tuple[str, ...]) -> bool:
@@ -166,12 +219,19 @@ def _loopback(addresses: tuple[str, ...]) -> bool:
 
 
 def _note(text: str, fix: str) -> Finding:
-    return Finding("", "ok", f"{text}: no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail", fix)
+    return Finding(
+        "",
+        "ok",
+        f"{text}: no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail",
+        fix,
+    )
 
 
 @between("between.clock")
 def clock(facts: Facts) -> Iterator[Finding]:
-    """The clocks agree: logs, checkpoints by time and certificates go by them. Measured like NTP, from the protocol's own round trip."""
+    """The clocks agree: logs, checkpoints by time and certificates go by them. Measured like NTP, from the protocol's
+    own round trip.
+    """
     known = [one for one in facts.there if one.skew is not None]
     if not known:
         return
@@ -180,18 +240,31 @@ def clock(facts: Facts) -> Iterator[Finding]:
         off = (one.skew or 0.0) - (middle if len(known) > 2 else 0.0)
         if abs(off) - (one.skew_error or 0.0) > CLOCK_S:
             than = "the other hosts'" if len(known) > 2 else "this machine's"
-            yield warn(f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}", "timedatectl set-ntp true")
+            yield warn(
+                f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}",
+                "timedatectl set-ntp true",
+            )
 
 
 def _span(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 90 else f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
+    return (
+        f"{seconds:.1f} s"
+        if seconds < 90
+        else f"{seconds / 60:.1f} minutes"
+        if seconds < 5400
+        else f"{seconds / 3600:.1f} hours"
+    )
 
 
 @between("between.slow-link")
 def slow_link(facts: Facts) -> Iterator[Finding]:
     """No host and no pair is far slower than the others, than its interface says, or than gradients can bear."""
     known = [pair for pair in facts.pairs if pair.rate]
-    slow = {(pair.source, pair.target): pair.rate or 0.0 for pair in known if _is_slow(facts, pair, max(one.rate or 0.0 for one in known))}
+    slow = {
+        (pair.source, pair.target): pair.rate or 0.0
+        for pair in known
+        if _is_slow(facts, pair, max(one.rate or 0.0 for one in known))
+    }
     fix = "cable, switch port, duplex, Wi-Fi instead of the wire: `ethtool IFACE`, `ip -s link`"
     if slow and len(slow) == len(known):
         yield warn(f"all pairs are slow, {gigabits(min(slow.values()))} at worst: every step waits for that", fix)
@@ -201,10 +274,18 @@ def slow_link(facts: Facts) -> Iterator[Finding]:
         if len(mine) > 2 and mine <= set(slow):
             rest = [pair.rate or 0.0 for pair in known if (pair.source, pair.target) not in mine]
             others = f", the other pairs {gigabits(min(rest))} or more" if rest else ""
-            yield warn(f"{one.name}: all that goes from and to it moves at {gigabits(min(slow[ends] for ends in mine))}{others}: every step waits for it", fix)
+            yield warn(
+                f"{one.name}: all that goes from and to it moves at"
+                f" {gigabits(min(slow[ends] for ends in mine))}{others}: every step waits for it",
+                fix,
+            )
             slow = {ends: rate for ends, rate in slow.items() if ends not in mine}
     for (source, target), rate in slow.items():
-        yield warn(f"{source} → {target}: {gigabits(rate)}, the best pair {gigabits(max(one.rate or 0.0 for one in known))}: every step waits for it", fix)
+        yield warn(
+            f"{source} → {target}: {gigabits(rate)}, the best pair {gigabits(max(one.rate or 0.0 for one in known))}:"
+            " every step waits for it",
+            fix,
+        )
 
 
 def _is_slow(facts: Facts, pair: Pair, best: float) -> bool:

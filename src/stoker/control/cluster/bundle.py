@@ -1,7 +1,8 @@
-"""What a host needs of Stoker where none is installed, or another: a zip of the agent's rooms and of the training plane, and how to unpack it.
+"""What a host needs of Stoker where none is installed, or another: a zip of the agent's rooms and of the training
+plane, and how to unpack it.
 
-A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane imports (torch, numpy, tokenizers,
-safetensors) must be in the host's own Python.
+A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane
+imports (torch, numpy, tokenizers, safetensors) must be in the host's own Python.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ NOT_WRITTEN = "stoker: the agent's files can't be written:"
 UNSAFE = "stoker: the agent's folder is not safe:"
 DAMAGED = "stoker: the agent's files did not arrive whole"
 
-# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its digest, so that the next
-# run compiles nothing. What was kept is used only if it is this user's, closed to all others, and has every byte of the zip and no other file;
-# else it is replaced. (The compiled files beside them are Python's own, and as safe as the folder.)
-_UNPACK = """
+# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its
+# digest, so that the next run compiles nothing. What was kept is used only if it is this user's, closed to all others,
+# and has every byte of the zip and no other file; else it is replaced. (The compiled files beside them are Python's
+# own, and as safe as the folder.)
+_UNPACK = (
+    """
 import sys
 if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
 import hashlib, io, os, shutil, stat, tempfile, zipfile
@@ -84,19 +87,27 @@ except OSError as problem:
 sys.path.insert(0, base)
 from MODULE import boot
 boot(sys.argv[2:])
-""".strip().replace("OLDEST", repr(OLDEST_PYTHON)).replace("TOO_OLD", TOO_OLD).replace("NOT_WRITTEN", NOT_WRITTEN).replace("UNSAFE", UNSAFE).replace(
-    "DAMAGED", DAMAGED
+""".strip()
+    .replace("OLDEST", repr(OLDEST_PYTHON))
+    .replace("TOO_OLD", TOO_OLD)
+    .replace("NOT_WRITTEN", NOT_WRITTEN)
+    .replace("UNSAFE", UNSAFE)
+    .replace("DAMAGED", DAMAGED)
 )
 
 
 def unpack(module: str = "stoker.control.agent.guardian") -> str:
     """Python for the other host: takes the files, then calls that module's `boot`.
 
-    One line without a character any login shell acts on: csh takes no newline within quotes, fish reads backslashes there.
+    One line without a character any login shell acts on: csh takes no newline within quotes, fish reads backslashes
+    there.
     """
     import base64
 
-    return f"import base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
+    return (
+        "import"
+        f" base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
+    )
 
 
 def announced(packed: bytes) -> str:
@@ -127,7 +138,9 @@ def pack() -> bytes:
 
 def _add(archive: zipfile.ZipFile, path: str, name: str) -> None:
     with open(path, "rb") as file:
-        archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED)  # same bytes, same digest
+        archive.writestr(
+            zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED
+        )  # same bytes, same digest
 
 
 def nvml_source() -> str | None:

@@ -54,7 +54,9 @@ class Checking:
         try:
             links = [transport.reach(host, hosts) for host in hosts.hosts]
         except FileNotFoundError as problem:
-            raise Refusal("other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
+            raise Refusal(
+                "other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE
+            ) from problem
         self._members = gather(links, self._hear, self._complain)
         self.asking = Asking(self._members.all, self._members.pump)
         self.worker: Question | None = None
@@ -78,7 +80,11 @@ class Checking:
         builds = asking.ask("builds", pythons, 20.0) if self.asked.quick else None
         self.worker = None if self.asked.quick else asking.ask("torch", pythons, WORKER_S)
         parts = sorted(PARTS - {"torch"})  # torch is imported once, by the worker
-        examinations = asking.ask("examine", {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()}, 30.0)
+        examinations = asking.ask(
+            "examine",
+            {name: {"runs_dir": _runs_dir(host), "port": 0, "parts": parts} for name, host in self._by_name.items()},
+            30.0,
+        )
         files = self._ask_files()
         first = asking.answers(asking.ask("route", {name: {"to": []} for name in everybody}, 10.0), MEET_S)
         found = {name: self._met(name, answer) for name, answer in first.items()}
@@ -95,15 +101,27 @@ class Checking:
             if name in present:
                 found[name] = _with_torch(found[name], word)
         if question is not None:
-            pairs = self._stream(question, addresses, pairs)  # now that torch's import is over: it would share the processor
+            pairs = self._stream(
+                question, addresses, pairs
+            )  # now that torch's import is over: it would share the processor
         program: list[str] = []
         if files is not None:
             answers = {name: answer for name, answer in asking.answers(files, FILES_S).items() if name in present}
-            found.update({name: replace(found[name], files=self._digests(answer)) for name, answer in answers.items() if "error" not in answer})
+            found.update(
+                {
+                    name: replace(found[name], files=self._digests(answer))
+                    for name, answer in answers.items()
+                    if "error" not in answer
+                }
+            )
             program = disagreements(answers, self.asked.script) if self.asked.script else []
-        facts = Facts(tuple(found[name] for name in everybody), tuple(pairs), None, store_port, tuple(program), self.asked.quick)
+        facts = Facts(
+            tuple(found[name] for name in everybody), tuple(pairs), None, store_port, tuple(program), self.asked.quick
+        )
         if self.worker is not None and reducing.may_reduce(facts):
-            facts = replace(facts, reduce=reducing.reduce(asking, self.worker, facts, reducing.run_env(facts, self.hosts)))
+            facts = replace(
+                facts, reduce=reducing.reduce(asking, self.worker, facts, reducing.run_env(facts, self.hosts))
+            )
         return facts
 
     def _ask_files(self) -> Question | None:
@@ -112,13 +130,25 @@ class Checking:
         if not asked.script and not paths:
             return None
         more = {"script": asked.script, "paths": paths}
-        return self.asking.ask("files", {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()}, FILES_S)
+        return self.asking.ask(
+            "files",
+            {name: {"workdir": host.workdir or os.getcwd(), **more} for name, host in self._by_name.items()},
+            FILES_S,
+        )
 
     def _digests(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """What must be the same -> its digest; "" where it is not there."""
-        own = {f"script {self.asked.script}": answer["script"] or "", "its package": answer["package"] or ""} if self.asked.script else {}
+        own = (
+            {f"script {self.asked.script}": answer["script"] or "", "its package": answer["package"] or ""}
+            if self.asked.script
+            else {}
+        )
         data = {f"data {path}": answer["paths"][path] or "" for path in self.asked.data}
-        return {**own, **data, **({f"model {self.asked.model}": answer["paths"][self.asked.model] or ""} if self.asked.model else {})}
+        return {
+            **own,
+            **data,
+            **({f"model {self.asked.model}": answer["paths"][self.asked.model] or ""} if self.asked.model else {}),
+        }
 
     def _torch(self, builds: Question | None) -> dict[str, Any]:
         if self.worker is not None:
@@ -135,7 +165,9 @@ class Checking:
     def _met(self, name: str, answer: Mapping[str, Any]) -> OneHost:
         if "error" in answer:
             why, _, fix = self.asking.agents[name].gone.removeprefix(f"host {name}: ").partition("; ")
-            hole = path.hole(self._by_name[name], self.hosts) if not self._by_name[name].here and _is_stuck(why) else None
+            hole = (
+                path.hole(self._by_name[name], self.hosts) if not self._by_name[name].here and _is_stuck(why) else None
+            )
             said = f" ({self._complaints[name][-1]})" if self._complaints[name] else ""
             return OneHost(name, error=why or f"no answer within {MEET_S:.0f} s{said}", fix=fix, hole=hole)
         return OneHost(name, address=address_of(self._by_name[name], answer), hostname=answer["hostname"])
@@ -151,9 +183,16 @@ class Checking:
             ways = [way for way in routes[name].get("routes", {}).values() if way.get("interface")]
             told = self._by_name[name].interface
             way = next((way for way in ways if way["interface"] == told), ways[0] if ways else {})
-            found[name] = replace(one, interface=told or way.get("interface"), mtu=way.get("mtu"), address=one.address or way.get("source"))
+            found[name] = replace(
+                one,
+                interface=told or way.get("interface"),
+                mtu=way.get("mtu"),
+                address=one.address or way.get("source"),
+            )
         names = sorted({one.hostname for one in found.values() if one.hostname})
-        args = {name: {"of": names, "interfaces": [one.interface] if one.interface else []} for name, one in found.items()}
+        args = {
+            name: {"of": names, "interfaces": [one.interface] if one.interface else []} for name, one in found.items()
+        }
         for name, answer in asking.answers(asking.ask("names", args, 8.0), 9.0).items():
             link = next(iter(answer.get("links", {}).values()), {"speed": None, "physical": False})
             resolves = {word: tuple(addresses) for word, addresses in answer.get("resolves", {}).items()}
@@ -171,7 +210,9 @@ def _runs_dir(host: Host) -> str:
 
 
 def address_of(host: Host, answer: Mapping[str, Any]) -> str | None:
-    """Where the others reach it: as told, else the address that ssh came to. None on this very machine: its way to the others will show."""
+    """Where the others reach it: as told, else the address that ssh came to. None on this very machine: its way to the
+    others will show.
+    """
     if host.address or host.here:
         return host.address
     return host.target if is_address(host.target) else answer.get("reached_at")
@@ -182,12 +223,18 @@ def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
     torch: Torch = read(Torch, {name: value for name, value in word.items() if name != "python"})
     examination = one.examination
     if examination is not None:
-        examination = replace(examination, torch=torch, missing={part: why for part, why in (examination.missing or {}).items() if part != "torch"})
+        examination = replace(
+            examination,
+            torch=torch,
+            missing={part: why for part, why in (examination.missing or {}).items() if part != "torch"},
+        )
     return replace(one, torch=torch, python=word.get("python"), examination=examination)
 
 
 def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
-    """The doctor's checks on each host; what several hosts have in common is said once. Names and a missing torch are said by between.*."""
+    """The doctor's checks on each host; what several hosts have in common is said once. Names and a missing torch are
+    said by between.*.
+    """
     checks = [one for one in doctor.load().values() if one.id not in ("net.hostname", "torch.installed")]
     found: dict[tuple[str, str, str, str], list[str]] = {}
     slots = {host.name: host.slots or 0 for host in hosts.hosts}
@@ -197,4 +244,6 @@ def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
             continue
         for finding in doctor.run(checks, one.examination, doctor.Asked(slots[one.name], "runs")):
             found.setdefault((finding.id, finding.level, finding.text, finding.fix), []).append(one.name)
-    return [Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()]
+    return [
+        Finding(id, level, f"{between.listed(names)}: {text}", fix) for (id, level, text, fix), names in found.items()
+    ]

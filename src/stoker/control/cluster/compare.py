@@ -33,8 +33,13 @@ def _differ(what: str, values: dict[str, str]) -> str:
     groups: dict[str, list[str]] = {}
     for host, value in strange.items():
         groups.setdefault(value, []).append(host)
-    said = "; ".join(f"{listed(hosts)} {'has' if len(hosts) == 1 else 'have'} {what} {value}" for value, hosts in groups.items())
-    return f"{said}; {listed(rest) if len(rest) < 4 else f'the other {len(rest)}'} {'has' if len(rest) == 1 else 'have'} {common}"
+    said = "; ".join(
+        f"{listed(hosts)} {'has' if len(hosts) == 1 else 'have'} {what} {value}" for value, hosts in groups.items()
+    )
+    return (
+        f"{said}; {listed(rest) if len(rest) < 4 else f'the other {len(rest)}'} {'has' if len(rest) == 1 else 'have'}"
+        f" {common}"
+    )
 
 
 def build(host: OneHost) -> str:
@@ -48,11 +53,17 @@ def build(host: OneHost) -> str:
 
 @between("between.torch")
 def torch(facts: Facts) -> Iterator[Finding]:
-    """One torch everywhere: ranks of unlike builds hang, crash or disagree in their collectives. The CUDA toolkit and the driver may differ."""
+    """One torch everywhere: ranks of unlike builds hang, crash or disagree in their collectives. The CUDA toolkit and
+    the driver may differ.
+    """
     said = _differ("torch", {host.name: build(host) for host in facts.there if build(host)})
     if said:
         first = next(host for host in facts.there if build(host))
-        yield fail(said, f"pip install torch=={(first.torch.version or '').split('+')[0] if first.torch else ''} on all, from the same index")
+        yield fail(
+            said,
+            f"pip install torch=={(first.torch.version or '').split('+')[0] if first.torch else ''} on all, from the"
+            " same index",
+        )
 
 
 @between("between.torch-missing")
@@ -60,7 +71,10 @@ def torch_missing(facts: Facts) -> Iterator[Finding]:
     """Every host's own Python imports torch."""
     for host in facts.there:
         if host.torch is not None and host.torch.error:
-            yield fail(f"{host.name}: import torch fails: {host.torch.error}", "python: or venv: in the hosts file names the environment that has it")
+            yield fail(
+                f"{host.name}: import torch fails: {host.torch.error}",
+                "python: or venv: in the hosts file names the environment that has it",
+            )
 
 
 @between("between.python")
@@ -82,7 +96,9 @@ def program(facts: Facts) -> Iterator[Finding]:
 @between("between.files")
 def files(facts: Facts) -> Iterator[Finding]:
     """Data, model and tokenizer have the same bytes everywhere."""
-    for what in dict.fromkeys(name for host in facts.there for name in host.files or {} if name.startswith(("data ", "model "))):
+    for what in dict.fromkeys(
+        name for host in facts.there for name in host.files or {} if name.startswith(("data ", "model "))
+    ):
         digests = {host.name: (host.files or {}).get(what, "") for host in facts.there if host.files is not None}
         missing = [name for name, digest in digests.items() if not digest]
         stage = f"--stage {what.partition(' ')[2]} copies it to every host"

@@ -1,4 +1,5 @@
-"""--sync and --stage: the working directory, and prepared data or weights, to every host's own disk. Only what differs by hash travels.
+"""--sync and --stage: the working directory, and prepared data or weights, to every host's own disk. Only what differs
+by hash travels.
 
 All hosts side by side, each over the connection that its agent will use; the far end is control/agent/receiving.py.
 """
@@ -102,7 +103,9 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
         try:
             value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
         except OSError as problem:
-            raise Refusal(f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+            raise Refusal(
+                f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT
+            ) from problem
         rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
     others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
@@ -131,11 +134,17 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
         raise NotCopied(failed)
     for copy in copies:
         for origin, count in copy.others.items():
-            say(f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they stay; give each its own workdir:")
+            say(
+                f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they"
+                " stay; give each its own workdir:"
+            )
     took = [copy for copy in copies if copy.written or copy.removed]
     if took:
         names = ", ".join(f"{copy.host.name} ({_count(copy)})" for copy in took)
-        say(f"copied {load.what} to {names} in {span(time.monotonic() - began)}" + (f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else ""))
+        say(
+            f"copied {load.what} to {names} in {span(time.monotonic() - began)}"
+            + (f"; {len(copies) - len(took)} had it" if len(took) < len(copies) else "")
+        )
     elif copies:
         say(f"{load.what} is the same on all hosts, nothing to copy")
 
@@ -165,11 +174,16 @@ class NotCopied(Refusal):
 class Late:
     """To one host that came when the run had begun, in a thread: the others' ranks go on. It is offered what they were.
 
-    Staged data that is another by now does not travel. Of a working directory it does (a log may grow there): the program is compared afterwards.
+    Staged data that is another by now does not travel. Of a working directory it does (a log may grow there): the
+    program is compared afterwards.
     """
 
     def __init__(self, host: Host, hosts: Hosts, loads: Sequence[Load]) -> None:
-        self._copies = [_Copy(host, hosts, load, load.places[host.name], as_offered=not load.manifest) for load in loads if host.name in load.places]
+        self._copies = [
+            _Copy(host, hosts, load, load.places[host.name], as_offered=not load.manifest)
+            for load in loads
+            if host.name in load.places
+        ]
         self._stopped = False
         self.failure = ""
         self._thread = threading.Thread(target=self._run, name=f"copy to {host.name}", daemon=True)
@@ -181,7 +195,11 @@ class Late:
 
     @property
     def brought(self) -> str:
-        return "; ".join(f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})" for copy in self._copies if copy.written or copy.removed)
+        return "; ".join(
+            f"copied {copy.load.what} to {copy.host.name} ({_count(copy)})"
+            for copy in self._copies
+            if copy.written or copy.removed
+        )
 
     def _run(self) -> None:
         for copy in self._copies:
@@ -250,11 +268,21 @@ class _Copy:
 
     def _talk(self, complaints: int) -> None:
         packed = bundle.pack()
-        argv = transport.python_command(self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), bundle.announced(packed)])
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True)
+        argv = transport.python_command(
+            self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), bundle.announced(packed)]
+        )
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True
+        )
         answers = self._answers()
         self._send(packed)
-        order = {"do": "offer", "root": self.where, "manifest": self.load.manifest, "origin": self.load.origin, "silence": SILENCE_S}
+        order = {
+            "do": "offer",
+            "root": self.where,
+            "manifest": self.load.manifest,
+            "origin": self.load.origin,
+            "silence": SILENCE_S,
+        }
         self._send(protocol.encode(order, self.load.entries))
         need = _needed(next(answers)[1])
         wanted = [entry for entry in self.load.listing.entries if entry.path in need]
@@ -272,7 +300,9 @@ class _Copy:
         self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
-        """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it must not have."""
+        """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it
+        must not have.
+        """
         digest = hashlib.sha256()
         self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
@@ -306,7 +336,9 @@ class _Copy:
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None
-        decoder = protocol.Decoder(expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT)  # it may need all that it was offered
+        decoder = protocol.Decoder(
+            expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT
+        )  # it may need all that it was offered
         while True:
             data = os.read(self._process.stdout.fileno(), 1 << 18)
             if not data:

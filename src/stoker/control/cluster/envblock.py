@@ -1,4 +1,6 @@
-"""The `env:` block of a hosts file, replaced as text: comments, order and quoting of the rest stay as their author wrote them."""
+"""The `env:` block of a hosts file, replaced as text: comments, order and quoting of the rest stay as their author
+wrote them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from stoker.contract.wholefile import WholeFile
 from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NOTE = "measured by `stoker cluster check --tune`"
-# From `env:` at the start of a line to the next line that begins with something else than a space or a comment that belongs to the block.
+# From `env:` at the start of a line to the next line that begins with something else than a space or a comment that
+# belongs to the block.
 _BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 
 
@@ -21,10 +24,20 @@ def with_env(text: str, env: dict[str, str]) -> str:
     before = parse_yaml(text) or {}
     try:
         parse_json(text)
-        return json.dumps({**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}, indent=1) + "\n"
+        return (
+            json.dumps(
+                {**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})},
+                indent=1,
+            )
+            + "\n"
+        )
     except ValueError:
         pass  # not JSON: YAML, with comments worth keeping
-    block = f"env:   # {_NOTE}\n" + "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items()) if env else ""
+    block = (
+        f"env:   # {_NOTE}\n" + "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items())
+        if env
+        else ""
+    )
     found = _BLOCK.search(text)
     if found:
         blank = "\n" if found[0].endswith("\n\n") and block else ""

@@ -1,4 +1,6 @@
-"""What a check of several hosts has found out: each host by itself, each ordered pair, and all of them together. Frozen, and as JSON."""
+"""What a check of several hosts has found out: each host by itself, each ordered pair, and all of them together.
+Frozen, and as JSON.
+"""
 
 from __future__ import annotations
 
@@ -88,5 +90,7 @@ class Facts:
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = as_json(self)
-        found["pairs"] = [{**one, "ports": {str(port): why for port, why in one["ports"].items()}} for one in found["pairs"]]
+        found["pairs"] = [
+            {**one, "ports": {str(port): why for port, why in one["ports"].items()}} for one in found["pairs"]
+        ]
         return found

@@ -1,10 +1,11 @@
-"""The hosts of a run, in rank order: from a hosts file (YAML or JSON) or from `a,b,user@c`. Everything that can't be is refused here.
+"""The hosts of a run, in rank order: from a hosts file (YAML or JSON) or from `a,b,user@c`. Everything that can't be is
+refused here.
 
-    ssh_config: ~/.ssh/config        # optional
-    defaults: {user: train, python: ~/venv/bin/python, workdir: ~/train}
-    hosts:
-      - {host: 192.168.1.100, slots: 2}
-      - {host: 192.168.1.101, slots: 1, interface: eth1}
+ssh_config: ~/.ssh/config        # optional
+defaults: {user: train, python: ~/venv/bin/python, workdir: ~/train}
+hosts:
+  - {host: 192.168.1.100, slots: 2}
+  - {host: 192.168.1.101, slots: 1, interface: eth1}
 """
 
 from __future__ import annotations
@@ -68,17 +69,28 @@ def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if told.endswith(_FILE):
         return from_mapping(_parse(told), told, ssh_options)
     if "/" in told:
-        raise Refusal(f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas", EX_USAGE)
+        raise Refusal(
+            f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas", EX_USAGE
+        )
     words = [word.strip() for word in told.split(",")]
     if not any(words):
         raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
     if not all(words):
         raise Refusal(f"--hosts {told}: an empty name between two commas", EX_USAGE)
-    return _checked([_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words], "--hosts", None, ssh_options, None, {})
+    return _checked(
+        [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words],
+        "--hosts",
+        None,
+        ssh_options,
+        None,
+        {},
+    )
 
 
 def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
-    """What a hosts file holds. `path` is named in refusals, and files are looked for beside it; not `written`: it is not there yet."""
+    """What a hosts file holds. `path` is named in refusals, and files are looked for beside it; not `written`: it is
+    not there yet.
+    """
     for key in data:
         if key not in _TOP:
             _refuse(path, f"unknown key {key!r}{suggest(str(key), _TOP)}")
@@ -88,7 +100,11 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        _refuse(path, f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}")
+        _refuse(
+            path,
+            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100,"
+            " slots: 2}",
+        )
     folder = os.path.dirname(os.path.abspath(path))
     config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
     options = data.get("ssh_options") or []
@@ -101,16 +117,24 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
         name = entry.get("host", number)
         where = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
         _known_keys(entry, where)
-        base = {key: value for key, value in defaults.items() if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))}
+        base = {
+            key: value
+            for key, value in defaults.items()
+            if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))
+        }
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
-    return _checked(hosts, path, config, ssh_options, path if written else None, _environment(data.get("env") or {}, path))
+    return _checked(
+        hosts, path, config, ssh_options, path if written else None, _environment(data.get("env") or {}, path)
+    )
 
 
 def _parse(path: str) -> dict[Any, Any]:
     try:
         data = parse_yaml(read_text(path))  # JSON is YAML
     except FileNotFoundError as problem:
-        raise Refusal(f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT) from problem
+        raise Refusal(
+            f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT
+        ) from problem
     except OSError as problem:
         raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except NotYaml as problem:
@@ -129,7 +153,11 @@ def _entry(entry: Any, where: str) -> dict[str, Any]:
         user, at, host = entry.rpartition("@")
         return {"user": user, "host": host} if at else {"host": entry}
     if not isinstance(entry, dict):
-        _refuse(where, f"{_found(entry)}; {'put the name in quotes' if isinstance(entry, (bool, int, float)) else 'write {host: NAME}'}")
+        _refuse(
+            where,
+            f"{_found(entry)};"
+            f" {'put the name in quotes' if isinstance(entry, (bool, int, float)) else 'write {host: NAME}'}",
+        )
     if isinstance(entry.get("host"), str) and "@" in entry["host"] and "user" not in entry:
         user, _, host = entry["host"].rpartition("@")
         return {**entry, "user": user, "host": host}
@@ -159,7 +187,9 @@ def _known_keys(entry: Mapping[Any, Any], where: str, without: tuple[str, ...] =
         _refuse(where, "python and venv are both given; a venv means its bin/python")
 
 
-def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[str, ...], ssh_config: str | None) -> Host:
+def _host(
+    entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[str, ...], ssh_config: str | None
+) -> Host:
     name = entry.get("host", "")
     if not name:
         _refuse(where, "host: is missing; it is the name or address that ssh is given")
@@ -186,8 +216,20 @@ def _host(entry: Mapping[str, Any], where: str, folder: str, ssh_options: tuple[
     if here is None:
         here = not port and not ssh_options and _is_here(name, user, ssh_config is None)
     identity = _local_file(entry.get("identity"), f"{where}: identity", folder)
-    return Host(name, name, entry.get("address"), user, port, identity, python, workdir, _gpus(entry.get("gpus"), where), entry.get("interface"),
-                entry.get("slots"), here)  # fmt: skip
+    return Host(
+        name,
+        name,
+        entry.get("address"),
+        user,
+        port,
+        identity,
+        python,
+        workdir,
+        _gpus(entry.get("gpus"), where),
+        entry.get("interface"),
+        entry.get("slots"),
+        here,
+    )
 
 
 def _no_port(name: str, where: str) -> None:
@@ -285,11 +327,17 @@ def _environment(told: Any, path: str) -> dict[str, str]:
     return {name: str(value) for name, value in told.items()}
 
 
-def _checked(hosts: list[Host], where: str, config: str | None, options: tuple[str, ...], path: str | None, env: dict[str, str]) -> Hosts:
+def _checked(
+    hosts: list[Host], where: str, config: str | None, options: tuple[str, ...], path: str | None, env: dict[str, str]
+) -> Hosts:
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:
-            _refuse(where, f"host {host.name} is there twice; name each host once and give it more slots", EX_CONFIG if path else EX_USAGE)
+            _refuse(
+                where,
+                f"host {host.name} is there twice; name each host once and give it more slots",
+                EX_CONFIG if path else EX_USAGE,
+            )
         seen.add(host.name)
     ours = [host.name for host in hosts if host.here]
     if len(ours) > 1:

@@ -1,4 +1,6 @@
-"""`stoker cluster init`: a hosts file, written by asking the hosts for their cards, their torch and their way to each other."""
+"""`stoker cluster init`: a hosts file, written by asking the hosts for their cards, their torch and their way to each
+other.
+"""
 
 from __future__ import annotations
 
@@ -45,27 +47,53 @@ class Answer:
         cards = " + ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
         if not cards:
             cards = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
-        torch = f"torch {self.torch} (Python {self.python_version})" if self.torch else f"no torch in {self.python}" if self.python else "no Python"
+        torch = (
+            f"torch {self.torch} (Python {self.python_version})"
+            if self.torch
+            else f"no torch in {self.python}"
+            if self.python
+            else "no Python"
+        )
         return redact.whole(" ".join(f"{cards}, {torch}".split()))
 
 
 def main_part(
-    names: list[str], out: str, defaults: Mapping[str, Any], more: Mapping[str, Any], ssh_options: tuple[str, ...], force: bool, gather: Gather, say: Say
+    names: list[str],
+    out: str,
+    defaults: Mapping[str, Any],
+    more: Mapping[str, Any],
+    ssh_options: tuple[str, ...],
+    force: bool,
+    gather: Gather,
+    say: Say,
 ) -> None:
-    """`defaults`: user, python, identity … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
+    """`defaults`: user, python, identity … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or
+    nothing.
+    """
     if os.path.lexists(out) and not force:
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))
     if not os.access(folder, os.W_OK):
-        raise Refusal(f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}", EX_CANTCREAT)
-    wanted = {**more, "defaults": dict(defaults), "hosts": list(names), **({"ssh_options": list(ssh_options)} if ssh_options else {})}
+        raise Refusal(
+            f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}",
+            EX_CANTCREAT,
+        )
+    wanted = {
+        **more,
+        "defaults": dict(defaults),
+        "hosts": list(names),
+        **({"ssh_options": list(ssh_options)} if ssh_options else {}),
+    }
     hosts = from_mapping(wanted, out, written=False)
     answers = _ask(hosts, gather)
     for answer in answers:
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
     _write(out, text(answers, defaults, {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
-    say(f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}` looks closer")
+    say(
+        f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}`"
+        " looks closer"
+    )
 
 
 def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
@@ -73,7 +101,9 @@ def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
     try:
         links = [transport.reach(host, hosts) for host in hosts.hosts]
     except FileNotFoundError as problem:
-        raise Refusal("other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE) from problem
+        raise Refusal(
+            "other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE
+        ) from problem
 
     def hear(member: Any, message: Any, payload: bytes) -> None:
         asking.hear(member.host, message, payload)
@@ -87,12 +117,19 @@ def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
         found, ways = asking.answers(setups, MEET_S + 60.0), asking.answers(first, MEET_S)
         _refuse_failed({name: {**ways[name], **found[name]} for name in by_name})
         addresses = {name: name if is_address(name) else ways[name].get("reached_at") for name in by_name}
-        peers = {name: [address for other, address in addresses.items() if other != name and address] for name in by_name}
-        routes = asking.answers(asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S), ROUTE_S + 1)
+        peers = {
+            name: [address for other, address in addresses.items() if other != name and address] for name in by_name
+        }
+        routes = asking.answers(
+            asking.ask("route", {name: {"to": peers[name]} for name in by_name}, ROUTE_S), ROUTE_S + 1
+        )
         _refuse_failed(routes)
     finally:
         members.close()
-    return [_answer(host.user, name, pythons[name], found[name], routes[name], addresses[name]) for name, host in by_name.items()]
+    return [
+        _answer(host.user, name, pythons[name], found[name], routes[name], addresses[name])
+        for name, host in by_name.items()
+    ]
 
 
 def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -102,7 +139,9 @@ def _refuse_failed(answers: Mapping[str, Mapping[str, Any]]) -> None:
         raise Refusal(lines[0], EX_UNAVAILABLE, cause="host.agent", more=lines[1:])
 
 
-def _answer(user: str | None, name: str, asked: list[str], found: Mapping[str, Any], way: Mapping[str, Any], address: str | None) -> Answer:
+def _answer(
+    user: str | None, name: str, asked: list[str], found: Mapping[str, Any], way: Mapping[str, Any], address: str | None
+) -> Answer:
     """`asked`: the Pythons it was to look for. Another one does not get into the file."""
     pythons = [one for one in found["pythons"] if one.get("python") in asked]
     best = next((one for one in pythons if one.get("torch")), pythons[0] if pythons else {})
@@ -110,8 +149,17 @@ def _answer(user: str | None, name: str, asked: list[str], found: Mapping[str, A
     interfaces = {one["interface"] for one in ways}
     here = address or next((one["source"] for one in ways if "source" in one), None)
     cards = tuple(kind or "unknown GPU" for kind in found["gpus"])
-    return Answer(name, user, cards, found["gpu_error"], best.get("python"), best.get("version"), best.get("torch"),
-                  interfaces.pop() if len(interfaces) == 1 else None, None if is_address(name) else here)  # fmt: skip
+    return Answer(
+        name,
+        user,
+        cards,
+        found["gpu_error"],
+        best.get("python"),
+        best.get("version"),
+        best.get("torch"),
+        interfaces.pop() if len(interfaces) == 1 else None,
+        None if is_address(name) else here,
+    )
 
 
 def text(answers: list[Answer], defaults: Mapping[str, Any], more: Mapping[str, Any]) -> str:

@@ -1,4 +1,6 @@
-"""What belongs to a working directory: what git knows of it where it is a checkout, else all but what is made anew anyway."""
+"""What belongs to a working directory: what git knows of it where it is a checkout, else all but what is made anew
+anyway.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def working_directory(root: str) -> Listing:
 
 
 def tree(path: str) -> Listing:
-    """Prepared data or weights: a file or all of a folder. Links are followed: a cache of models is full of links to its own store."""
+    """Prepared data or weights: a file or all of a folder. Links are followed: a cache of models is full of links to
+    its own store.
+    """
     path = os.path.abspath(path)
     if os.path.isfile(path):
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)
@@ -65,7 +69,11 @@ def _followed(root: str) -> Iterator[str]:
             place = os.path.join(folder, name)
             real = os.path.realpath(place)
             if real in mine:
-                raise Refusal(f"--stage {root}: the link {place} leads back to {real}, which it is in; remove it, or stage what is beside it", EX_NOINPUT)
+                raise Refusal(
+                    f"--stage {root}: the link {place} leads back to {real}, which it is in; remove it, or stage what"
+                    " is beside it",
+                    EX_NOINPUT,
+                )
             above[place] = mine | {real}
         for name in names:
             yield os.path.relpath(os.path.join(folder, name), root)
@@ -99,21 +107,33 @@ def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = Fal
 def _git(root: str) -> Iterator[str] | None:
     """None: not a checkout, or no git to ask."""
     try:
-        inside = subprocess.run(["git", "-C", root, "rev-parse", "--is-inside-work-tree"], capture_output=True, text=True, check=False)
+        inside = subprocess.run(
+            ["git", "-C", root, "rev-parse", "--is-inside-work-tree"], capture_output=True, text=True, check=False
+        )
     except FileNotFoundError:
         return None
     if inside.returncode or inside.stdout.strip() != "true":
         if "dubious ownership" in inside.stderr:
-            raise Refusal(f"git does not trust {root} ({inside.stderr.strip().splitlines()[0]}), so what it ignores is not known", EX_NOINPUT)
+            raise Refusal(
+                f"git does not trust {root} ({inside.stderr.strip().splitlines()[0]}), so what it ignores is not known",
+                EX_NOINPUT,
+            )
         return None
-    if subprocess.run(["git", "-C", root, "check-ignore", "-q", root], capture_output=True, check=False).returncode == 0:
+    if (
+        subprocess.run(["git", "-C", root, "check-ignore", "-q", root], capture_output=True, check=False).returncode
+        == 0
+    ):
         return None  # a folder that the checkout around it ignores as a whole: its own master
     return _git_files(root)
 
 
 def _git_files(root: str) -> Iterator[str]:
     tracked = _git_list(root, "--cached")
-    others = (path for path in _git_list(root, "--others", "--exclude-standard") if not any(part in LEFT_OUT for part in path.split("/")))
+    others = (
+        path
+        for path in _git_list(root, "--others", "--exclude-standard")
+        if not any(part in LEFT_OUT for part in path.split("/"))
+    )
     for path in [*tracked, *others]:
         place = os.path.join(root, path)
         if os.path.isdir(place) and not os.path.islink(place):  # a submodule, or a checkout of its own inside

@@ -1,4 +1,6 @@
-"""The way from this machine to a host's sshd: ssh connects and then nothing passes where full-size packets vanish on it."""
+"""The way from this machine to a host's sshd: ssh connects and then nothing passes where full-size packets vanish on
+it.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def hole(host: Host, hosts: Hosts) -> Hole | None:
 def _destination(host: Host, hosts: Hosts) -> tuple[str, int] | None:
     """What ssh itself makes of the name."""
     argv = ssh_command(host, hosts, ["true"])
-    said = subprocess.run([argv[0], "-G", *argv[1:-1]], capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL)
+    said = subprocess.run(
+        [argv[0], "-G", *argv[1:-1]], capture_output=True, text=True, timeout=5, check=False, stdin=subprocess.DEVNULL
+    )
     found = dict(line.split(" ", 1) for line in said.stdout.splitlines() if " " in line)
     if said.returncode or found.get("proxyjump", "none") != "none" or found.get("proxycommand", "none") != "none":
         return None

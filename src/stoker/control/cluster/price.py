@@ -1,4 +1,6 @@
-"""What a step's gradients cost on this network: 2(n-1)/n of their bytes cross each link (ring all-reduce), divided by its bandwidth."""
+"""What a step's gradients cost on this network: 2(n-1)/n of their bytes cross each link (ring all-reduce), divided by
+its bandwidth.
+"""
 
 from __future__ import annotations
 

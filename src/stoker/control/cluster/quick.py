@@ -1,4 +1,6 @@
-"""The part of the check that is cheap enough to run before every start: builds, ports, names, clocks. Well under 3 s where all is well."""
+"""The part of the check that is cheap enough to run before every start: builds, ports, names, clocks. Well under 3 s
+where all is well.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,11 @@ def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: in
             continue
         known: Torch = read(Torch, {key: value for key, value in torch.items() if key != "python"})
         resolves = {word: tuple(addresses) for word, addresses in answer["resolves"].items()}
-        found[name] = replace(found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python"))
+        found[name] = replace(
+            found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python")
+        )
     for name, (half, skew) in skews(asking, names, 2).items():
         found[name] = replace(found[name], skew=skew, skew_error=half)
-    return between.findings(Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.srun else (*ONLY, TWICE))
+    return between.findings(
+        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.srun else (*ONLY, TWICE)
+    )

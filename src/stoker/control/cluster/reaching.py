@@ -1,4 +1,6 @@
-"""The network between the hosts, tried by the hosts themselves: every one listens, every other connects, then they stream to each other."""
+"""The network between the hosts, tried by the hosts themselves: every one listens, every other connects, then they
+stream to each other.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,17 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
         return [], 0, None
     token = secrets.token_hex(16)
     wanted = dict.fromkeys(addresses, 0) | {next(iter(addresses)): store_port}
-    question = asking.ask("net", {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()}, 120.0)
+    question = asking.ask(
+        "net",
+        {name: {"address": address, "token": token, "store_port": wanted[name]} for name, address in addresses.items()},
+        120.0,
+    )
     first = {name: fitting(PORTS, word, "its ports") for name, word in asking.words(question, 1, NET_S).items()}
     ports = {name: word["ports"] for name, word in first.items() if "ports" in word}
-    peers = {name: {other: {"address": addresses[other], "ports": ports[other]} for other in ports if other != name} for name in ports}
+    peers = {
+        name: {other: {"address": addresses[other], "ports": ports[other]} for other in ports if other != name}
+        for name in ports
+    }
     asking.tell(question, {name: {"do": "meet", "peers": one} for name, one in peers.items()})
     pairs = []
     for source, word in asking.words(question, 2, NET_S).items():
@@ -39,14 +48,23 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
             one = fitting(PAIR, word.get(target, {"error": word.get("error") or "no answer"}), target)
             tried = one["ports"] if "ports" in one else dict.fromkeys(map(str, ports[target]), one["error"])
             closed = {port: tried[str(port)] for port in ports[target] if str(port) in tried}
-            pairs.append(Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes")))
+            pairs.append(
+                Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes"))
+            )
     unheard = [name for name in addresses if name not in ports]
-    pairs += [Pair(name, other, {}, error=first[name].get("error", "no answer")) for name in unheard for other in addresses if other != name]
+    pairs += [
+        Pair(name, other, {}, error=first[name].get("error", "no answer"))
+        for name in unheard
+        for other in addresses
+        if other != name
+    ]
     return pairs, next((one[0] for one in ports.values()), 0), question
 
 
 def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
-    """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more, alone."""
+    """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more,
+    alone.
+    """
     names = list(addresses)
     good = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}
@@ -60,12 +78,26 @@ def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pa
     return [replace(pair, rate=rates.get((pair.source, pair.target))) for pair in pairs]
 
 
-def _round(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: Iterable[Pair]) -> dict[tuple[str, str], float]:
+def _round(
+    asking: Asking, question: Question, addresses: Mapping[str, str], pairs: Iterable[Pair]
+) -> dict[tuple[str, str], float]:
     mine = {pair.source: pair for pair in pairs}
     said = {name: len(question.more[name]) for name in mine}
-    asking.tell(question, {name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))} for name, pair in mine.items()})
-    late = asking.wait(STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine))
-    words = {name: question.more[name][said[name]] for name in mine if name not in late and len(question.more[name]) > said[name]}
+    asking.tell(
+        question,
+        {
+            name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
+            for name, pair in mine.items()
+        },
+    )
+    late = asking.wait(
+        STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
+    )
+    words = {
+        name: question.more[name][said[name]]
+        for name in mine
+        if name not in late and len(question.more[name]) > said[name]
+    }
     rates = {name: fitting(RATE, word, "its rate") for name, word in words.items()}
     return {(name, mine[name].target): word["rate"] for name, word in rates.items() if "rate" in word}
 

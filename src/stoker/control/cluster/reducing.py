@@ -22,7 +22,13 @@ def may_reduce(facts: Facts) -> bool:
     """Only where it can end: two hosts, torch on all of them, and every pair lets full packets through."""
     hosts = _able(facts)
     alike = len({build(one) for one in hosts}) == 1
-    return len(hosts) > 1 and len(hosts) == len(facts.there) and alike and bool(facts.pairs) and all(not pair.closed and pair.big for pair in facts.pairs)
+    return (
+        len(hosts) > 1
+        and len(hosts) == len(facts.there)
+        and alike
+        and bool(facts.pairs)
+        and all(not pair.closed and pair.big for pair in facts.pairs)
+    )
 
 
 def _able(facts: Facts) -> list[OneHost]:
@@ -30,7 +36,10 @@ def _able(facts: Facts) -> list[OneHost]:
 
 
 def backend_of(facts: Facts) -> str:
-    cards = all(one.examination and one.examination.machine.gpus and one.torch and one.torch.cuda and one.torch.nccl for one in facts.there)
+    cards = all(
+        one.examination and one.examination.machine.gpus and one.torch and one.torch.cuda and one.torch.nccl
+        for one in facts.there
+    )
     return "nccl" if cards else "gloo"
 
 
@@ -44,15 +53,27 @@ def run_env(facts: Facts, hosts: Hosts) -> dict[str, dict[str, str]]:
     return {one.name: {**interface_env(one), **hosts.env, **travels} for one in facts.there}
 
 
-def reduce(asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Mapping[str, str]], repeats: int = REPEATS) -> Reduce:
-    """`worker`: the open question to each host's torch. Rank 0's store takes a free port, which the others are then told."""
+def reduce(
+    asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Mapping[str, str]], repeats: int = REPEATS
+) -> Reduce:
+    """`worker`: the open question to each host's torch. Rank 0's store takes a free port, which the others are then
+    told.
+    """
     hosts, backend = _able(facts), backend_of(facts)
     orders = {
         one.name: {
-            "do": "reduce", "rank": rank, "world": len(hosts), "address": hosts[0].address, "backend": backend, "seconds": REDUCE_S, "target": TARGET_S,
-            "repeats": repeats, "env": {**env[one.name], **_card(one, backend)},
-        } for rank, one in enumerate(hosts)
-    }  # fmt: skip
+            "do": "reduce",
+            "rank": rank,
+            "world": len(hosts),
+            "address": hosts[0].address,
+            "backend": backend,
+            "seconds": REDUCE_S,
+            "target": TARGET_S,
+            "repeats": repeats,
+            "env": {**env[one.name], **_card(one, backend)},
+        }
+        for rank, one in enumerate(hosts)
+    }
     said = {name: len(worker.more[name]) for name in orders}
     first, *others = orders
     asking.tell(worker, {first: orders[first]})
@@ -62,7 +83,11 @@ def reduce(asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Map
     said[first] += 1
     asking.tell(worker, {name: {**orders[name], "port": store["port"]} for name in others})
     words = {name: fitting(TIMES, _next(asking, worker, name, said[name]), "its times") for name in orders}
-    wrong = [f"{name}: {word.get('error', 'no times')}" for name, word in words.items() if not word.get("times") or min(word["times"]) <= 0]
+    wrong = [
+        f"{name}: {word.get('error', 'no times')}"
+        for name, word in words.items()
+        if not word.get("times") or min(word["times"]) <= 0
+    ]
     if wrong:
         return Reduce(len(hosts), backend, error="; ".join(wrong[:3]))
     return Reduce(len(hosts), backend, words[first]["bytes"], tuple(words[first]["times"]))
@@ -70,13 +95,20 @@ def reduce(asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Map
 
 def _next(asking: Asking, worker: Question, name: str, said: int) -> dict[str, Any]:
     asking.wait(REDUCE_S + 3.0, lambda host: len(worker.more[host]) > said or host in worker.answers, [name])
-    found: dict[str, Any] = worker.more[name][said] if len(worker.more[name]) > said else worker.answers.get(name) or {"error": "no answer"}
+    found: dict[str, Any] = (
+        worker.more[name][said] if len(worker.more[name]) > said else worker.answers.get(name) or {"error": "no answer"}
+    )
     return found
 
 
 def _card(one: OneHost, backend: str) -> dict[str, str]:
     """The card with most room."""
-    gpus = [gpu for gpu in one.examination.machine.gpus if not gpu.error] if one.examination and backend == "nccl" else []
+    gpus = (
+        [gpu for gpu in one.examination.machine.gpus if not gpu.error] if one.examination and backend == "nccl" else []
+    )
     if not gpus:
         return {}
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": max(gpus, key=lambda gpu: gpu.memory_free or 0).uuid}
+    return {
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": max(gpus, key=lambda gpu: gpu.memory_free or 0).uuid,
+    }

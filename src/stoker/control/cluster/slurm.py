@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 ASK_S = 20.0
 _INTERACTIVE_STEP = "4294967290"  # salloc's own shell, where the site puts it on the first node
 
-# What a job's request leaves in the environment becomes a default of every srun in it: a job made with --gpus-per-task would give
-# our one task one GPU, --ntasks-per-node=8 a warning, --cpus-per-task a step bound to that many CPUs.
+# What a job's request leaves in the environment becomes a default of every srun in it: a job made with --gpus-per-task
+# would give our one task one GPU, --ntasks-per-node=8 a warning, --cpus-per-task a step bound to that many CPUs.
 _REQUEST = re.compile(
     r"(SLURM|SRUN)_(.*(GPU|GRES|TRES|CPUS_PER_TASK|NTASKS|NPROCS|TASKS_PER_NODE|_BIND|DISTRIBUTION|MEM_PER_|THREADS|CORE_SPEC|HINT|EXACT|EXCLUSIVE|WHOLE).*"
     r"|NNODES|NODELIST|EXPORT_ENV|LABELIO|UNBUFFEREDIO|OPEN_MODE|(STD)?(IN|OUT|ERR)PUT.*|STD(IN|OUT|ERR)MODE|WAIT|KILL_BAD_EXIT|MULTI_PROG)"
@@ -29,19 +29,29 @@ _REQUEST = re.compile(
 
 
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
-    """The nodes of the job we are in, in Slurm's order. None: no allocation, or a share of it that is one task on one node: an ordinary local run."""
+    """The nodes of the job we are in, in Slurm's order. None: no allocation, or a share of it that is one task on one
+    node: an ordinary local run.
+    """
     job = environ.get("SLURM_JOB_ID")
     if not job or run_we_are_in(environ):
         return None  # a rank's own `stoker run` has its rank's place, not the whole job's
     if not _whole_job(environ):
         return None
     if environ.get("SLURM_HET_SIZE"):
-        raise Refusal(f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one; name the nodes with --hosts",
-                      EX_USAGE, cause="slurm.allocation")  # fmt: skip
+        raise Refusal(
+            f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one; name"
+            " the nodes with --hosts",
+            EX_USAGE,
+            cause="slurm.allocation",
+        )
     told = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not told:
-        raise Refusal(f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST): start stoker run in the job script or in salloc's shell", EX_UNAVAILABLE,
-                      cause="slurm.allocation")  # fmt: skip
+        raise Refusal(
+            f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST): start stoker run in the job script or in"
+            " salloc's shell",
+            EX_UNAVAILABLE,
+            cause="slurm.allocation",
+        )
     nodes = hostnames(told)
     tasks = dict(zip(nodes, per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
     gpus = _gpus(_running(job))
@@ -52,31 +62,51 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
 
     hosts = tuple(
         Host(
-            name=node, target=node, address=addresses.get(node), user=None, port=None, identity=None, python=sys.executable, workdir=None, gpus=None,
-            interface=None, slots=None if gpus.get(node) else tasks.get(node, 1), here=node == here,
+            name=node,
+            target=node,
+            address=addresses.get(node),
+            user=None,
+            port=None,
+            identity=None,
+            python=sys.executable,
+            workdir=None,
+            gpus=None,
+            interface=None,
+            slots=None if gpus.get(node) else tasks.get(node, 1),
+            here=node == here,
         )
         for node in nodes
-    )  # fmt: skip
-    srun = {node: (*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}") for node in nodes}
+    )
+    srun = {
+        node: (*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}") for node in nodes
+    }
     return Hosts(hosts=hosts, ssh_config=None, ssh_options=(), path=None, env={}, srun=srun)
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:
-    """Are we the job's script or shell? Else we are a task of a step: alone in it (its place is ours), or one of many (which can't be meant)."""
+    """Are we the job's script or shell? Else we are a task of a step: alone in it (its place is ours), or one of many
+    (which can't be meant).
+    """
     step = environ.get("SLURM_STEP_ID")
     if step is None or step == _INTERACTIVE_STEP or environ.get("SLURM_PTY_PORT"):
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if is_count(tasks) and int(tasks) > 1:
-        raise Refusal(f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job script or in salloc's shell; "
-                      "it starts the ranks on all nodes itself", EX_USAGE, cause="slurm.allocation")  # fmt: skip
+        raise Refusal(
+            f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job"
+            " script or in salloc's shell; it starts the ranks on all nodes itself",
+            EX_USAGE,
+            cause="slurm.allocation",
+        )
     return False
 
 
 def link(host: Host, hosts: Hosts) -> transport.Link:
     """The agent on a node, through an srun of its own. The agent's files go first, over the same stream, as with ssh."""
     packed = bundle.pack()
-    argv = srun_command(host, hosts, [host.python or sys.executable, "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"])
+    argv = srun_command(
+        host, hosts, [host.python or sys.executable, "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]
+    )
     made = transport._start(argv, host.name)
     made.first_bytes = packed
     return made
@@ -89,22 +119,45 @@ def srun_command(host: Host, hosts: Hosts, words: list[str]) -> list[str]:
 
 
 def step_options(job: str, binds: bool) -> tuple[str, ...]:
-    """--overlap: the step shares what the job has with the job's script and with other agents' steps. All CPUs of the job on that node are the ranks'."""
-    found = (f"--jobid={job}", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--overlap", "--mpi=none", "--export=ALL", "--job-name=stoker-agent")
+    """--overlap: the step shares what the job has with the job's script and with other agents' steps. All CPUs of the
+    job on that node are the ranks'.
+    """
+    found = (
+        f"--jobid={job}",
+        "--nodes=1",
+        "--ntasks=1",
+        "--ntasks-per-node=1",
+        "--overlap",
+        "--mpi=none",
+        "--export=ALL",
+        "--job-name=stoker-agent",
+    )
     return (*found, "--cpu-bind=none") if binds else found  # where Slurm binds nothing, srun complains about the option
 
 
 def ask(*argv: str) -> str:
     """What one of Slurm's own programs answers."""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+        )
     except FileNotFoundError as problem:
-        raise Refusal(f"this is a Slurm job, and there is no {argv[0]} on the PATH: load Slurm's module, or name the nodes with --hosts", EX_UNAVAILABLE,
-                      cause="slurm.allocation") from problem  # fmt: skip
+        raise Refusal(
+            f"this is a Slurm job, and there is no {argv[0]} on the PATH: load Slurm's module, or name the nodes with"
+            " --hosts",
+            EX_UNAVAILABLE,
+            cause="slurm.allocation",
+        ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s", EX_UNAVAILABLE, cause="slurm.unreachable") from problem
+        raise Refusal(
+            f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s", EX_UNAVAILABLE, cause="slurm.unreachable"
+        ) from problem
     if done.returncode:
-        raise Refusal(f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}", EX_UNAVAILABLE, cause="slurm.unreachable")
+        raise Refusal(
+            f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}",
+            EX_UNAVAILABLE,
+            cause="slurm.unreachable",
+        )
     return done.stdout
 
 
@@ -136,10 +189,14 @@ def _running(job: str) -> str:
     except Refusal as refusal:
         if "Invalid job id" not in refusal.line:
             raise
-        raise Refusal(f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}", EX_UNAVAILABLE, cause="slurm.allocation") from refusal
+        raise Refusal(
+            f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
+        ) from refusal
     state = re.search(r"\bJobState=(\S+)", told)
     if state is not None and state[1] != "RUNNING":
-        raise Refusal(f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}", EX_UNAVAILABLE, cause="slurm.allocation")
+        raise Refusal(
+            f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
+        )
     return told
 
 
@@ -164,12 +221,16 @@ def gpu_count(held: str) -> int:
 
 
 def _addresses(nodes: list[str]) -> dict[str, str]:
-    """Where Slurm's own daemons reach each node, as a number. A name that means loopback here is no address for the others."""
+    """Where Slurm's own daemons reach each node, as a number. A name that means loopback here is no address for the
+    others.
+    """
     import ipaddress
     import socket
 
     found: dict[str, str] = {}
-    for name, address in re.findall(r"NodeName=(\S+).*?\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))):
+    for name, address in re.findall(
+        r"NodeName=(\S+).*?\bNodeAddr=(\S+)", ask("scontrol", "--oneliner", "show", "node", ",".join(nodes))
+    ):
         try:
             found[name] = str(ipaddress.ip_address(address))
             continue

@@ -1,4 +1,6 @@
-"""Asks Slurm what became of a job: `scontrol` while the controller remembers it, else `sacct` where there is accounting."""
+"""Asks Slurm what became of a job: `scontrol` while the controller remembers it, else `sacct` where there is
+accounting.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ def look(job: str) -> Job | None:
 
 def tasks_of(job: str) -> list[Job]:
     """A job by itself, or every task of an array; empty where the controller has forgotten it."""
-    return [one for one in map(read_controller, _run("scontrol", "--oneliner", "show", "job", job).splitlines()) if one is not None]
+    return [
+        one
+        for one in map(read_controller, _run("scontrol", "--oneliner", "show", "job", job).splitlines())
+        if one is not None
+    ]
 
 
 def _controller(job: str) -> Job | None:
@@ -40,13 +46,26 @@ def read_controller(line: str) -> Job | None:
     code = _BATCH.fullmatch(word("ExitCode"))
     array, task = word("ArrayJobId"), word("ArrayTaskId")
     return Job(
-        f"{array}_{task}" if array and task else word("JobId"), word("JobState"), word("Reason"), int(code[1]) if code else 0, int(code[2]) if code else 0,
-        int(word("Restarts") or 0), word("NodeList"), word("TimeLimit"),
-    )  # fmt: skip
+        f"{array}_{task}" if array and task else word("JobId"),
+        word("JobState"),
+        word("Reason"),
+        int(code[1]) if code else 0,
+        int(code[2]) if code else 0,
+        int(word("Restarts") or 0),
+        word("NodeList"),
+        word("TimeLimit"),
+    )
 
 
 def _accounting(job: str) -> Job | None:
-    text = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit")
+    text = _run(
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={job}",
+        "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit",
+    )
     lines = text.splitlines()
     return read_accounting(lines[0]) if lines else None
 
@@ -59,7 +78,17 @@ def read_accounting(line: str) -> Job | None:
     state, _, by = words[1].partition(" by ")
     code = _BATCH.fullmatch(words[2])
     clean = ["" if word in _UNTOLD else word for word in words]
-    return Job(words[0], state.strip(), clean[3], int(code[1]) if code else 0, int(code[2]) if code else 0, 0, clean[4], clean[5], by.strip())
+    return Job(
+        words[0],
+        state.strip(),
+        clean[3],
+        int(code[1]) if code else 0,
+        int(code[2]) if code else 0,
+        0,
+        clean[4],
+        clean[5],
+        by.strip(),
+    )
 
 
 def _run(*argv: str) -> str:
@@ -67,7 +96,15 @@ def _run(*argv: str) -> str:
     if shutil.which(argv[0]) is None:
         return ""
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=_ASK_S, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout if done.returncode == 0 else ""

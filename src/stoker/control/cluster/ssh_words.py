@@ -1,4 +1,6 @@
-"""What ssh, a login shell or Python said before any agent answered, as one line that names the host, the cause and what to do."""
+"""What ssh, a login shell or Python said before any agent answered, as one line that names the host, the cause and what
+to do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from stoker.control.cluster.bundle import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, T
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
-# (what was said, what it means, what to do). The first that fits: causes stand before what follows from them. {0} is the first group, {host} the host.
+# (what was said, what it means, what to do). The first that fits: causes stand before what follows from them. {0} is
+# the first group, {host} the host.
 _TABLE: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),
@@ -39,13 +42,20 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
      "look at its sshd's log"),
 )  # fmt: skip
-_SAID, _LINE = 8192, 300  # characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line
-_NOT_RUN = re.compile(r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE)
+_SAID, _LINE = (
+    8192,
+    300,
+)  # characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line
+_NOT_RUN = re.compile(
+    r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
+)
 _SHELL = {126: "can't be executed there", 127: "is not there"}
 
 
 def explain(host: str, said: str, code: int | None) -> str:
-    """`said`: all of stderr (and what came before the agent's first word). `code`: the exit status; None where it has not ended."""
+    """`said`: all of stderr (and what came before the agent's first word). `code`: the exit status; None where it has
+    not ended.
+    """
     said = "\n".join(printable(line, _LINE) for line in said[-_SAID:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
@@ -62,7 +72,9 @@ def explain(host: str, said: str, code: int | None) -> str:
 
 
 def _program(said: str) -> str:
-    """The path in a shell's complaint: `bash: line 1: /x/python: No such file or directory`, `sh: 1: python3: not found`, `zsh:1: …: /x/python`."""
+    """The path in a shell's complaint: `bash: line 1: /x/python: No such file or directory`, `sh: 1: python3: not
+    found`, `zsh:1: …: /x/python`.
+    """
     lines = [line for line in said.splitlines() if _NOT_RUN.search(line)]
     parts = [part.strip() for part in lines[-1].split(": ")] if lines else []
     named = [part for part in parts[1:] if not _NOT_RUN.search(part) and not re.fullmatch(r"(line )?\d+", part)]

@@ -27,25 +27,55 @@ SECRET = "STOKER_SUBMIT_SECRET_"
 @shape
 class SubmitOptions:
     nodes: int = option("nodes (default: 1)", default=1, flags=("-N",), metavar="N", group=_JOB)
-    gpus_per_node: str | None = option("GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB)
-    cpus_per_task: int | None = option("CPUs on each node (one task a node: Stoker starts the ranks)", default=None, flags=("-c",), metavar="N", group=_JOB)
+    gpus_per_node: str | None = option(
+        "GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB
+    )
+    cpus_per_task: int | None = option(
+        "CPUs on each node (one task a node: Stoker starts the ranks)",
+        default=None,
+        flags=("-c",),
+        metavar="N",
+        group=_JOB,
+    )
     mem: str | None = option("host memory on each node: 64G; 0 for all of it", default=None, metavar="SIZE", group=_JOB)
-    time: str | None = option("time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)", default=None, flags=("-t",), group=_JOB)
+    time: str | None = option(
+        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)",
+        default=None,
+        flags=("-t",),
+        group=_JOB,
+    )
     partition: str | None = option("partition", default=None, flags=("-p",), metavar="NAME", group=_JOB)
     account: str | None = option("account", default=None, flags=("-A",), metavar="NAME", group=_JOB)
-    sbatch_option: tuple[str, ...] = option("another option of sbatch: --sbatch-option=--exclude=node7", default=(), metavar="OPT", many=True, group=_JOB)
+    sbatch_option: tuple[str, ...] = option(
+        "another option of sbatch: --sbatch-option=--exclude=node7", default=(), metavar="OPT", many=True, group=_JOB
+    )
     array_seeds: str | None = option(
-        "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its environment", default=None, metavar="SEEDS",
+        "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its"
+        " environment",
+        default=None,
+        metavar="SEEDS",
         group=_LIFE,
-    )  # fmt: skip
-    requeue: bool = option("before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE)
+    )
+    requeue: bool = option(
+        "before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE
+    )
     signal_before: float = option(
-        "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)", default=60.0, parse=duration,
-        metavar="TIME", group=_LIFE,
-    )  # fmt: skip
-    name: str | None = option("name of the run and of the job; given again it goes on with that run if it is unfinished", default=None, group=_LIFE)
+        "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
+        default=60.0,
+        parse=duration,
+        metavar="TIME",
+        group=_LIFE,
+    )
+    name: str | None = option(
+        "name of the run and of the job; given again it goes on with that run if it is unfinished",
+        default=None,
+        group=_LIFE,
+    )
     runs_dir: str | None = option(
-        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)", default=None, metavar="DIR", group=_MORE
+        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)",
+        default=None,
+        metavar="DIR",
+        group=_MORE,
     )
     no_follow: bool = option("submit and return", default=False, group=_MORE)
     follow: str | None = option("follow a job that was submitted before", default=None, metavar="JOB", group=_MORE)
@@ -60,23 +90,47 @@ class JobScript:
 
 
 def make_script(
-    options: SubmitOptions, command: Sequence[str], words: Sequence[str], base: str, root: str, cwd: str, shrinks: bool = False
+    options: SubmitOptions,
+    command: Sequence[str],
+    words: Sequence[str],
+    base: str,
+    root: str,
+    cwd: str,
+    shrinks: bool = False,
 ) -> JobScript:
-    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its arguments. `base`: the job's name.
+    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its
+    arguments. `base`: the job's name.
 
     `shrinks`: the run goes on without a node that is lost.
     """
     check(options)
     folder = own_folder(root, job.FOLDER)
     log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
-    lines = [f"--job-name={base}", f"--nodes={options.nodes}", "--ntasks-per-node=1", f"--chdir={cwd}", f"--output={log}", "--open-mode=append", "--export=ALL"]
+    lines = [
+        f"--job-name={base}",
+        f"--nodes={options.nodes}",
+        "--ntasks-per-node=1",
+        f"--chdir={cwd}",
+        f"--output={log}",
+        "--open-mode=append",
+        "--export=ALL",
+    ]
     for flag, value in (
-        ("gpus-per-node", options.gpus_per_node), ("cpus-per-task", options.cpus_per_task), ("mem", options.mem), ("time", slurm_time(options.time)),
-        ("partition", options.partition), ("account", options.account), ("array", options.array_seeds),
-    ):  # fmt: skip
+        ("gpus-per-node", options.gpus_per_node),
+        ("cpus-per-task", options.cpus_per_task),
+        ("mem", options.mem),
+        ("time", slurm_time(options.time)),
+        ("partition", options.partition),
+        ("account", options.account),
+        ("array", options.array_seeds),
+    ):
         if value is not None:
             lines.append(f"--{flag}={value}")
-    lines += ["--requeue" if options.requeue else "--no-requeue", f"--signal=B:USR1@{math.ceil(options.signal_before)}", *options.sbatch_option]
+    lines += [
+        "--requeue" if options.requeue else "--no-requeue",
+        f"--signal=B:USR1@{math.ceil(options.signal_before)}",
+        *options.sbatch_option,
+    ]
     if shrinks:
         lines.append("--no-kill")  # else Slurm ends the whole job when one of its nodes fails
     for line in lines:
@@ -87,16 +141,28 @@ def make_script(
     at = 1 if command[-1] == "train" else 0  # train's first word is its stage
     if options.array_seeds:
         name += "-seed{seed}"
-        seed = ["--train.seed", '"$SLURM_ARRAY_TASK_ID"'] if command[-1] == "train" else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+        seed = (
+            ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
+            if command[-1] == "train"
+            else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+        )
         run = [*run[:at], *seed, *run[at:]]
     shown = _bash_name(name)
     run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
     made = _TEMPLATE.format(
-        notice=shlex.quote(os.path.join(folder, "")) + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
-        + job.NOTICE, options="\n".join("#SBATCH " + _sbatch_word(line) for line in lines), name=shown, command=" ".join([*map(shlex.quote, command), *run]),
-        needs="".join(f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets),
-        unset=" ".join(OF_A_RANK), seconds=math.ceil(options.signal_before), requeue=_REQUEUE if options.requeue else "",
-    )  # fmt: skip
+        notice=shlex.quote(os.path.join(folder, ""))
+        + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
+        + job.NOTICE,
+        options="\n".join("#SBATCH " + _sbatch_word(line) for line in lines),
+        name=shown,
+        command=" ".join([*map(shlex.quote, command), *run]),
+        needs="".join(
+            f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets
+        ),
+        unset=" ".join(OF_A_RANK),
+        seconds=math.ceil(options.signal_before),
+        requeue=_REQUEUE if options.requeue else "",
+    )
     return JobScript(made, name, secrets)
 
 
@@ -155,7 +221,11 @@ def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     shown: list[str] = []
     secrets: dict[str, str] = {}
     for before, word, seen in zip(["", *words], words, redact.arguments(list(words)), strict=False):
-        told = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL) if before == "--env" or word.startswith("--env=") else None
+        told = (
+            re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+            if before == "--env" or word.startswith("--env=")
+            else None
+        )
         if redact.HIDDEN not in seen or redact.HIDDEN in word:
             shown.append(shlex.quote(word))
         elif told:  # --env NAME takes it from the environment: not even the run's command line holds it
@@ -175,7 +245,9 @@ def slurm_time(text: str | None) -> str | None:
     try:
         return str(max(1, math.ceil(duration(text) / 60)))
     except ValueError as problem:
-        raise Refusal(f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE) from problem
+        raise Refusal(
+            f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE
+        ) from problem
 
 
 def limit_s(spelling: str) -> float | None:
@@ -194,10 +266,15 @@ def check(options: SubmitOptions) -> None:
     if options.cpus_per_task is not None and options.cpus_per_task < 1:
         raise Refusal(f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up", EX_USAGE)
     if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
-        raise Refusal(f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4", EX_USAGE)
+        raise Refusal(
+            f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4",
+            EX_USAGE,
+        )
     if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
         raise Refusal(f"--mem {options.mem}: write it like 64G, or 0 for all of the node's", EX_USAGE)
-    if options.array_seeds is not None and not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds):
+    if options.array_seeds is not None and not re.fullmatch(
+        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
+    ):
         raise Refusal(f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2", EX_USAGE)
     if not 1 <= options.signal_before <= 65535:
         raise Refusal(f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s", EX_USAGE)
@@ -206,14 +283,27 @@ def check(options: SubmitOptions) -> None:
             raise Refusal(f"{flag} {value!r}: not a name Slurm can have", EX_USAGE)
     for word in options.sbatch_option:
         if not word.startswith("-"):
-            raise Refusal(f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE)
+            raise Refusal(
+                f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE
+            )
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
-        raise Refusal(f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =", EX_USAGE)
+        raise Refusal(
+            f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =",
+            EX_USAGE,
+        )
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        raise Refusal(f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from 1 up", EX_USAGE)
+        raise Refusal(
+            f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
+            " 1 up",
+            EX_USAGE,
+        )
     limit = limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        raise Refusal(f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would give notice at once", EX_USAGE)
+        raise Refusal(
+            f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
+            " give notice at once",
+            EX_USAGE,
+        )
 
 
 def write(script: JobScript, root: str, base: str) -> str:
@@ -240,21 +330,48 @@ def write(script: JobScript, root: str, base: str) -> str:
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
-    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the new run's.
-    env = {name: value for name, value in environ.items() if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the
+    # new run's.
+    env = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
+    }
     env = {name: value for name, value in env.items() if name not in OF_A_RANK}
     try:
-        done = subprocess.run(["sbatch", "--parsable", path], capture_output=True, text=True, errors="replace", timeout=_SBATCH_S, check=False,
-                              stdin=subprocess.DEVNULL, env={**env, **script.secrets})  # fmt: skip
+        done = subprocess.run(
+            ["sbatch", "--parsable", path],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SBATCH_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env={**env, **script.secrets},
+        )
     except FileNotFoundError as problem:
-        raise Refusal("stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the cluster", EX_UNAVAILABLE,
-                      cause="slurm.unreachable") from problem  # fmt: skip
+        raise Refusal(
+            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the"
+            " cluster",
+            EX_UNAVAILABLE,
+            cause="slurm.unreachable",
+        ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}", EX_UNAVAILABLE, cause="slurm.unreachable") from problem
+        raise Refusal(
+            f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}",
+            EX_UNAVAILABLE,
+            cause="slurm.unreachable",
+        ) from problem
     if done.returncode:
-        said = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()]
+        said = [
+            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
+        ]
         os.unlink(path)
-        raise Refusal(f"sbatch refuses the job: {'; '.join(said) or f'exit code {done.returncode}'}", EX_UNAVAILABLE, cause="slurm.refused")
+        raise Refusal(
+            f"sbatch refuses the job: {'; '.join(said) or f'exit code {done.returncode}'}",
+            EX_UNAVAILABLE,
+            cause="slurm.refused",
+        )
     return done.stdout.strip().splitlines()[-1].partition(";")[0]
 
 

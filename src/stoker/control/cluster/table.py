@@ -23,18 +23,34 @@ def _gpus(one: OneHost) -> str:
 
 
 def _of_torch(part: str) -> Callable[[OneHost], str]:
-    return lambda one: "missing" if part == "version" and one.torch and one.torch.error else str(getattr(one.torch, part, None) or "") if one.torch else ""
+    return lambda one: (
+        "missing"
+        if part == "version" and one.torch and one.torch.error
+        else str(getattr(one.torch, part, None) or "")
+        if one.torch
+        else ""
+    )
 
 
 def _clock(one: OneHost) -> str:
     if one.skew is None:
         return ""
     exact = max(one.skew_error or 0.0, 0.0005)
-    return f"within {1000 * exact:.0f} ms" if abs(one.skew) <= exact * 2 else f"{one.skew:+.1f} s" if abs(one.skew) >= 0.5 else f"{1000 * one.skew:+.0f} ms"
+    return (
+        f"within {1000 * exact:.0f} ms"
+        if abs(one.skew) <= exact * 2
+        else f"{one.skew:+.1f} s"
+        if abs(one.skew) >= 0.5
+        else f"{1000 * one.skew:+.0f} ms"
+    )
 
 
 def _link(one: OneHost) -> str:
-    parts = [one.interface or "", f"{one.speed} Mbit/s" if one.speed and one.physical else "", f"MTU {one.mtu}" if one.mtu else ""]
+    parts = [
+        one.interface or "",
+        f"{one.speed} Mbit/s" if one.speed and one.physical else "",
+        f"MTU {one.mtu}" if one.mtu else "",
+    ]
     return ", ".join(part for part in parts if part)
 
 
@@ -78,28 +94,46 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
     made = []
     for label, cell, same in _ROWS:
         values = {one.name: cell(one) for one in facts.there}
-        if any(values.values()) and any(value != name for name, value in values.items()):  # an address that is the name says nothing new
+        if any(values.values()) and any(
+            value != name for name, value in values.items()
+        ):  # an address that is the name says nothing new
             made.append(_row(facts, label, values, _strange(facts, label, values, same)))
     for what in dict.fromkeys(name for one in facts.there for name in one.files or {}):
         digests = {one.name: (one.files or {}).get(what, "") for one in facts.there}
         shown = {name: digest[:8] or "missing" for name, digest in digests.items()}
         made.append(_row(facts, what, shown, {*odd(shown), *(name for name, digest in digests.items() if not digest)}))
     if facts.pairs:
-        worst = {one.name: _worst([pair for pair in facts.pairs if pair.source == one.name], facts) for one in facts.there}
+        worst = {
+            one.name: _worst([pair for pair in facts.pairs if pair.source == one.name], facts) for one in facts.there
+        }
         shut = {pair.source for pair in facts.pairs if pair.closed or pair.error or pair.big is False}
         reached = {one.name: _reached(facts, one) for one in facts.there}
         made.append(_row(facts, "reaches", reached, shut))
         made.append(_row(facts, "round trip", {name: cells[0] for name, cells in worst.items()}, set()))
         if any(rate for _, rate in worst.values()):
-            rates = {one.name: min((pair.rate for pair in facts.pairs if pair.source == one.name and pair.rate), default=0.0) for one in facts.there}
+            rates = {
+                one.name: min((pair.rate for pair in facts.pairs if pair.source == one.name and pair.rate), default=0.0)
+                for one in facts.there
+            }
             top = max(rates.values())
-            made.append(_row(facts, "one stream", {name: cells[1] for name, cells in worst.items()}, {name for name, rate in rates.items() if rate < top / 3}))
+            made.append(
+                _row(
+                    facts,
+                    "one stream",
+                    {name: cells[1] for name, cells in worst.items()},
+                    {name for name, rate in rates.items() if rate < top / 3},
+                )
+            )
     return made
 
 
 def _strange(facts: Facts, label: str, values: dict[str, str], same: bool) -> set[str]:
     if label == "clock":
-        return {one.name for one in facts.there if one.skew is not None and abs(one.skew) > CLOCK_S + (one.skew_error or 0.0)}
+        return {
+            one.name
+            for one in facts.there
+            if one.skew is not None and abs(one.skew) > CLOCK_S + (one.skew_error or 0.0)
+        }
     return set(odd({name: value for name, value in values.items() if value})) if same else set()
 
 
@@ -110,7 +144,11 @@ def _reached(facts: Facts, one: OneHost) -> str:
 
 
 def _row(facts: Facts, label: str, values: dict[str, str], marked: set[str]) -> tuple[str, list[str], list[bool]]:
-    return label, [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts], [one.name in marked for one in facts.hosts]
+    return (
+        label,
+        [printable(values.get(one.name) or ("" if one.error else NONE)) for one in facts.hosts],
+        [one.name in marked for one in facts.hosts],
+    )
 
 
 def lines(facts: Facts, width: int = 120) -> list[str]:
@@ -118,7 +156,10 @@ def lines(facts: Facts, width: int = 120) -> list[str]:
     body = rows(facts)
     labels = max((len(label) for label, _, _ in body), default=0)
     heads = [one.name + (" ✗" if one.error else "") for one in facts.hosts]
-    columns = [[heads[n], *((f"{MARK} " if marks[n] else "") + cells[n] for _, cells, marks in body)] for n in range(len(heads))]
+    columns = [
+        [heads[n], *((f"{MARK} " if marks[n] else "") + cells[n] for _, cells, marks in body)]
+        for n in range(len(heads))
+    ]
     widths = [max(len(cell) for cell in column) for column in columns]
     made: list[str] = []
     first = 0
@@ -129,6 +170,10 @@ def lines(facts: Facts, width: int = 120) -> list[str]:
         if made:
             made.append("")
         for number, label in enumerate(["", *(label for label, _, _ in body)]):
-            made.append("  ".join([label.ljust(labels), *(columns[n][number].ljust(widths[n]) for n in range(first, last))]).rstrip())
+            made.append(
+                "  ".join(
+                    [label.ljust(labels), *(columns[n][number].ljust(widths[n]) for n in range(first, last))]
+                ).rstrip()
+            )
         first = last
     return made

@@ -11,11 +11,16 @@ if TYPE_CHECKING:
 
     from stoker.control.cluster.hosts import Host, Hosts
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))  # the folder that holds stoker
-_BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
+ROOT = os.path.dirname(
+    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+)  # the folder that holds stoker
+_BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
+)
 
 CONNECT_S = 8  # a host that is switched off says nothing
-# Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined by the next attempt.
+# Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined
+# by the next attempt.
 _ALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
 # What a user's ~/.ssh/config may ask for at a keyboard, and would harm here.
 _QUIET = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
@@ -52,7 +57,9 @@ def local(stdin: int) -> Link:
 
 
 def reach(host: Host, hosts: Hosts) -> Link:
-    """The agent of any host of a hosts file: by ssh (in a Slurm job by srun), or by a pipe where it is this very machine."""
+    """The agent of any host of a hosts file: by ssh (in a Slurm job by srun), or by a pipe where it is this very
+    machine.
+    """
     if host.name in hosts.srun and not host.here:
         from stoker.control.cluster import slurm
 
@@ -67,16 +74,22 @@ def ssh(host: Host, hosts: Hosts) -> Link:
     from stoker.control.cluster import bundle
 
     packed = bundle.pack()
-    link = _start(ssh_command(host, hosts, [host.python or "python3", "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]), host.name)
+    link = _start(
+        ssh_command(
+            host, hosts, [host.python or "python3", "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]
+        ),
+        host.name,
+    )
     link.first_bytes = packed
     return link
 
 
 def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-    """The argv of an OpenSSH client that runs `words` there: the user's ~/.ssh/config, agent, jump hosts and known_hosts apply.
+    """The argv of an OpenSSH client that runs `words` there: the user's ~/.ssh/config, agent, jump hosts and
+    known_hosts apply.
 
-    No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word arrives as it is;
-    only a program that begins with ~ is looked for in the home there.
+    No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word
+    arrives as it is; only a program that begins with ~ is looked for in the home there.
     """
     argv = ["ssh", *_QUIET]
     if hosts.ssh_config is not None:
@@ -115,7 +128,9 @@ def remote_line(words: Sequence[str]) -> str:
 
 
 def _shared() -> list[str]:
-    """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may have 107 bytes."""
+    """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may
+    have 107 bytes.
+    """
     if unshared():
         return ["-oControlMaster=no", "-oControlPath=none"]
     return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
@@ -151,9 +166,16 @@ def _start(argv: list[str], host: str, local: bool = False) -> Link:
         os.set_blocking(handle, False)
     try:
         pid = os.posix_spawnp(
-            argv[0], argv, os.environ, setsid=True,
-            file_actions=[(os.POSIX_SPAWN_DUP2, there, 0), (os.POSIX_SPAWN_DUP2, back, 1), (os.POSIX_SPAWN_DUP2, complaints, 2)],
-        )  # fmt: skip
+            argv[0],
+            argv,
+            os.environ,
+            setsid=True,
+            file_actions=[
+                (os.POSIX_SPAWN_DUP2, there, 0),
+                (os.POSIX_SPAWN_DUP2, back, 1),
+                (os.POSIX_SPAWN_DUP2, complaints, 2),
+            ],
+        )
     except OSError:
         for handle in (orders, answers, errors):
             os.close(handle)

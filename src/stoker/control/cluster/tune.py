@@ -1,7 +1,8 @@
-"""Which transport settings help on this network. Measured, not believed: each alternates with the default, medians are compared.
+"""Which transport settings help on this network. Measured, not believed: each alternates with the default, medians are
+compared.
 
-What NCCL and gloo choose by themselves is mostly right; a setting stays only if every one of its rounds beats every one of the
-default's, and the median by more than 3 %.
+What NCCL and gloo choose by themselves is mostly right; a setting stays only if every one of its rounds beats every one
+of the default's, and the median by more than 3 %.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from stoker.control.cluster.reducing import backend_of, may_reduce, reduce, run_
 ROUNDS = 4
 REPEATS = 3  # all-reduces a round; their median counts
 GAIN = 0.03
-OURS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO")
+OURS = (
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_NTHREADS",
+    "NCCL_NSOCKS_PERTHREAD",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+)
 _VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "tap", "tun")
 
 Say = Callable[[str], None]
@@ -53,10 +61,13 @@ def median(values: tuple[float, ...]) -> float:
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
-def candidates(backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]) -> list[dict[str, str]]:
+def candidates(
+    backend: str, used: Mapping[str, str | None], addresses: Mapping[str, Mapping[str, list[str]]]
+) -> list[dict[str, str]]:
     """`used`: host -> interface in use; `addresses`: host -> interface -> its addresses.
 
-    An interface counts if every host has one of that name, each with an address of its own: Docker's bridge has the same everywhere.
+    An interface counts if every host has one of that name, each with an address of its own: Docker's bridge has the
+    same everywhere.
     """
     found: list[dict[str, str]] = []
     shared = set.intersection(*(set(one) for one in addresses.values())) if addresses else set()
@@ -70,8 +81,17 @@ def candidates(backend: str, used: Mapping[str, str | None], addresses: Mapping[
     if len(ways) > 1:
         found.append({variable: ",".join(ways)})
     if backend == "nccl":
-        found += [{"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets} for threads, sockets in (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))]
-        found += [{"NCCL_ALGO": "Ring"}, {"NCCL_ALGO": "Tree"}, {"NCCL_PROTO": "Simple"}, {"NCCL_PROTO": "LL"}, {"NCCL_PROTO": "LL128"}]
+        found += [
+            {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
+            for threads, sockets in (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
+        ]
+        found += [
+            {"NCCL_ALGO": "Ring"},
+            {"NCCL_ALGO": "Tree"},
+            {"NCCL_PROTO": "Simple"},
+            {"NCCL_PROTO": "LL"},
+            {"NCCL_PROTO": "LL128"},
+        ]
     return found
 
 
@@ -81,12 +101,30 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
         return ["--tune: nothing was tried: no all-reduce is possible yet, see above"]
     backend = backend_of(facts)
     routes = asking.answers(asking.ask("route", {one.name: {"to": []} for one in facts.there}, 5.0), 6.0)
-    options = candidates(backend, {one.name: one.interface for one in facts.there}, {name: answer.get("addresses", {}) for name, answer in routes.items()})
+    options = candidates(
+        backend,
+        {one.name: one.interface for one in facts.there},
+        {name: answer.get("addresses", {}) for name, answer in routes.items()},
+    )
     if not options:
-        return [_outcome(hosts, f"{backend} has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters", {})]
-    base = {name: {key: value for key, value in env.items() if key not in OURS or key not in hosts.env} for name, env in run_env(facts, hosts).items()}
+        return [
+            _outcome(
+                hosts,
+                f"{backend} has nothing to choose here: one interface leads to all hosts, and it has no other setting"
+                " that matters",
+                {},
+            )
+        ]
+    base = {
+        name: {key: value for key, value in env.items() if key not in OURS or key not in hosts.env}
+        for name, env in run_env(facts, hosts).items()
+    }
     for one in facts.there:
-        base[one.name] |= {key: one.interface for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if one.interface and key not in base[one.name]}
+        base[one.name] |= {
+            key: one.interface
+            for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+            if one.interface and key not in base[one.name]
+        }
     trials = [_try(asking, worker, facts, base, env, say) for env in options]
     helping = sorted((trial for trial in trials if trial.helps), key=lambda trial: -trial.gain)
     kept = helping[0] if helping else None
@@ -97,7 +135,10 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
     tried = f"{len(trials)} setting{'s' if len(trials) > 1 else ''} tried"
     if kept is None:
         return [_outcome(hosts, f"{tried}, none helps: the default stays", {})]
-    gives = f"{kept.name} gives {gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))} ({_more(kept.gain)})"
+    gives = (
+        f"{kept.name} gives {gigabits(median(kept.rates))} instead of {gigabits(median(kept.default))}"
+        f" ({_more(kept.gain)})"
+    )
     return [_outcome(hosts, f"{tried}; {gives}", kept.env)]
 
 
@@ -113,7 +154,9 @@ def _outcome(hosts: Hosts, said: str, kept: dict[str, str]) -> str:
     return f"--tune: {said}; " + (f"kept in {hosts.path}" if kept else f"what {hosts.path} had of it is removed")
 
 
-def _try(asking: Asking, worker: Question, facts: Facts, base: Mapping[str, Mapping[str, str]], env: dict[str, str], say: Say) -> Trial:
+def _try(
+    asking: Asking, worker: Question, facts: Facts, base: Mapping[str, Mapping[str, str]], env: dict[str, str], say: Say
+) -> Trial:
     """Default, setting, default, setting ... A setting that is no better after two rounds gets no more."""
     rates: list[float] = []
     default: list[float] = []
@@ -130,6 +173,8 @@ def _try(asking: Asking, worker: Question, facts: Facts, base: Mapping[str, Mapp
         if number == 1 and trial.gain <= 0:
             break
     no = "" if trial.helps else ", no measurable help"
-    say(f"{trial.name}: {gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))} ({_more(trial.gain)}{no})")
+    say(
+        f"{trial.name}: {gigabits(median(trial.rates))}, the default {gigabits(median(trial.default))}"
+        f" ({_more(trial.gain)}{no})"
+    )
     return trial
-

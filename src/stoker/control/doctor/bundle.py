@@ -1,4 +1,6 @@
-"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict. contract/redact.py takes secrets out."""
+"""A tar.gz for a support ticket: examination, findings, what nvidia-smi and the kernel say, the last run's verdict.
+contract/redact.py takes secrets out.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ LONGEST = 1 << 20  # characters of what a command says
 
 def write_bundle(path: str, found: Examination, findings: list[Finding], runs_dir: str) -> None:
     files = {
-        "examination.json": json.dumps(redact.data(found.to_json()), indent=1), "findings.json": json.dumps(redact.data(as_json(findings)), indent=1),
+        "examination.json": json.dumps(redact.data(found.to_json()), indent=1),
+        "findings.json": json.dumps(redact.data(as_json(findings)), indent=1),
         "environment.json": json.dumps(redact.environment(os.environ), indent=1),
-    }  # fmt: skip
+    }
     for name, argv in COMMANDS.items():
         files[name] = redact.whole(_said(argv)[-LONGEST:])  # of a log the end
     files["processes.txt"] = _processes()
     for name in (layout.RUN, layout.VERDICT, layout.EVENTS, layout.CONSOLE):
         try:
-            with os.fdopen(reader.open_in(reader.find(None, runs_dir).dir, name), encoding="utf-8", errors="replace") as file:
+            with os.fdopen(
+                reader.open_in(reader.find(None, runs_dir).dir, name), encoding="utf-8", errors="replace"
+            ) as file:
                 files[f"latest-run/{name}"] = _of_a_run(name, file.read())
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
@@ -60,15 +65,24 @@ def _processes() -> str:
         owner, resident = processes.owner(one.pid), processes.resident(one.pid)
         started = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(processes.started_at(one.start)))
         who = processes.user_name(owner) if owner is not None else "?"
-        lines.append(f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0} {printable(processes.command(one.pid) or f'[{one.name}]')}")
+        lines.append(
+            f"{one.pid} {one.parent} {who} {one.state} {started} {resident or 0}"
+            f" {printable(processes.command(one.pid) or f'[{one.name}]')}"
+        )
     return "\n".join(lines) + "\n"
 
 
 def _of_a_run(name: str, text: str) -> str:
-    """An older Stoker may have written it. JSON is read, so that names count as well as values; a line that is cut off is text."""
+    """An older Stoker may have written it. JSON is read, so that names count as well as values; a line that is cut off
+    is text.
+    """
     if name.endswith(".json"):
         return _of_json(text, 1)
-    return "".join(_of_json(line, None) for line in text.splitlines(keepends=True)) if name.endswith(".jsonl") else redact.whole(text)
+    return (
+        "".join(_of_json(line, None) for line in text.splitlines(keepends=True))
+        if name.endswith(".jsonl")
+        else redact.whole(text)
+    )
 
 
 def _of_json(text: str, indent: int | None) -> str:

@@ -16,9 +16,12 @@ from stoker.contract.shapes import Finding
 SLOW = 0.85  # of its twins, or of its own first measurement
 LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an H200 four fifths
 LOW_GBS = 0.6
-LOW_LINK = 0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than their neighbours
+LOW_LINK = (
+    0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than their neighbours
+)
 
-# NVIDIA's data sheets: dense bf16 TFLOP/s with fp32 accumulation, memory GB/s. The first name that is part of the card's counts.
+# NVIDIA's data sheets: dense bf16 TFLOP/s with fp32 accumulation, memory GB/s. The first name that is part of the
+# card's counts.
 CARDS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
@@ -95,9 +98,17 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
         return None
     twin = f"{head['card'] or 'CPU'}, {head['units']} units, torch {head['torch']}"
     return Replica(
-        head["rank"], label, head["card"], head["uuid"], twin, head["round"], tuple(steps), speeds.get("start"), speeds.get("end"),
+        head["rank"],
+        label,
+        head["card"],
+        head["uuid"],
+        twin,
+        head["round"],
+        tuple(steps),
+        speeds.get("start"),
+        speeds.get("end"),
         median(seconds) if seconds else None,
-    )  # fmt: skip
+    )
 
 
 def links_from(records: Iterable[Mapping[str, Any]]) -> list[Link]:
@@ -122,7 +133,9 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
 
 
 def sheet(card: str | None) -> tuple[float, float] | None:
-    """The card's own figures: dense bf16 TFLOP/s, memory GB/s. None for a card we have no figures of, a MIG slice, a laptop's chip of that name."""
+    """The card's own figures: dense bf16 TFLOP/s, memory GB/s. None for a card we have no figures of, a MIG slice, a
+    laptop's chip of that name.
+    """
     if not card or any(word in card for word in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
@@ -153,7 +166,11 @@ def _compare(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
     opinions, findings, contested = [], [], []
     for replica in twins:
         others = sum(1 for other in twins if other is not replica and other.steps)
-        bad = [(step, (loss, total)) for step, loss, total in replica.steps if expected[step % replica.round] not in (None, (loss, total))]
+        bad = [
+            (step, (loss, total))
+            for step, loss, total in replica.steps
+            if expected[step % replica.round] not in (None, (loss, total))
+        ]
         open_steps = [step for step, _, _ in replica.steps if expected[step % replica.round] is None]
         if bad:
             opinions.append(Opinion(replica.rank, False, others, bad[0][0]))
@@ -170,7 +187,9 @@ def _compare(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
 
 
 def _expected(values: Mapping[int, list[Bits]]) -> Bits | None:
-    """One vote a replica, however many rounds it made. Without a majority those that never contradicted themselves decide, if they agree."""
+    """One vote a replica, however many rounds it made. Without a majority those that never contradicted themselves
+    decide, if they agree.
+    """
     votes = Counter(Counter(mine).most_common(1)[0][0] for mine in values.values())
     top, count = votes.most_common(1)[0]
     if 2 * count > len(values):
@@ -181,18 +200,34 @@ def _expected(values: Mapping[int, list[Bits]]) -> Bits | None:
     return None
 
 
-def _mismatch(replica: Replica, bad: list[tuple[int, Bits]], expected: Mapping[int, Bits | None], others: int) -> Finding:
+def _mismatch(
+    replica: Replica, bad: list[tuple[int, Bits]], expected: Mapping[int, Bits | None], others: int
+) -> Finding:
     first, (loss, total) = bad[0]
     right = expected[first % replica.round]
     assert right is not None
-    what = " and ".join(name for name, mine, wanted in (("loss", loss, right[0]), ("parameters", total, right[1])) if mine != wanted)
+    what = " and ".join(
+        name for name, mine, wanted in (("loss", loss, right[0]), ("parameters", total, right[1])) if mine != wanted
+    )
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
     rounds = len({step // replica.round for step, _ in bad})
-    often = f"in {rounds} of {replica.rounds} rounds" if replica.rounds > 1 else f"in {len(bad)} of {len(replica.steps)} steps"
+    often = (
+        f"in {rounds} of {replica.rounds} rounds"
+        if replica.rounds > 1
+        else f"in {len(bad)} of {len(replica.steps)} steps"
+    )
     text = f"{_name(replica)} computes something else: from step {first} its bits of {what} are not {whom}, {often}"
     if replica.card is None:
-        return Finding("burnin.mismatch", "fail", text, "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce")
-    fix = "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it comes back: exchange it"
+        return Finding(
+            "burnin.mismatch",
+            "fail",
+            text,
+            "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce",
+        )
+    fix = (
+        "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it"
+        " comes back: exchange it"
+    )
     return Finding("burnin.mismatch", "fail", text, fix)
 
 
@@ -200,9 +235,12 @@ def _disagree(contested: list[tuple[int, Replica]]) -> Finding:
     first = min(step for step, _ in contested)
     names = " and ".join(_name(replica) for _, replica in contested)
     return Finding(
-        "burnin.mismatch", "fail", f"{names} disagree from step {first}; {len(contested)} replicas can't say which of them is wrong",
-        "again with a longer --minutes: the one that contradicts itself is the bad one; or with a third replica: the majority is right",
-    )  # fmt: skip
+        "burnin.mismatch",
+        "fail",
+        f"{names} disagree from step {first}; {len(contested)} replicas can't say which of them is wrong",
+        "again with a longer --minutes: the one that contradicts itself is the bad one; or with a third replica: the"
+        " majority is right",
+    )
 
 
 # ---- who is slow ----
@@ -226,7 +264,9 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
             full = get(Speed(*own)) if own else None
             begun = get(replica.start)
             if others and mine < SLOW * others:
-                whose = f"its {len(twins)} twins make {others:.0f}" if len(twins) > 1 else f"its twin makes {others:.0f}"
+                whose = (
+                    f"its {len(twins)} twins make {others:.0f}" if len(twins) > 1 else f"its twin makes {others:.0f}"
+                )
             elif full and mine < low * full:
                 whose = "that is less than such a card should make"
             elif begun and mine < SLOW * begun:
@@ -234,7 +274,12 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
             else:
                 continue
             figure = f"{full:.0f}" if full else "n/a"
-            yield Finding("burnin.slow", "warn", f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})", _why_slow(replica.label))
+            yield Finding(
+                "burnin.slow",
+                "warn",
+                f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})",
+                _why_slow(replica.label),
+            )
 
 
 def _tflops(speed: Speed | None) -> float:
@@ -246,7 +291,10 @@ def _gbs(speed: Speed | None) -> float:
 
 
 def _why_slow(label: str) -> str:
-    return f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}   # heat, a power cap, or somebody else's work on it"
+    return (
+        f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER,CLOCK -i {label[3:]}   # heat, a power cap, or somebody else's"
+        " work on it"
+    )
 
 
 # ---- the links ----
@@ -270,7 +318,10 @@ def _links(replicas: list[Replica], links: list[Link], stopped: bool) -> Iterato
         for link in group:
             others = [other.bus_gbs or 0.0 for other in group if other is not link]
             if len(others) >= 2 and (link.bus_gbs or 0.0) < LOW_LINK * median(others):
-                text = f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s, the other pairs make {median(others):.1f}"
+                text = (
+                    f"the link {between(link, of)} is slow: {link.bus_gbs:.1f} GB/s, the other pairs make"
+                    f" {median(others):.1f}"
+                )
                 yield Finding("burnin.link", "warn", text, _why_link(link))
 
 
@@ -285,7 +336,10 @@ def _label(of: Mapping[int, Replica], rank: int) -> str:
 def _why_link(link: Link) -> str:
     if link.backend != "nccl":
         return "gloo goes through the network interface: ip link, and the machine's memory"
-    return "nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. NCCL_P2P_DISABLE=1 for one run tells the link from the card"
+    return (
+        "nvidia-smi topo -m; nvidia-smi nvlink -e; PCIe errors: dmesg | grep -i aer. NCCL_P2P_DISABLE=1 for one run"
+        " tells the link from the card"
+    )
 
 
 def _name(replica: Replica) -> str:

@@ -33,9 +33,10 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
     return [
         *(("data", os.path.join(folder, "datasets"), ".*") for folder in dict.fromkeys(data)),
-        ("compile", f"/tmp/torchinductor_{user}", ".*"), ("compile", os.path.join(home, ".triton", "cache"), ".*"),
+        ("compile", f"/tmp/torchinductor_{user}", ".*"),
+        ("compile", os.path.join(home, ".triton", "cache"), ".*"),
         ("agent", os.path.join(home, ".cache", "stoker"), r"agent-.*"),
-    ]  # fmt: skip
+    ]
 
 
 def find_caches(roots: list[tuple[str, str, str]]) -> list[Cache]:

@@ -78,7 +78,11 @@ def run(checks: list[Check], found: Examination, asked: Asked) -> list[Finding]:
     findings: list[Finding] = []
     missing = found.missing or {}
     for one in checks:
-        lacking = [f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}" for part in one.needs if getattr(found, part) is None]
+        lacking = [
+            f"{part}: {missing.get(part) or missing.get('machine') or 'not asked'}"
+            for part in one.needs
+            if getattr(found, part) is None
+        ]
         if lacking:
             findings.append(Finding(one.id, "unknown", f"could not be checked ({'; '.join(lacking)})"))
         else:

@@ -1,8 +1,9 @@
-"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py have found. The only file of the doctor that acts.
+"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py have found. The only file of the doctor
+that acts.
 
-What may be signalled: a process of this uid whose run is proven to be over, or one the user has named; known by pid and start time
-and held by a pidfd, so that a pid that was given away meanwhile is never hit. What may be removed: a file of this uid that no process
-uses. What can't be told is left alone and said to be.
+What may be signalled: a process of this uid whose run is proven to be over, or one the user has named; known by pid and
+start time and held by a pidfd, so that a pid that was given away meanwhile is never hit. What may be removed: a file of
+this uid that no process uses. What can't be told is left alone and said to be.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Stopped:
 
 
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank turns a clean save into an error.
+    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank turns a clean save into an
+    error.
 
     `more` is asked when all are gone: what they started in the meantime gets SIGKILL.
     """
@@ -87,10 +89,14 @@ class Back:
     whole: bool  # False: the time was over before all of it was seen
 
 
-def wait_for_memory(before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = BACK_S) -> list[Back]:
+def wait_for_memory(
+    before: Machine, pids: set[int], look: Callable[[], Machine | str], limit: float = BACK_S
+) -> list[Back]:
     """Until NVML neither names these processes nor counts what they held."""
     began = time.monotonic()
-    owed = {gpu.uuid: sum(holder.memory or 0 for holder in gpu.holders or () if holder.pid in pids) for gpu in before.gpus}
+    owed = {
+        gpu.uuid: sum(holder.memory or 0 for holder in gpu.holders or () if holder.pid in pids) for gpu in before.gpus
+    }
     waiting = {gpu.uuid: gpu for gpu in before.gpus if any(holder.pid in pids for holder in gpu.holders or ())}
     found: list[Back] = []
     while waiting:
@@ -102,7 +108,11 @@ def wait_for_memory(before: Machine, pids: set[int], look: Callable[[], Machine 
             gpu = now.get(uuid)
             freed = (old.memory_used or 0) - (gpu.memory_used or 0) if gpu else 0
             # Nine tenths: others on the card may have taken some meanwhile.
-            whole = gpu is not None and not any(holder.pid in pids for holder in gpu.holders or ()) and freed >= 0.9 * owed[uuid]
+            whole = (
+                gpu is not None
+                and not any(holder.pid in pids for holder in gpu.holders or ())
+                and freed >= 0.9 * owed[uuid]
+            )
             if whole or late:
                 found.append(Back(old.label, max(0, freed), seconds, whole))
                 del waiting[uuid]

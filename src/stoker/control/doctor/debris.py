@@ -49,7 +49,9 @@ class Debris:
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """The lock files, and what in their folders is none: a line each. Anybody may put anything there; it is skipped, never followed or waited for."""
+    """The lock files, and what in their folders is none: a line each. Anybody may put anything there; it is skipped,
+    never followed or waited for.
+    """
     found: list[Lock] = []
     strange: list[str] = []
     for path in ("", *lockfiles.own_paths()):
@@ -79,7 +81,11 @@ def _lock(folder: lockfiles.Folder, name: str) -> list[Lock]:
         return []
     try:
         held = not lockfiles.taken(handle, fcntl.LOCK_SH)
-        return [Lock(printable(name, 200), held, lockfiles.describe_holder(handle) if held else lockfiles.last_holder(handle))]
+        return [
+            Lock(
+                printable(name, 200), held, lockfiles.describe_holder(handle) if held else lockfiles.last_holder(handle)
+            )
+        ]
     finally:
         os.close(handle)
 
@@ -134,7 +140,9 @@ def _dead_folders(folder: str, used: set[str]) -> Iterator[Debris]:
 def folder_in_use(path: str, used: set[str]) -> bool:
     """An agent's folder holds its socket and its ranks' reports. One with anything else in it is not an agent's."""
     inside = os.listdir(path)
-    if not all(_AGENT_FILE.fullmatch(name) for name in inside) or any(one == path or one.startswith(path + "/") for one in used):
+    if not all(_AGENT_FILE.fullmatch(name) for name in inside) or any(
+        one == path or one.startswith(path + "/") for one in used
+    ):
         return True
     if "s" not in inside:
         return False
@@ -165,14 +173,19 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
         except OSError:
             mapped = b""
         if any(mark in mapped for mark in marks):
-            links += [os.fsdecode(line.split(None, 5)[5]) for line in mapped.splitlines() if any(mark in line for mark in marks)]
+            links += [
+                os.fsdecode(line.split(None, 5)[5])
+                for line in mapped.splitlines()
+                if any(mark in line for mark in marks)
+            ]
         found |= {link for link in links if link.startswith(prefixes)}
     return found
 
 
 @contextmanager
 def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
-    """Nobody else has this file open or mapped, in this container or any other: the kernel gives a write lease only then.
+    """Nobody else has this file open or mapped, in this container or any other: the kernel gives a write lease only
+    then.
 
     Held until the block's end: who opens the file in it waits. Where a file system knows no leases, /proc has spoken.
     """
@@ -194,7 +207,9 @@ def _same_file(handle: int, about: os.stat_result) -> bool:
 
 def _lease(handle: int) -> bool:
     try:
-        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # a lease is called back by SIGIO, which would kill us; this one is ignored
+        fcntl.fcntl(
+            handle, fcntl.F_SETSIG, signal.SIGURG
+        )  # a lease is called back by SIGIO, which would kill us; this one is ignored
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
         return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

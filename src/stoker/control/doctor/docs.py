@@ -19,7 +19,11 @@ before anything starts (`--no-preflight` skips them).
 
 
 def page() -> str:
-    rows = [f"| `{one.id}` | {'yes' if one.fast else ''} | {', '.join(one.needs) or 'a look'} | {' '.join(one.text.split())} |" for one in load().values()]
+    rows = [
+        f"| `{one.id}` | {'yes' if one.fast else ''} | {', '.join(one.needs) or 'a look'} |"
+        f" {' '.join(one.text.split())} |"
+        for one in load().values()
+    ]
     return _HEAD + "\n".join(rows) + "\n"
 
 

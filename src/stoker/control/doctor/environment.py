@@ -21,7 +21,10 @@ _SLOW = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL checks every collective on the host",
 }
 _NOTHING = {
-    "TORCH_USE_CUDA_DSA": "does nothing at run time: device-side assertions are compiled in or not (PYTORCH_USE_CUDA_DSA, in such a build)",
+    "TORCH_USE_CUDA_DSA": (
+        "does nothing at run time: device-side assertions are compiled in or not (PYTORCH_USE_CUDA_DSA, in such a"
+        " build)"
+    ),
     "NCCL_TIMEOUT": "does not exist: pass timeout= to init_process_group",
     "NCCL_IB_TIMEOUT": "is an exponent, for InfiniBand only: it is not a timeout in milliseconds",
     "NCCL_BLOCKING_WAIT": "is called TORCH_NCCL_BLOCKING_WAIT now",
@@ -56,8 +59,12 @@ def noisy(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
 @check("env.stale-rank", "environment", fast=True)
 def stale_rank(found: Examination, _asked: Asked) -> Iterator[Finding]:
-    """RANK, WORLD_SIZE and their like left over from another launcher: a script started by hand waits for peers that never come."""
-    left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in (found.environment or {})]
+    """RANK, WORLD_SIZE and their like left over from another launcher: a script started by hand waits for peers that
+    never come.
+    """
+    left = [
+        name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE") if name in (found.environment or {})
+    ]
     if left and "STOKER_RUN_ID" not in (found.environment or {}):
         yield warn(f"{', '.join(left)} set outside a run", f"unset {' '.join(left)}")
 
@@ -67,7 +74,8 @@ def agent_store(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store nobody serves."""
     if (found.environment or {}).get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
         yield warn(
-            "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store", "unset TORCHELASTIC_USE_AGENT_STORE"
+            "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store",
+            "unset TORCHELASTIC_USE_AGENT_STORE",
         )
 
 

@@ -41,7 +41,10 @@ def driver(found: Examination, _asked: Asked) -> Iterator[Finding]:
     if "machine" in (found.missing or {}):
         yield unknown(f"the NVIDIA driver could not be asked: {(found.missing or {})['machine']}")
     elif found.machine.gpu_error:
-        yield fail(f"the NVIDIA driver does not answer: {found.machine.gpu_error}", "nvidia-smi says the same? reboot, or reinstall the driver")
+        yield fail(
+            f"the NVIDIA driver does not answer: {found.machine.gpu_error}",
+            "nvidia-smi says the same? reboot, or reinstall the driver",
+        )
     for gpu in found.machine.gpus:
         if gpu.error:
             yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
@@ -56,11 +59,19 @@ def count(found: Examination, asked: Asked) -> Iterator[Finding]:
     visible = (found.environment or {}).get("CUDA_VISIBLE_DEVICES")
     words = [word.strip() for word in visible.split(",")] if visible and visible.strip() != "-1" else []
     for word in words:
-        if word not in there and not any(gpu.uuid.startswith(word) for gpu in found.machine.gpus if word.startswith(("GPU-", "MIG-"))):
-            yield fail(f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it", "unset CUDA_VISIBLE_DEVICES")
+        if word not in there and not any(
+            gpu.uuid.startswith(word) for gpu in found.machine.gpus if word.startswith(("GPU-", "MIG-"))
+        ):
+            yield fail(
+                f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it",
+                "unset CUDA_VISIBLE_DEVICES",
+            )
     usable = len(words) if words else len(found.machine.gpus)
     if asked.ranks and found.machine.gpus and asked.ranks > usable:
-        yield fail(f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)", f"stoker run --nproc-per-node {usable} ...")
+        yield fail(
+            f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)",
+            f"stoker run --nproc-per-node {usable} ...",
+        )
 
 
 @check("gpu.compute-mode", fast=True)
@@ -68,10 +79,16 @@ def compute_mode(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Exclusive or prohibited compute mode makes a second process fail with CUDA error 46, "busy or unavailable"."""
     for gpu in found.machine.gpus:
         if gpu.compute_mode == "prohibited":
-            yield fail(f"GPU {gpu.index} is in prohibited mode: no process can use it", f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root", gpu=gpu.index)
+            yield fail(
+                f"GPU {gpu.index} is in prohibited mode: no process can use it",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root",
+                gpu=gpu.index,
+            )
         elif gpu.compute_mode not in (None, "default"):
             yield warn(
-                f"GPU {gpu.index} is in {gpu.compute_mode} mode: one process only", f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root", gpu=gpu.index
+                f"GPU {gpu.index} is in {gpu.compute_mode} mode: one process only",
+                f"nvidia-smi -i {gpu.index} -c DEFAULT   # needs root",
+                gpu=gpu.index,
             )
 
 
@@ -97,7 +114,11 @@ def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            yield level(f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}", fix, gpu=gpu.index)
+            yield level(
+                f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}",
+                fix,
+                gpu=gpu.index,
+            )
 
 
 @check("gpu.context", "probes")
@@ -115,7 +136,9 @@ def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
             continue
         if probe.outcome == "busy":
             why = (
-                f"it is in {gpu.compute_mode} mode" if gpu.compute_mode not in (None, "default") else "its mode is default, so it is sick or held by the driver"
+                f"it is in {gpu.compute_mode} mode"
+                if gpu.compute_mode not in (None, "default")
+                else "its mode is default, so it is sick or held by the driver"
             )
             yield fail(
                 f"GPU {gpu.index} is busy or unavailable (error 46): {why}",
@@ -123,7 +146,11 @@ def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
                 gpu=gpu.index,
             )
         elif probe.outcome == "full":
-            yield fail(f"GPU {gpu.index} is full: {probe.detail}", "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
+            yield fail(
+                f"GPU {gpu.index} is full: {probe.detail}",
+                "stoker doctor --only gpu.held names its holders",
+                gpu=gpu.index,
+            )
         elif probe.outcome == "hung":
             yield fail(f"GPU {gpu.index} does not come back from making a context: {probe.detail}", DEAD, gpu=gpu.index)
         elif probe.outcome == "wrong":
@@ -145,7 +172,11 @@ def ecc(found: Examination, _asked: Asked) -> Iterator[Finding]:
                 gpu=gpu.index,
             )
         if health.rows_pending or health.pages_pending:
-            yield warn(f"GPU {gpu.index}: memory is waiting to be taken out of use", "reset the GPU or reboot when nobody uses it", gpu=gpu.index)
+            yield warn(
+                f"GPU {gpu.index}: memory is waiting to be taken out of use",
+                "reset the GPU or reboot when nobody uses it",
+                gpu=gpu.index,
+            )
 
 
 @check("gpu.recovery", "health")
@@ -154,20 +185,26 @@ def recovery(found: Examination, _asked: Asked) -> Iterator[Finding]:
     for gpu, health in _cards(found):
         if health.recovery not in (None, "none"):
             yield fail(
-                f"GPU {gpu.index}: the driver asks for: {health.recovery}", "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index
+                f"GPU {gpu.index}: the driver asks for: {health.recovery}",
+                "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod",
+                gpu=gpu.index,
             )
 
 
 @check("gpu.xid", "health")
 def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
-    """Xid errors of the driver in the kernel's log, with NVIDIA's action. Those an application causes (13, 31, 43 ...) are not reported."""
+    """Xid errors of the driver in the kernel's log, with NVIDIA's action. Those an application causes (13, 31, 43 ...)
+    are not reported.
+    """
     for gpu, health in _cards(found):
         for number in sorted(set(health.xids)):
             times = f", {health.xids.count(number)} times" if health.xids.count(number) > 1 else ""
             if number in XIDS:
                 yield fail(f"GPU {gpu.index}: Xid {number} ({XIDS[number][0]}){times}", XIDS[number][1], gpu=gpu.index)
             elif number in XID_WARN:
-                yield warn(f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}", XID_WARN[number][1], gpu=gpu.index)
+                yield warn(
+                    f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}", XID_WARN[number][1], gpu=gpu.index
+                )
 
 
 @check("gpu.throttle", "health")
@@ -177,16 +214,28 @@ def throttle(found: Examination, _asked: Asked) -> Iterator[Finding]:
         slow = [word for word in health.throttle or () if word != "power cap"]
         if slow:
             heat = f" at {health.temperature} °C" if health.temperature is not None else ""
-            yield warn(f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}", "check its fans, airflow and power cables", gpu=gpu.index)
-        elif health.temperature is not None and health.temperature_slowdown and health.temperature >= health.temperature_slowdown - 2:
             yield warn(
-                f"GPU {gpu.index} is at {health.temperature} °C; it slows down at {health.temperature_slowdown} °C", "check its fans and airflow", gpu=gpu.index
+                f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}",
+                "check its fans, airflow and power cables",
+                gpu=gpu.index,
+            )
+        elif (
+            health.temperature is not None
+            and health.temperature_slowdown
+            and health.temperature >= health.temperature_slowdown - 2
+        ):
+            yield warn(
+                f"GPU {gpu.index} is at {health.temperature} °C; it slows down at {health.temperature_slowdown} °C",
+                "check its fans and airflow",
+                gpu=gpu.index,
             )
 
 
 @check("gpu.pcie", "health")
 def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
-    """Fewer PCIe lanes than the card and slot can do. A lower generation alone is power saving, unless the card is at work."""
+    """Fewer PCIe lanes than the card and slot can do. A lower generation alone is power saving, unless the card is at
+    work.
+    """
     for gpu, health in _cards(found):
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
             yield warn(
@@ -194,10 +243,15 @@ def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
                 "reseat the card; check the riser and the slot's lanes",
                 gpu=gpu.index,
             )
-        low = health.pcie_generation and health.pcie_generation_max and health.pcie_generation < health.pcie_generation_max
+        low = (
+            health.pcie_generation
+            and health.pcie_generation_max
+            and health.pcie_generation < health.pcie_generation_max
+        )
         if low and (gpu.utilization or 0) > 50:
             yield warn(
-                f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do {health.pcie_generation_max}",
+                f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do"
+                f" {health.pcie_generation_max}",
                 "check the BIOS's PCIe setting",
                 gpu=gpu.index,
             )
@@ -211,7 +265,9 @@ def nvlink(found: Examination, _asked: Asked) -> Iterator[Finding]:
         if any(links) and not all(links):
             down = [str(n) for n, up in enumerate(links) if not up]
             yield warn(
-                f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down", "nvidia-smi nvlink -s; reset the fabric or the bridge", gpu=gpu.index
+                f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down",
+                "nvidia-smi nvlink -s; reset the fabric or the bridge",
+                gpu=gpu.index,
             )
 
 
@@ -227,10 +283,13 @@ def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
     if blocked:
         pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
         yield warn(
-            f"no peer-to-peer between GPUs {pairs} ({next(iter(blocked.values()))}): all-reduce goes through host memory",
-            "expected of consumer cards; nothing to set"
-            if not any("registry" in str(why) for why in blocked.values())
-            else "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d",
+            f"no peer-to-peer between GPUs {pairs} ({next(iter(blocked.values()))}): all-reduce goes through host"
+            " memory",
+            (
+                "expected of consumer cards; nothing to set"
+                if not any("registry" in str(why) for why in blocked.values())
+                else "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
+            ),
         )
 
 
@@ -240,7 +299,8 @@ def mig(found: Examination, _asked: Asked) -> Iterator[Finding]:
     sliced = sorted({gpu.index for gpu in found.machine.gpus if gpu.mig is not None})
     if sliced:
         yield warn(
-            f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card", "one rank per slice, or nvidia-smi -mig 0"
+            f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card",
+            "one rank per slice, or nvidia-smi -mig 0",
         )
 
 
@@ -249,4 +309,8 @@ def display(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A screen hangs on the card: long kernels stutter the desktop, and its memory is not all yours."""
     for gpu, health in _cards(found):
         if health.display:
-            yield warn(f"GPU {gpu.index} drives a display", "leave it out for long runs, or expect a slow desktop", gpu=gpu.index)
+            yield warn(
+                f"GPU {gpu.index} drives a display",
+                "leave it out for long runs, or expect a slow desktop",
+                gpu=gpu.index,
+            )

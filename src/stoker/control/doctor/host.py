@@ -24,7 +24,10 @@ def memory(found: Examination, asked: Asked) -> Iterator[Finding]:
     ranks, available = _ranks(found, asked), found.machine.memory_available
     need = ranks * (RANK_RAM if found.machine.gpus else RANK_RAM // 4)
     if available < need:
-        yield warn(f"{gb(available)} of memory is free; {ranks} ranks starting at once take about {gb(need)}", "--init-slots 1 starts them one after the other")
+        yield warn(
+            f"{gb(available)} of memory is free; {ranks} ranks starting at once take about {gb(need)}",
+            "--init-slots 1 starts them one after the other",
+        )
 
 
 @check("host.cgroup", fast=True)
@@ -32,19 +35,27 @@ def cgroup(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """The container may use much less memory than the machine shows."""
     limit = found.machine.cgroup_limit
     if limit is not None and limit < 4 * 10**9:
-        yield warn(f"this container may use {gb(limit)} of memory", "ask for a larger container; --ram-limit gives a verdict before the kernel kills")
+        yield warn(
+            f"this container may use {gb(limit)} of memory",
+            "ask for a larger container; --ram-limit gives a verdict before the kernel kills",
+        )
 
 
 @check("host.shm", "host", fast=True)
 def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
-    """/dev/shm is where data-loader workers and NCCL pass data; a bus error or "unable to open shared memory" is its being full."""
+    """/dev/shm is where data-loader workers and NCCL pass data; a bus error or "unable to open shared memory" is its
+    being full.
+    """
     host = found.host
     assert host is not None
     need = _ranks(found, asked) * SHM_PER_RANK
     if host.shm_free is None:
         yield warn("there is no /dev/shm", "data loaders with workers will fail: mount one, or num_workers=0")
     elif host.shm_free < need:
-        yield warn(f"/dev/shm has {gb(host.shm_free)} free of {gb(host.shm_total or 0)}", "docker run --shm-size 16g (or --ipc=host); else num_workers=0")
+        yield warn(
+            f"/dev/shm has {gb(host.shm_free)} free of {gb(host.shm_total or 0)}",
+            "docker run --shm-size 16g (or --ipc=host); else num_workers=0",
+        )
 
 
 @check("host.disk", "host", fast=True)
@@ -54,7 +65,10 @@ def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
     assert host is not None
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
-        yield level(f"{amount(host.disk_free)} free on the disk of {host.disk_path}", "--runs-dir on another disk; stoker clean --cache")
+        yield level(
+            f"{amount(host.disk_free)} free on the disk of {host.disk_path}",
+            "--runs-dir on another disk; stoker clean --cache",
+        )
 
 
 @check("host.files", "host", fast=True)
@@ -71,7 +85,9 @@ def cores(found: Examination, asked: Asked) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
     ranks = _ranks(found, asked)
     if found.machine.cores < ranks:
-        yield warn(f"{ranks} ranks on {found.machine.cores} cores", f"stoker run --nproc-per-node {found.machine.cores} ...")
+        yield warn(
+            f"{ranks} ranks on {found.machine.cores} cores", f"stoker run --nproc-per-node {found.machine.cores} ..."
+        )
 
 
 @check("host.stuck", "host")
@@ -81,7 +97,8 @@ def stuck(found: Examination, _asked: Asked) -> Iterator[Finding]:
     assert host is not None
     if host.stuck:
         yield warn(
-            f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}", "wait for the disk or driver they wait for; only a reboot ends them otherwise"
+            f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}",
+            "wait for the disk or driver they wait for; only a reboot ends them otherwise",
         )
 
 
@@ -96,7 +113,8 @@ def zombies(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
 @check("host.address-space", "host", fast=True)
 def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
-    """RLIMIT_AS limits address space, not memory: a bare CUDA context reserves tens of gigabytes of it and gets std::bad_alloc.
+    """RLIMIT_AS limits address space, not memory: a bare CUDA context reserves tens of gigabytes of it and gets
+    std::bad_alloc.
 
     A batch system's generous one harms nobody: it fails below 128 GB, and is warned of below 256 GB.
     """
@@ -104,7 +122,10 @@ def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
     assert host is not None
     if host.address_space is not None and host.address_space < 256 * 10**9:
         level = fail if found.machine.gpus and host.address_space < 128 * 10**9 else warn
-        yield level(f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory", "ulimit -v unlimited; use --ram-limit instead")
+        yield level(
+            f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory",
+            "ulimit -v unlimited; use --ram-limit instead",
+        )
 
 
 @check("host.swap", "host")
@@ -113,7 +134,10 @@ def swap(found: Examination, _asked: Asked) -> Iterator[Finding]:
     host = found.host
     assert host is not None
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and found.machine.memory_available < 4 * 10**9:
-        yield warn(f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free", "free memory before starting")
+        yield warn(
+            f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free",
+            "free memory before starting",
+        )
 
 
 @check("host.clock", "host")

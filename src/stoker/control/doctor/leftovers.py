@@ -55,7 +55,9 @@ class OnGpu:
 
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
-    """The machine, or why it can't be had. NVML is asked in a child: a call into a sick driver may never return, not even for a SIGKILL."""
+    """The machine, or why it can't be had. NVML is asked in a child: a call into a sick driver may never return, not
+    even for a SIGKILL.
+    """
     if recorded:
         return read_recorded(recorded)
     answer, back = os.pipe()
@@ -83,7 +85,9 @@ def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
-    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's, and could be anybody's here: left out."""
+    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's, and could be anybody's here: left
+    out.
+    """
     found: dict[int, int] = {}
     for holder in _holders(machine):
         if holder.command is not None:
@@ -99,9 +103,15 @@ def _holders(machine: Machine) -> Iterator[Holder]:
 def describe(one: Process, held: Mapping[int, int], run: str | None, why: str) -> Found:
     uid = processes.owner(one.pid)
     return Found(
-        one, processes.user_name(uid) if uid is not None else "?", _age(one), processes.resident(one.pid), held.get(one.pid),
-        processes.command(one.pid) or one.name, run, why,
-    )  # fmt: skip
+        one,
+        processes.user_name(uid) if uid is not None else "?",
+        _age(one),
+        processes.resident(one.pid),
+        held.get(one.pid),
+        processes.command(one.pid) or one.name,
+        run,
+        why,
+    )
 
 
 def _age(one: Process) -> float:
@@ -109,7 +119,9 @@ def _age(one: Process) -> float:
 
 
 def lives(one: Process) -> bool:
-    """Still that process, and not merely waiting to be collected. The first thread may be gone while another hangs in the driver."""
+    """Still that process, and not merely waiting to be collected. The first thread may be gone while another hangs in
+    the driver.
+    """
     now = process(one.pid)
     if now is None or now.start != one.start:
         return False
@@ -163,12 +175,21 @@ def standing(run_id: str, run_dir: str) -> Standing:
         return Standing(None, f"its run directory belongs to {run.user}")
     alive = reader.alive(run)
     if alive is None:
-        return Standing(None, f"its launcher is on host {host}" if host != os.uname().nodename else f"its launcher (pid {pid}) can't be checked")
+        return Standing(
+            None,
+            (
+                f"its launcher is on host {host}"
+                if host != os.uname().nodename
+                else f"its launcher (pid {pid}) can't be checked"
+            ),
+        )
     return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
 
 
 def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Found], list[Found]]:
-    """(leftovers, those with a tag that are left alone because something speaks against it). `root`: of runs in this folder only."""
+    """(leftovers, those with a tag that are left alone because something speaks against it). `root`: of runs in this
+    folder only.
+    """
     table = processes.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
@@ -177,7 +198,9 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
     spared = untouchable(table)
-    busy: dict[int, str] = {}  # a living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them
+    busy: dict[
+        int, str
+    ] = {}  # a living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them
     for (run_id, _), how in runs.items():
         if how.launcher:
             busy |= dict.fromkeys({how.launcher, *processes.descendants(how.launcher, table)}, run_id)
@@ -208,7 +231,9 @@ def _untagged_below(root: int, table: list[Process], mine: list[Process]) -> Ite
     yield from (one for one in mine if one.pid in below and processes.run_tag(one.pid) is None)
 
 
-def _speaks_against(one: Process, here: Mapping[int, Process], spared: set[int], busy: Mapping[int, str], tag: tuple[str, str] | None) -> str:
+def _speaks_against(
+    one: Process, here: Mapping[int, Process], spared: set[int], busy: Mapping[int, str], tag: tuple[str, str] | None
+) -> str:
     if one.pid in spared:
         return "this command runs inside it"
     if tag is not None and one.group == os.getpgid(0) and processes.run_tag(os.getpid()) == tag:
@@ -226,7 +251,10 @@ def _speaks_against(one: Process, here: Mapping[int, Process], spared: set[int],
 def _same_container(pid: int) -> bool:
     """Its pids and its files are ours: only then does a missing run directory or launcher mean anything."""
     try:
-        return all(os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}") for kind in ("pid", "mnt", "cgroup"))
+        return all(
+            os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}")
+            for kind in ("pid", "mnt", "cgroup")
+        )
     except OSError:
         return False
 
@@ -247,20 +275,36 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
         uid = processes.owner(pid)
         if uid != os.getuid():
             who = processes.user_name(uid) if uid is not None else "another user"
-            raise names.Refusal(f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it", names.EX_NOPERM)
+            raise names.Refusal(
+                f"--pid {pid}: it belongs to {who}, and only your own processes are stopped; ask {who} to end it",
+                names.EX_NOPERM,
+            )
         if not lives(one):
-            raise names.Refusal(f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect", names.EX_UNAVAILABLE)
+            raise names.Refusal(
+                f"--pid {pid}: it is dead already, a zombie that its parent (pid {one.parent}) has to collect",
+                names.EX_UNAVAILABLE,
+            )
         if pid == 2 or one.parent == 2:
             raise names.Refusal(f"--pid {pid}: {one.name} is a thread of the kernel", names.EX_USAGE)
         run = _living_run(pid, table)
         if run:
-            raise names.Refusal(f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that", names.EX_UNAVAILABLE)
+            raise names.Refusal(
+                f"--pid {pid}: run {run} is under way in it; `stoker stop {run}` ends that", names.EX_UNAVAILABLE
+            )
         agent = _agent_above(pid, here)
         if agent:
-            raise names.Refusal(f"--pid {pid}: its agent (pid {agent}) is alive and looks after it; stop its run where that was started", names.EX_UNAVAILABLE)
+            raise names.Refusal(
+                f"--pid {pid}: its agent (pid {agent}) is alive and looks after it; stop its run where that was"
+                " started",
+                names.EX_UNAVAILABLE,
+            )
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
-        note = f"{len(children)} below it, not stopped with it: {' '.join(f'--pid {child}' for child in children[:16])}" if children else ""
+        note = (
+            f"{len(children)} below it, not stopped with it: {' '.join(f'--pid {child}' for child in children[:16])}"
+            if children
+            else ""
+        )
         found.append(describe(one, held, tag[0] if tag else None, note))
     return found
 
@@ -287,15 +331,32 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
                 seen.add(holder.pid)
                 known = process(holder.pid) if holder.command is not None and not recorded else None
                 found.append(
-                    OnGpu(gpu.label, holder.pid, holder.user, _age(known) if known else None, holder.memory, holder.command, holder.run, _advice(holder))
+                    OnGpu(
+                        gpu.label,
+                        holder.pid,
+                        holder.user,
+                        _age(known) if known else None,
+                        holder.memory,
+                        holder.command,
+                        holder.run,
+                        _advice(holder),
+                    )
                 )
     if not recorded:
         for pid, devices in _device_openers().items():
             one = process(pid)
             if pid not in seen and one is not None:
                 uid, tag = processes.owner(pid), processes.run_tag(pid)
-                who = Holder(pid, None, processes.command(pid) or one.name, processes.user_name(uid) if uid is not None else None, tag[0] if tag else None)
-                found.append(OnGpu(", ".join(devices), pid, who.user, _age(one), None, who.command, who.run, _advice(who)))
+                who = Holder(
+                    pid,
+                    None,
+                    processes.command(pid) or one.name,
+                    processes.user_name(uid) if uid is not None else None,
+                    tag[0] if tag else None,
+                )
+                found.append(
+                    OnGpu(", ".join(devices), pid, who.user, _age(one), None, who.command, who.run, _advice(who))
+                )
     return found
 
 

@@ -16,7 +16,8 @@ def hostname(found: Examination, _asked: Asked) -> Iterator[Finding]:
     assert net is not None
     if net.error or not net.addresses:
         yield warn(
-            f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}", f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root"
+            f"the host's name {net.hostname} does not resolve: {net.error or 'no address'}",
+            f"echo '127.0.1.1 {net.hostname}' >> /etc/hosts   # needs root",
         )
 
 
@@ -38,5 +39,12 @@ def interfaces(found: Examination, _asked: Asked) -> Iterator[Finding]:
         value = (found.environment or {}).get(name, "").lstrip("^=")
         words = [word for word in value.split(",") if word]
         known = (*net.interfaces, "lo")
-        if words and not (found.environment or {})[name].startswith("^") and not any(there.startswith(word) for word in words for there in known):
-            yield warn(f"{name}={value}: no such interface is up; there are {', '.join(net.interfaces) or 'none'}", f"unset {name}")
+        if (
+            words
+            and not (found.environment or {})[name].startswith("^")
+            and not any(there.startswith(word) for word in words for there in known)
+        ):
+            yield warn(
+                f"{name}={value}: no such interface is up; there are {', '.join(net.interfaces) or 'none'}",
+                f"unset {name}",
+            )

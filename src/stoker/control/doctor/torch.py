@@ -33,7 +33,9 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
         return
     if torch.cuda is None:
         cards = counted(len(found.machine.gpus), "GPU")
-        yield fail(f"torch {torch.version} is built without CUDA and the machine has {cards}", "install a CUDA build of torch")
+        yield fail(
+            f"torch {torch.version} is built without CUDA and the machine has {cards}", "install a CUDA build of torch"
+        )
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = found.machine.driver
@@ -58,7 +60,8 @@ def arch(found: Examination, _asked: Asked) -> Iterator[Finding]:
         major, _, minor = health.capability.partition(".")
         if not _covered(int(major), int(minor), torch.archs):
             yield fail(
-                f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for {', '.join(torch.archs)}",
+                f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for"
+                f" {', '.join(torch.archs)}",
                 "install a torch built for this card",
                 gpu.index,
             )
@@ -94,4 +97,7 @@ def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
     torch = found.torch
     assert torch is not None
     if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
-        yield fail(f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}", "install the official build")
+        yield fail(
+            f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}",
+            "install the official build",
+        )

@@ -24,21 +24,35 @@ NOTIFY_S = 30.0
 _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 
 
-def describe(request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float) -> dict[str, Any]:
+def describe(
+    request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float
+) -> dict[str, Any]:
     me = process(os.getpid())
     told = as_json(request.options)
     options = {key: redact.arguments(told[key]) if isinstance(told[key], list) else told[key] for key in request.given}
     return {
-        "run": place.id, "name": place.name, "started": began, "cwd": os.getcwd(),
-        "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": os.uname().nodename, "uid": os.getuid()},
-        "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]), "request": options,
-        "script": request.script, "args": redact.arguments(list(request.args)),
+        "run": place.id,
+        "name": place.name,
+        "started": began,
+        "cwd": os.getcwd(),
+        "launcher": {
+            "pid": os.getpid(),
+            "start": me.start if me else 0,
+            "host": os.uname().nodename,
+            "uid": os.getuid(),
+        },
+        "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "request": options,
+        "script": request.script,
+        "args": redact.arguments(list(request.args)),
         "plan": _planned(plan),
         "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
         "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
         "environment": redact.environment(os.environ),
-        **({"config_hash": config_hash(request)} if request.options.name else {}),  # a full disk may keep `enrich` from writing it
-    }  # fmt: skip
+        **(
+            {"config_hash": config_hash(request)} if request.options.name else {}
+        ),  # a full disk may keep `enrich` from writing it
+    }
 
 
 def continue_command(request: Request, place: RunPlace) -> str:
@@ -55,9 +69,15 @@ def continue_command(request: Request, place: RunPlace) -> str:
 
 def _planned(plan: RunPlan) -> dict[str, Any]:
     return {
-        "world_size": plan.world_size, "isolate": plan.isolate, "init_slots": dict(plan.init_slots), "argv": redact.arguments(list(plan.argv)),
-        "ranks": [{"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid} for p in plan.places],
-    }  # fmt: skip
+        "world_size": plan.world_size,
+        "isolate": plan.isolate,
+        "init_slots": dict(plan.init_slots),
+        "argv": redact.arguments(list(plan.argv)),
+        "ranks": [
+            {"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid}
+            for p in plan.places
+        ],
+    }
 
 
 def _own_version() -> str:
@@ -67,10 +87,14 @@ def _own_version() -> str:
 
 
 def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
-    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very attempt."""
+    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very
+    attempt.
+    """
     data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
     data["plan"] = _planned(plan)
-    data.setdefault("versions", {}).update(_package_versions(("torch", "transformers", "numpy", "lightning", "accelerate")))
+    data.setdefault("versions", {}).update(
+        _package_versions(("torch", "transformers", "numpy", "lightning", "accelerate"))
+    )
     data["git"] = git_revision(os.getcwd())
     data["config_hash"] = config_hash(request)
     return data
@@ -92,7 +116,9 @@ def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
 
 
 def git_revision(folder: str) -> str | None:
-    """The commit checked out here, read from the files. A folder above the working directory may be anybody's: /tmp/.git is for all to make."""
+    """The commit checked out here, read from the files. A folder above the working directory may be anybody's:
+    /tmp/.git is for all to make.
+    """
     while not os.path.exists(dot := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
@@ -115,7 +141,9 @@ def _resolved(dot: str, ref: str) -> str:
         path = os.path.join(base, ref)
         if os.path.exists(path):
             return _git_text(path)
-    return next((line for line in _git_text(os.path.join(common, "packed-refs")).splitlines() if line.endswith(f" {ref}")), "")
+    return next(
+        (line for line in _git_text(os.path.join(common, "packed-refs")).splitlines() if line.endswith(f" {ref}")), ""
+    )
 
 
 def _git_text(path: str) -> str:
@@ -129,7 +157,9 @@ def _commit(text: str) -> str | None:
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
-    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for it."""
+    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for
+    it.
+    """
     if not command:
         return
     import subprocess
@@ -138,14 +168,20 @@ def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str]
     try:
         with _in_memory(json.dumps(redact.data(verdict.to_json(), OURS)).encode()) as text:
             child = subprocess.Popen(
-                ["/bin/sh", "-c", command], stdin=text, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
-                env=env, start_new_session=True,
-            )  # fmt: skip
+                ["/bin/sh", "-c", command],
+                stdin=text,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
         if not wait:
             return
         _, complaint = child.communicate(timeout=NOTIFY_S)
         if child.returncode:
-            say(f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}")
+            say(
+                f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}"
+            )
     except subprocess.TimeoutExpired:
         say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
     except OSError as problem:
@@ -153,7 +189,9 @@ def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str]
 
 
 def _in_memory(data: bytes) -> IO[bytes]:
-    """A file to read from. Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full just then."""
+    """A file to read from. Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full
+    just then.
+    """
     if hasattr(os, "memfd_create"):
         file: IO[bytes] = os.fdopen(os.memfd_create("verdict"), "w+b")
     else:

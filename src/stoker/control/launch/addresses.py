@@ -1,7 +1,8 @@
-"""Where hosts reach each other: an explicit address of each, and the interface towards the others. Names need not resolve anywhere. Pure.
+"""Where hosts reach each other: an explicit address of each, and the interface towards the others. Names need not
+resolve anywhere. Pure.
 
-gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up: both are
-wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
+gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up:
+both are wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
 """
 
 from __future__ import annotations
@@ -18,32 +19,48 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 def known(hosts: Sequence[Host]) -> dict[str, str]:
     """What can be said of a host before anybody is asked. Not of `here`: its own loopback is no address for others."""
     found = {host.name: host.address for host in hosts if host.address}
-    return found | {host.name: host.target for host in hosts if host.name not in found and _literal(host.target) and not host.here}
+    return found | {
+        host.name: host.target for host in hosts if host.name not in found and _literal(host.target) and not host.here
+    }
 
 
 def reached(answers: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]) -> dict[str, str]:
     """With the address ssh came to, for those of whom nothing else is known."""
-    more = {name: answer["reached_at"] for name, answer in answers.items() if name not in found and answer.get("reached_at")}
+    more = {
+        name: answer["reached_at"] for name, answer in answers.items() if name not in found and answer.get("reached_at")
+    }
     return {**found, **more}
 
 
-def complete(hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]) -> dict[str, str]:
+def complete(
+    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
+) -> dict[str, str]:
     """The rest: the source address of a host's own route towards the others."""
     whole = dict(found)
     for host in hosts:
         if host.name in whole:
             continue
-        ways = [way for target, way in routes[host.name].get("routes", {}).items() if way.get("source") and target != whole.get(host.name)]
+        ways = [
+            way
+            for target, way in routes[host.name].get("routes", {}).items()
+            if way.get("source") and target != whole.get(host.name)
+        ]
         if not ways:
             raise Refusal(
-                f"no address is known by which the others reach host {host.name}: say it in the hosts file (address:)", EX_UNAVAILABLE, cause="launch.hosts"
+                f"no address is known by which the others reach host {host.name}: say it in the hosts file (address:)",
+                EX_UNAVAILABLE,
+                cause="launch.hosts",
             )
         whole[host.name] = ways[0]["source"]
     return whole
 
 
-def interfaces(hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]) -> dict[str, str]:
-    """Host -> the interface towards the first of its peers: rank 0's host for all but that one. One without a way is refused, all such together."""
+def interfaces(
+    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]
+) -> dict[str, str]:
+    """Host -> the interface towards the first of its peers: rank 0's host for all but that one. One without a way is
+    refused, all such together.
+    """
     found: dict[str, str] = {}
     cut: list[str] = []
     for host in hosts:

@@ -61,7 +61,9 @@ class Attempt:
         from stoker.control.watch.watcher import Watcher
 
         hosts = frozenset(place.host for place in self.plan.places)
-        self.watch = Watcher(self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS, self.plan.ranks)
+        self.watch = Watcher(
+            self.plan.world_size, hang_timeout, hosts, time.monotonic(), self.number * ASKS, self.plan.ranks
+        )
         self.losses = Losses()
 
     @property
@@ -77,9 +79,11 @@ class Attempt:
         return all(rank in self.ends for rank in self.up)  # a rank that was never started will not start now
 
     def must_stop(self, now: float, settle_s: float, quiet: bool = False) -> bool:
-        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be reported.
+        """A failure stops the others: at once if it is a cause, after a moment if it may be the echo of one still to be
+        reported.
 
-        `quiet`: a host has not spoken for a while. An echo waits until that host does, or is lost: then it is what the ranks lost.
+        `quiet`: a host has not spoken for a while. An echo waits until that host does, or is lost: then it is what the
+        ranks lost.
         """
         bad = [end for end in self.ends.values() if failed(end)]
         if not bad and not self.trouble:
@@ -92,7 +96,8 @@ class Attempt:
             return True
         if quiet:
             return False
-        # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at for that.
+        # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at
+        # for that.
         if not self.unwatched:
             self.watch.failing()
         return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
@@ -107,13 +112,20 @@ class Attempt:
         """What is known of a rank that stopped; of a run that somebody stopped, what was known by then."""
         if self.unwatched:
             return None
-        return self.watch.stall if self.stop_signal else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
+        return (
+            self.watch.stall
+            if self.stop_signal
+            else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
+        )
 
     def note_bad_numbers(self) -> None:
         """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
         from stoker.control.verdict.numbers import summary
 
-        self.notes += [f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had" for bad in self.losses.unresolved()]
+        self.notes += [
+            f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had"
+            for bad in self.losses.unresolved()
+        ]
 
     def evidence(self, newest: SavedCheckpoint | None = None) -> Evidence:
         """`newest`: the newest complete checkpoint below the run directory."""
@@ -150,4 +162,6 @@ def read_around(data: Any) -> Around:
 
 
 def _known(kind: type[T], data: Any) -> T:
-    return read_shape(kind, {key: value for key, value in data.items() if key in fields_of(kind)} if isinstance(data, dict) else data)
+    return read_shape(
+        kind, {key: value for key, value in data.items() if key in fields_of(kind)} if isinstance(data, dict) else data
+    )

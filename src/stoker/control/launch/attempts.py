@@ -1,4 +1,6 @@
-"""Attempt after attempt, until a verdict is final: starts the ranks, follows them, judges, and decides whether and with whom to start again."""
+"""Attempt after attempt, until a verdict is final: starts the ranks, follows them, judges, and decides whether and with
+whom to start again.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,13 @@ class Attempts:
     _record: RunRecord
 
     def __init__(
-        self, request: Request, muster: Muster, several: Several | None, output: Output, signals: list[int], say: Callable[[str], None]
+        self,
+        request: Request,
+        muster: Muster,
+        several: Several | None,
+        output: Output,
+        signals: list[int],
+        say: Callable[[str], None],
     ) -> None:
         self.request = request
         self.options = request.options
@@ -51,22 +59,27 @@ class Attempts:
     # ---- before each ----
 
     def reserve(self, plan: RunPlan) -> RunPlan:
-        """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan gets its numbers here."""
+        """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan
+        gets its numbers here.
+        """
         if by_hand(self.options):
             from stoker.control.launch.by_hand import join
 
             plan, self._endpoint, self._interface = join(self._muster, self.request, plan, self._say)
             self._output.replan(plan)
         else:
-            self._endpoint = self._muster.reserve(self._several.master if self._several else self.options.master_addr or "127.0.0.1")
+            self._endpoint = self._muster.reserve(
+                self._several.master if self._several else self.options.master_addr or "127.0.0.1"
+            )
         return plan
 
     def equip(self, plan: RunPlan, place: RunPlace) -> None:
         """What every rank of a host is given."""
         machines = self._muster.machines
         self._common = {
-            host: common_environment(plan, self.request, os.environ, place.id, place.dir, machines[host].cores, host) for host in plan.hosts
-        }  # fmt: skip
+            host: common_environment(plan, self.request, os.environ, place.id, place.dir, machines[host].cores, host)
+            for host in plan.hosts
+        }
 
     # ---- all of them ----
 
@@ -89,11 +102,20 @@ class Attempts:
                     self._several.membership.settle()
                     verdict = self._several.too_few(verdict)
                 verdict, decided = restarts.decide(verdict, attempt, time.monotonic() - began)
-                if decided is None or (self._several is None and any(member.gone for member in self._muster.members.all)):
+                if decided is None or (
+                    self._several is None and any(member.gone for member in self._muster.members.all)
+                ):
                     return self._diagnosed(verdict, plan) if verdict.cause == "gpu.busy" else verdict
                 again, env = decided, decided.env
             number += 1
-            self._record.event("restart", attempt=number, cause=verdict.cause, rank=verdict.rank, wait_s=again.wait_s, env=[name for name, _ in env])
+            self._record.event(
+                "restart",
+                attempt=number,
+                cause=verdict.cause,
+                rank=verdict.rank,
+                wait_s=again.wait_s,
+                env=[name for name, _ in env],
+            )
             self._say(f"stoker: {again.line}")
             about.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
             try:
@@ -106,7 +128,15 @@ class Attempts:
             except Interrupted as stop:
                 name = signal.Signals(stop.signum).name
                 said = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
-                return Verdict("stopped", "launch.stopped", said, 128 + stop.signum, evidence=verdict.evidence, run=place.id, attempt=verdict.attempt)
+                return Verdict(
+                    "stopped",
+                    "launch.stopped",
+                    said,
+                    128 + stop.signum,
+                    evidence=verdict.evidence,
+                    run=place.id,
+                    attempt=verdict.attempt,
+                )
             if bad is not None:
                 return bad
 
@@ -150,7 +180,9 @@ class Attempts:
         return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self._muster.machines[""], card)))
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
-        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too few."""
+        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too
+        few.
+        """
         card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
         if card is None or "" not in self._muster.machines:
             return plan, None
@@ -184,8 +216,17 @@ class Attempts:
         assert self._endpoint is not None
         (address, port), self._endpoint = self._endpoint, None
         # Not sooner: what an agent still says of the attempt before belongs to that one.
-        self._muster.listener = Hearing(attempt, self._record, self._output, self.options, self._say, lambda: self._all_up(plan)).hear
-        self._record.event("attempt", attempt=number, world_size=plan.world_size, master_addr=address, master_port=port, hosts=list(plan.hosts))
+        self._muster.listener = Hearing(
+            attempt, self._record, self._output, self.options, self._say, lambda: self._all_up(plan)
+        ).hear
+        self._record.event(
+            "attempt",
+            attempt=number,
+            world_size=plan.world_size,
+            master_addr=address,
+            master_port=port,
+            hosts=list(plan.hosts),
+        )
         self._start(plan, place, number, address, port, dict(env))
         attempt.begin_watch(self.options.hang_timeout)
         membership = self._several.membership if self._several else None
@@ -199,16 +240,41 @@ class Attempts:
         verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
         if verdict.cause == "host.lost":  # when it happened nobody saw
             return replace(verdict, run=place.id, attempt=number, evidence=(*verdict.evidence, *attempt.notes))
-        detected = round(attempt.first_failure - min((end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure), 3)
-        seen = attempt.suspected_s if attempt.suspected_s is not None and _is_stall(verdict) else max(detected, 0.0) if attempt.first_failure else None
-        return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes))
+        detected = round(
+            attempt.first_failure
+            - min(
+                (end.time for end in attempt.ends.values() if end.rank == verdict.rank), default=attempt.first_failure
+            ),
+            3,
+        )
+        seen = (
+            attempt.suspected_s
+            if attempt.suspected_s is not None and _is_stall(verdict)
+            else max(detected, 0.0)
+            if attempt.first_failure
+            else None
+        )
+        return replace(
+            verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes)
+        )
 
     def _all_up(self, plan: RunPlan) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
-        self._record.save(os.path.join(self._record.dir, layout.RUN), about.enrich(self._record.dir, self.request, plan), durable=False)
+        self._record.save(
+            os.path.join(self._record.dir, layout.RUN),
+            about.enrich(self._record.dir, self.request, plan),
+            durable=False,
+        )
 
-    def _start(self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]) -> None:
-        told = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(number - place.first_attempt)}
+    def _start(
+        self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]
+    ) -> None:
+        told = {
+            **more,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(number - place.first_attempt),
+        }
         for member in self._muster.members.all:
             here = orders.Towards(workdir=self._cwd, interface=self._interface)
             to = self._several.towards(member.host) if self._several else here

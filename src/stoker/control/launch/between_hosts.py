@@ -1,4 +1,6 @@
-"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its ranks need."""
+"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its
+ranks need.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class BetweenHosts:
         return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), muster.hosts.env)
 
     def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
-        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say otherwise."""
+        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say
+        otherwise.
+        """
         muster = self._muster
         token = f".shared-{os.getpid()}"
         path = os.path.join(place.dir, token)
@@ -76,15 +80,22 @@ class BetweenHosts:
         _refuse_errors(answers, muster)
         wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
         if wrong:
-            raise Refusal("; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts")
+            raise Refusal(
+                "; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts"
+            )
         lines = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
-            lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the same, checkpoints there don't")
+            lines.append(
+                f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the"
+                " same, checkpoints there don't"
+            )
         apart = [host for host, answer in answers.items() if not answer["shared"]]
         if apart:
-            lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: checkpoints stay on the host that writes them; "
-                         "resuming needs a shared folder, or the same host for rank 0")  # fmt: skip
+            lines.append(
+                f"! {', '.join(apart)}: the run directory is not the same folder as here: checkpoints stay on the host"
+                " that writes them; resuming needs a shared folder, or the same host for rank 0"
+            )
         return lines
 
     def check_program(self, plan: RunPlan) -> None:
@@ -107,7 +118,12 @@ class BetweenHosts:
 
     def _ask_files(self, host: str) -> dict[str, Any]:
         request = self._muster.request
-        return {"workdir": self.towards(host).workdir, "script": request.script, "module": request.options.module, "python": self._pythons[host]}
+        return {
+            "workdir": self.towards(host).workdir,
+            "script": request.script,
+            "module": request.options.module,
+            "python": self._pythons[host],
+        }
 
     def fitness(self, host: str) -> dict[str, dict[str, Any]]:
         """What a host that is back must show before it may join."""
@@ -121,11 +137,17 @@ class BetweenHosts:
         if self._program and answers["files"]["package"] != self._program:
             named = self._muster.request.script
             changed = ": has it changed here since the run began?" if self._muster.options.sync else ""
-            wrong.append(f"{named} is not the same there as on the others{changed}" if answers["files"]["names"] else f"{named} is not there")
+            wrong.append(
+                f"{named} is not the same there as on the others{changed}"
+                if answers["files"]["names"]
+                else f"{named} is not there"
+            )
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:
-        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say otherwise."""
+        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say
+        otherwise.
+        """
         muster = self._muster
         if len(muster.members.all) < 2:
             return []

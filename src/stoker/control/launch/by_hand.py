@@ -1,4 +1,6 @@
-"""`stoker run` started by hand on each of several machines, with torchrun's flags: this one's place among them, and the store they share."""
+"""`stoker run` started by hand on each of several machines, with torchrun's flags: this one's place among them, and the
+store they share.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from stoker.control.launch.request import Request
 ROUTE_S = 10.0
 
 
-def join(muster: Muster, request: Request, plan: RunPlan, say: Callable[[str], None]) -> tuple[RunPlan, tuple[str, int], str]:
+def join(
+    muster: Muster, request: Request, plan: RunPlan, say: Callable[[str], None]
+) -> tuple[RunPlan, tuple[str, int], str]:
     """The plan with its numbers in the whole job, the store's address and port, and the interface towards the others."""
     told = meeting(request, os.environ)
     assert told is not None
@@ -24,7 +28,9 @@ def join(muster: Muster, request: Request, plan: RunPlan, say: Callable[[str], N
     else:
         from stoker.control.launch import rendezvous
 
-        nodes = rendezvous.meet(told, len(plan.places), lambda: muster.reserve(told.address, 0)[1], lambda: muster.pause(0.02), say)
+        nodes = rendezvous.meet(
+            told, len(plan.places), lambda: muster.reserve(told.address, 0)[1], lambda: muster.pause(0.02), say
+        )
     return numbered(plan, nodes), (nodes.address, nodes.port), _interface(muster, told.address)
 
 

@@ -1,6 +1,8 @@
-"""Pickles functions and classes that no other process can import: those of a notebook, of a REPL, of `python - < script`; lambdas; nested ones.
+"""Pickles functions and classes that no other process can import: those of a notebook, of a REPL, of `python - <
+script`; lambdas; nested ones.
 
-Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses (rank/call.py makes it again).
+Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses
+(rank/call.py makes it again).
 """
 
 from __future__ import annotations
@@ -72,20 +74,34 @@ class _Pickler(pickle.Pickler):
         code, cells = function.__code__, function.__closure__ or ()
         home = function.__module__ if function.__module__ in sys.modules else "__main__"
         by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
-        used = {} if by_file else {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
-        attributes = {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")}
+        used = (
+            {}
+            if by_file
+            else {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
+        )
+        attributes = {
+            name: getattr(function, name)
+            for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
+        }
         state = {
-            "globals": used, "imports": list(_submodules(code, used)), "closure": [_content(cell) for cell in cells], "attributes": attributes,
+            "globals": used,
+            "imports": list(_submodules(code, used)),
+            "closure": [_content(cell) for cell in cells],
+            "attributes": attributes,
             "dict": dict(function.__dict__),
-        }  # fmt: skip
+        }
         return make_function, (marshal.dumps(code), home, len(cells)), state, None, None, fill_function
 
     def _class(self, cls: type) -> Any:
         if isinstance(cls, enum.EnumMeta):
-            raise NotSendable(f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it")
+            raise NotSendable(
+                f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
+            )
         slots = cls.__dict__.get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else tuple(slots)
-        made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | ({"__slots__": slots} if "__slots__" in cls.__dict__ else {})
+        made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | (
+            {"__slots__": slots} if "__slots__" in cls.__dict__ else {}
+        )
         rest = {name: value for name, value in cls.__dict__.items() if name not in (*_MADE_BY_PYTHON, *made, *slots)}
         return make_class, (type(cls), cls.__name__, cls.__bases__, made), rest, None, None, fill_class
 
@@ -115,4 +131,8 @@ def _submodules(code: types.CodeType, used: dict[str, Any]) -> Iterator[str]:
     for module in used.values():
         if isinstance(module, types.ModuleType):
             below = module.__name__ + "."
-            yield from (name for name in list(sys.modules) if name.startswith(below) and names.issuperset(name[len(below) :].split(".")))
+            yield from (
+                name
+                for name in list(sys.modules)
+                if name.startswith(below) and names.issuperset(name[len(below) :].split("."))
+            )

@@ -1,4 +1,6 @@
-"""Copies to the hosts (--sync, --stage): to all before the start, with signals that end it at once, and to each that comes later."""
+"""Copies to the hosts (--sync, --stage): to all before the start, with signals that end it at once, and to each that
+comes later.
+"""
 
 from __future__ import annotations
 

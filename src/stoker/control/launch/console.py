@@ -13,11 +13,13 @@ from collections import deque
 from stoker.contract.untrusted import printable_lines
 
 ROOM = 24 << 20
-RESERVE = 2 << 20  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
+RESERVE = (
+    2 << 20
+)  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
 SMALL = 16 << 10
 EACH = 256  # what a queued piece costs beyond its bytes
-# What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks would cost the main
-# one more than the lines do.
+# What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks
+# would cost the main one more than the lines do.
 TOGETHER_S = 0.02
 AT_ONCE = 1 << 14
 _LOST = b"stoker: %d lines skipped here: the console is slower than the output; all of it is in the run directory\n"
@@ -29,7 +31,9 @@ class Console:
         self._dead: set[int] = set()
         self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
-        self._line: dict[object, bytes] = {}  # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        self._line: dict[
+            object, bytes
+        ] = {}  # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
@@ -45,7 +49,9 @@ class Console:
         return self._size > ROOM
 
     def put(self, stream: int, data: bytes, own: bool = False) -> None:
-        """Whole lines. Returns at once; drops them, counted, when the console is behind. `own`: Stoker's, which begin on a fresh line."""
+        """Whole lines. Returns at once; drops them, counted, when the console is behind. `own`: Stoker's, which begin
+        on a fresh line.
+        """
         if not data or stream in self._dead:
             return
         with self._ready:
@@ -114,7 +120,9 @@ class Console:
         return b"".join(dressed)
 
     def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
-        """What the line under way needs before a piece. A terminal's progress bar is cleared: it will be drawn again, or it is over."""
+        """What the line under way needs before a piece. A terminal's progress bar is cleared: it will be drawn again,
+        or it is over.
+        """
         at_start = not under_way or under_way.endswith(b"\r")
         if self._terminal[stream] and b"\r" in under_way and (own or at_start):
             return b"\x1b[K" if at_start else b"\r\x1b[K"

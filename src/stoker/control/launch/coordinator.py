@@ -1,4 +1,5 @@
-"""The coordinator: a run from its request to its verdict. Refuses what can't start, opens the record, has the attempts made, closes it.
+"""The coordinator: a run from its request to its verdict. Refuses what can't start, opens the record, has the attempts
+made, closes it.
 
 Membership is decided here and only here: an attempt is (members, world size, fresh port). One select loop; threads
 only write: the console's and the pings'.
@@ -40,7 +41,13 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
 class Coordinator:
     """`hosts`: those of a run with several; None: this machine, through `link`."""
 
-    def __init__(self, request: Request, link: transport.Link | None, report: detach.Report | None = None, hosts: Hosts | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        link: transport.Link | None,
+        report: detach.Report | None = None,
+        hosts: Hosts | None = None,
+    ) -> None:
         self.request = request
         self.options = request.options
         self._report = report
@@ -99,7 +106,10 @@ class Coordinator:
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
         told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
-        redact.learn({**told, **(self._hosts.env if self._hosts is not None else {})}, (*self.request.args, self.options.notify or ""))
+        redact.learn(
+            {**told, **(self._hosts.env if self._hosts is not None else {})},
+            (*self.request.args, self.options.notify or ""),
+        )
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -172,7 +182,10 @@ class Coordinator:
             warnings = self._several.prepare(plan, place)
         self._output = Output(self.options, plan, place.id, self._console)
         self._attempts = Attempts(self.request, self._muster, self._several, self._output, self._signals, self._say)
-        return self._attempts.reserve(plan), warnings  # before the record: a port that can't be had leaves nothing behind
+        return (
+            self._attempts.reserve(plan),
+            warnings,
+        )  # before the record: a port that can't be had leaves nothing behind
 
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
@@ -189,7 +202,10 @@ class Coordinator:
             import shlex
 
             fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
-            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why {shlex.quote(place.id)}` says more")
+            self._say(
+                f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why"
+                f" {shlex.quote(place.id)}` says more"
+            )
             if resume:
                 self._say(f"stoker: {_purpose(place)}: {resume}")
         for line in (*missing, *self._not_written()):
@@ -199,11 +215,17 @@ class Coordinator:
         import json
 
         if self.options.json:
-            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json(), "argv": redact.arguments(plan.argv)}, indent=1)
+            text = json.dumps(
+                {"schema": 1, "run": place.id, **plan.to_json(), "argv": redact.arguments(plan.argv)}, indent=1
+            )
         else:
-            rows = [f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places]
+            rows = [
+                f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
+            ]
             start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.argv))}"
-            text = "\n".join(map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}")))
+            text = "\n".join(
+                map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"))
+            )
         self._console.say(1, text)
 
     # ---- the record ----
@@ -227,12 +249,17 @@ class Coordinator:
 
     def _not_written(self) -> list[str]:
         assert self._record is not None
-        return [f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}" for path, lost in self._record.lost().items()]
+        return [
+            f"{lost.bytes} bytes of {os.path.basename(path)} could not be written: {lost.why}"
+            for path, lost in self._record.lost().items()
+        ]
 
     # ---- signals ----
 
     def _catch_signals(self) -> None:
-        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and take the ranks' chance to save."""
+        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and
+        take the ranks' chance to save.
+        """
         for signum in dict.fromkeys((*STOPS, *_named(self.options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup

@@ -87,8 +87,11 @@ def _listen(pipe: int) -> int:
 
                 name = os.path.basename(run_dir)
                 run = shlex.quote(name)
-                print(f"run {name} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
-                      f"  stoker logs {run} --rank 0\n  stoker stop {run}\n  stoker why {run}     how it ended", flush=True)  # fmt: skip
+                print(
+                    f"run {name} is in the background\n  stoker attach {run}   follow it (Ctrl-C leaves it running)\n"
+                    f"  stoker logs {run} --rank 0\n  stoker stop {run}\n  stoker why {run}     how it ended",
+                    flush=True,
+                )
                 return 0
             if line.startswith(_ENDED):
                 return int(line[len(_ENDED) :])

@@ -31,9 +31,16 @@ def rank_report(kept: Any) -> dict[str, Any] | None:
 
 def root_cause(verdict: Verdict, run_dir: str) -> dict[str, Any]:
     """The guilty rank's report with its exit code, or the verdict's own sentence. `run_dir`: empty where no run began."""
-    kept = read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank)) if run_dir and verdict.rank is not None else None
+    kept = (
+        read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank))
+        if run_dir and verdict.rank is not None
+        else None
+    )
     report = rank_report(kept) or {
-        "message": {"message": verdict.summary, "extraInfo": {"py_callstack": "\n".join(verdict.evidence), "timestamp": str(int(time.time()))}}
+        "message": {
+            "message": verdict.summary,
+            "extraInfo": {"py_callstack": "\n".join(verdict.evidence), "timestamp": str(int(time.time()))},
+        }
     }
     if isinstance(report.get("message"), dict):
         code = verdict.exit_code
@@ -48,7 +55,9 @@ def tell_launcher(verdict: Verdict, run_dir: str, say: Callable[[str], None]) ->
         return
     try:
         # In place: Kubernetes mounts /dev/termination-log as a file. A pipe that nobody reads is not waited for.
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666)
+        handle = os.open(
+            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666
+        )
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(redact.data(root_cause(verdict, run_dir)), file)
     except OSError as problem:

@@ -1,4 +1,6 @@
-"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or a host is lost."""
+"""Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or
+a host is lost.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,25 @@ GRACE_STOP_S = 30.0
 UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
-HASTY = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
+HASTY = (
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGKILL,
+)  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
 
 
 class Following:
     """`membership`: None on one machine."""
 
     def __init__(
-        self, attempt: Attempt, muster: Muster, record: RunRecord, output: Output, signals: list[int], say: Callable[[str], None], membership: Membership | None
+        self,
+        attempt: Attempt,
+        muster: Muster,
+        record: RunRecord,
+        output: Output,
+        signals: list[int],
+        say: Callable[[str], None],
+        membership: Membership | None,
     ) -> None:
         self._attempt = attempt
         self._muster = muster
@@ -47,7 +60,9 @@ class Following:
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        from stoker.control.launch.watching import Watching  # what the launch does not wait for is loaded when the ranks are on their way
+        from stoker.control.launch.watching import (
+            Watching,
+        )  # what the launch does not wait for is loaded when the ranks are on their way
 
         attempt = self._attempt
         watching = Watching(attempt, self._record, self._output, self._options, self._members, self._say)
@@ -66,7 +81,11 @@ class Following:
                 attempt.stopping, attempt.stopped_at = True, now
                 self._stop_rest()
             wanted = self._options.stop_after_steps
-            if wanted and not attempt.stopping and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted:
+            if (
+                wanted
+                and not attempt.stopping
+                and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted
+            ):
                 attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S)
             if self._killed_by and time.monotonic() > self._killed_by:
@@ -76,7 +95,9 @@ class Following:
                 self._make_room(self._membership.returned)
 
     def _go_on_without(self) -> None:
-        """SIGKILL has had its time: a rank that is stuck in a driver or on a dead disk ends when the machine does. The rest must not wait for it."""
+        """SIGKILL has had its time: a rank that is stuck in a driver or on a dead disk ends when the machine does. The
+        rest must not wait for it.
+        """
         attempt = self._attempt
         left = [rank for rank in attempt.up if rank not in attempt.ends]
         names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
@@ -87,10 +108,16 @@ class Following:
 
     def _stop_rest(self) -> None:
         trouble = self._attempt.trouble
-        if any(entry["cause"] == "host.lost" for entry in trouble):  # their collectives are dead: nothing can be saved any more
+        if any(
+            entry["cause"] == "host.lost" for entry in trouble
+        ):  # their collectives are dead: nothing can be saved any more
             self._kill()
             return
-        self._stop(signal.SIGTERM, GRACE_FAILURE_S, [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None])
+        self._stop(
+            signal.SIGTERM,
+            GRACE_FAILURE_S,
+            [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None],
+        )
 
     def _make_room(self, host: str) -> None:
         """A host is back, and a checkpoint has been saved since: the ranks end, the next attempt has everybody."""
@@ -134,14 +161,18 @@ class Following:
         self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
     def _lost(self, member: Member) -> None:
-        """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended it."""
+        """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended
+        it.
+        """
         attempt = self._attempt
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
             from stoker.control.verdict import launch
 
             several = self._membership is not None and len(self._muster.by_name) > 1
-            attempt.trouble.append((launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint))
+            attempt.trouble.append(
+                (launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint)
+            )
         attempt.told.add(member.host)
         self._end_by_us([one.rank for one in mine if one.rank not in attempt.ends])
 
@@ -150,7 +181,9 @@ class Following:
         attempt = self._attempt
         for rank in ranks:
             one, pid = attempt.plan.place(rank), attempt.up.setdefault(rank, 0)
-            attempt.ends[rank] = RankEnd(rank, one.host, one.label, pid, None, time.time(), ours=True, error=attempt.errors.get(rank))
+            attempt.ends[rank] = RankEnd(
+                rank, one.host, one.label, pid, None, time.time(), ours=True, error=attempt.errors.get(rank)
+            )
 
     def _pass_signals(self) -> None:
         attempt = self._attempt

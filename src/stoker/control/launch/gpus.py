@@ -36,13 +36,19 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
         return _cpu(machine.cores, machine, "as asked for")
     if machine.gpu_error and not all_hidden:
         raise Refusal(
-            f"the NVIDIA driver does not answer: {machine.gpu_error}; `stoker run --nproc-per-node cpu` trains without it",
-            EX_UNAVAILABLE, cause="gpu.driver",
-        )  # fmt: skip
+            f"the NVIDIA driver does not answer: {machine.gpu_error}; `stoker run --nproc-per-node cpu` trains"
+            " without it",
+            EX_UNAVAILABLE,
+            cause="gpu.driver",
+        )
     if not machine.gpus or all_hidden:
         if options.gpus or options.gpu or count == "gpu":
-            raise Refusal(f"GPUs are asked for and {'CUDA_VISIBLE_DEVICES hides them all' if machine.gpus else 'this machine has none'}",
-                          EX_UNAVAILABLE, cause="gpu.too-few")  # fmt: skip
+            raise Refusal(
+                "GPUs are asked for and"
+                f" {'CUDA_VISIBLE_DEVICES hides them all' if machine.gpus else 'this machine has none'}",
+                EX_UNAVAILABLE,
+                cause="gpu.too-few",
+            )
         ranks = machine.cores if count == "auto" else count if isinstance(count, int) else 1
         return _cpu(ranks, machine, "CUDA_VISIBLE_DEVICES hides the GPUs" if machine.gpus else "no GPU found")
     visible = _visible(hidden, machine.gpus)
@@ -54,7 +60,9 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     found = len(machine.gpus)
     if wanted is not None:
         if reasons:
-            raise NotFree(_sentence(next(gpu for gpu in wanted if gpu.uuid in reasons), reasons), EX_UNAVAILABLE, cause="gpu.busy")
+            raise NotFree(
+                _sentence(next(gpu for gpu in wanted if gpu.uuid in reasons), reasons), EX_UNAVAILABLE, cause="gpu.busy"
+            )
         need = count if isinstance(count, int) else len(usable)
     elif any_of is not None:
         need = any_of
@@ -104,20 +112,29 @@ def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
     if most is not None and ranks >= most:
         raise Refusal(f"{ranks} ranks: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes")
     if machine.max_files is not None and ranks * 4 + 64 > machine.max_files:
-        raise Refusal(f"{ranks} ranks need {ranks * 4 + 64} open files; the limit here is {machine.max_files} (ulimit -n)",
-                      EX_UNAVAILABLE, cause="host.files")  # fmt: skip
+        raise Refusal(
+            f"{ranks} ranks need {ranks * 4 + 64} open files; the limit here is {machine.max_files} (ulimit -n)",
+            EX_UNAVAILABLE,
+            cause="host.files",
+        )
     return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {ranks} CPU rank{'s' if ranks != 1 else ''}, gloo")
 
 
 def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
-    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA drops everything after a bad entry without a word; we refuse it."""
+    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA drops everything after a bad entry without a word; we refuse
+    it.
+    """
     if hidden is None:
         return list(gpus)
     found: list[Gpu] = []
     for word in (part.strip() for part in hidden.split(",")):
         match = _by_id(word, gpus)
         if not match:
-            raise Refusal(f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {word!r} here; there are {_list(gpus)}", EX_UNAVAILABLE, cause="gpu.ordinal")
+            raise Refusal(
+                f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {word!r} here; there are {_list(gpus)}",
+                EX_UNAVAILABLE,
+                cause="gpu.ordinal",
+            )
         found += [gpu for gpu in match if gpu not in found]
     return found
 
@@ -129,8 +146,14 @@ def _by_id(word: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
         return [gpu for gpu in gpus if gpu.label == f"GPU{word}"]
     if not word.upper().startswith(("GPU-", "MIG-")):
         return []
-    match = [gpu for gpu in gpus if gpu.uuid.lower().startswith(word.lower()) or (gpu.mig_parent or "").lower() == word.lower()]
-    return match if len({gpu.mig_parent or gpu.uuid for gpu in match}) == 1 else []  # CUDA takes a prefix if it fits one card
+    match = [
+        gpu
+        for gpu in gpus
+        if gpu.uuid.lower().startswith(word.lower()) or (gpu.mig_parent or "").lower() == word.lower()
+    ]
+    return (
+        match if len({gpu.mig_parent or gpu.uuid for gpu in match}) == 1 else []
+    )  # CUDA takes a prefix if it fits one card
 
 
 def _any(options: RunOptions) -> int | None:
@@ -154,7 +177,11 @@ def _asked(options: RunOptions, visible: list[Gpu], hidden: str | None) -> list[
         match = _by_id(word, visible)
         if not match:
             behind = f" behind CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""
-            raise Refusal(f"{flag} {text}: no GPU {word!r}{behind}; there are {_list(visible)}", EX_UNAVAILABLE, cause="gpu.ordinal")
+            raise Refusal(
+                f"{flag} {text}: no GPU {word!r}{behind}; there are {_list(visible)}",
+                EX_UNAVAILABLE,
+                cause="gpu.ordinal",
+            )
         if any(gpu in found for gpu in match):
             raise Refusal(f"{flag} {text}: GPU {word} is named twice", EX_USAGE)
         found += match
@@ -179,7 +206,11 @@ def _unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
 
 def _by(gpu: Gpu) -> str:
     if not gpu.holders:
-        return "; held from outside this container" if gpu.memory_used and gpu.memory_used > 2 * CONTEXT and gpu.holders is not None else ""
+        return (
+            "; held from outside this container"
+            if gpu.memory_used and gpu.memory_used > 2 * CONTEXT and gpu.holders is not None
+            else ""
+        )
     top = max(gpu.holders, key=lambda holder: holder.memory or 0)
     if top.command is None:
         return f", by pid {top.pid} outside this container"
@@ -192,7 +223,9 @@ def _sentence(gpu: Gpu, reasons: Mapping[str, str]) -> str:
 
 def _room(gpu: Gpu) -> tuple[int, int, int, int]:
     """Most free memory, then fewest holders, then least busy, then the lower number."""
-    free = -1 if gpu.memory_free is None else gpu.memory_free // 10**8  # a few MB of driver bookkeeping are no difference
+    free = (
+        -1 if gpu.memory_free is None else gpu.memory_free // 10**8
+    )  # a few MB of driver bookkeeping are no difference
     return free, -len(gpu.holders or ()), -(gpu.utilization or 0), -gpu.index
 
 
@@ -200,14 +233,21 @@ def _list(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
     return ", ".join(f"{gpu.label[3:]} ({gpu.name or gpu.uuid})" for gpu in gpus) or "none"
 
 
-def _too_few(need: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None) -> Refusal:
+def _too_few(
+    need: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
+) -> Refusal:
     there = f"{found} GPU{'s' if found != 1 else ''} here"
     if hidden is not None:
         there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
     busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    text = f"{need} rank{'s' if need != 1 else ''} asked for and {len(usable)} GPU{'s' if len(usable) != 1 else ''} usable: {there}" + (
-        f"; {busy}" if busy else ""
+    text = (
+        f"{need} rank{'s' if need != 1 else ''} asked for and {len(usable)} GPU{'s' if len(usable) != 1 else ''}"
+        f" usable: {there}" + (f"; {busy}" if busy else "")
     )
-    advice = "--wait 10m waits for them" if need <= len(pool) else "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
+    advice = (
+        "--wait 10m waits for them"
+        if need <= len(pool)
+        else "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
+    )
     kind = NotFree if need <= len(pool) else Refusal
     return kind(f"{text}; {advice}", EX_UNAVAILABLE, cause="gpu.busy" if need <= len(pool) else "gpu.too-few")

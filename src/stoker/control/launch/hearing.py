@@ -1,4 +1,6 @@
-"""What agents say during an attempt: into the attempt's state, the record and the console. Adding a word is adding a method."""
+"""What agents say during an attempt: into the attempt's state, the record and the console. Adding a word is adding a
+method.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 
 _LONGEST_S = 1e8  # three years
-_ROOM = 1 << 19  # characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds
-_TELLING = frozenset(("mem", "lock", "mark", "phase", "note", "error", "exit", "finished"))  # kinds whose texts are recorded
+_ROOM = (
+    1 << 19
+)  # characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds
+_TELLING = frozenset(
+    ("mem", "lock", "mark", "phase", "note", "error", "exit", "finished")
+)  # kinds whose texts are recorded
 _MOST_MARKS, _LONGEST_MARK = 1000, 200  # different ones that are remembered, and their characters
 
 
@@ -35,7 +41,13 @@ def main_thread(stack: str) -> list[Any]:
 
 class Hearing:
     def __init__(
-        self, attempt: Attempt, record: RunRecord, output: Output, options: RunOptions, say: Callable[[str], None], all_up: Callable[[], None]
+        self,
+        attempt: Attempt,
+        record: RunRecord,
+        output: Output,
+        options: RunOptions,
+        say: Callable[[str], None],
+        all_up: Callable[[], None],
     ) -> None:
         self._attempt = attempt
         self._record = record
@@ -44,10 +56,14 @@ class Hearing:
         self._say = say
         self._all_up = all_up
 
-        self._ranks_of = {host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts}
+        self._ranks_of = {
+            host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts
+        }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is decided here."""
+        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is
+        decided here.
+        """
         self._check_ranks(host, message)
         if message["is"] == "out":
             rank, stream = message["rank"], message["fd"]
@@ -61,7 +77,9 @@ class Hearing:
             return
         if message["is"] in _TELLING:
             message = {name: within(value, _ROOM) for name, value in message.items()}
-        handler: Callable[[str, protocol.Message], None] | None = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
+        handler: Callable[[str, protocol.Message], None] | None = getattr(
+            self, "_on_" + message["is"].replace("-", "_"), None
+        )
         if handler is not None:
             handler(host, message)
 
@@ -70,11 +88,15 @@ class Hearing:
         own = self._ranks_of.get(host, frozenset())
         if "rank" in message:
             if message["rank"] not in own:
-                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {message['rank']}, which is not its own")
+                raise protocol.ProtocolError(
+                    f"its message {message['is']!r} is about rank {message['rank']}, which is not its own"
+                )
         elif "ranks" in message:
             strange = message["ranks"].keys() - {str(rank) for rank in own}
             if strange:
-                raise protocol.ProtocolError(f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own")
+                raise protocol.ProtocolError(
+                    f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own"
+                )
 
     def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
         from stoker.contract.untrusted import parse_json
@@ -110,7 +132,14 @@ class Hearing:
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record = self._attempt, self._record
         attempt.up[message["rank"]] = message["pid"]
-        record.event("rank-up", rank=message["rank"], label=self._label(message["rank"]), pid=message["pid"], attempt=attempt.number, on=host or None)
+        record.event(
+            "rank-up",
+            rank=message["rank"],
+            label=self._label(message["rank"]),
+            pid=message["pid"],
+            attempt=attempt.number,
+            on=host or None,
+        )
         # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
         record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
         if len(attempt.up) == attempt.expected:
@@ -127,7 +156,9 @@ class Hearing:
             self._attempt.trouble.append(trouble)
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
-        error = read_error(redact.data(message["error"]))  # before a verdict quotes a part of it: half a token is not known by its shape
+        error = read_error(
+            redact.data(message["error"])
+        )  # before a verdict quotes a part of it: half a token is not known by its shape
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
@@ -144,17 +175,33 @@ class Hearing:
             error = None
         stack = redact.whole(message["stack"])
         end = RankEnd(
-            rank, host, self._label(rank), attempt.up.get(rank, 0), code, message["time"], message["ours"], error, output.tail(rank),
-            message["steps"], stack, message["oom_killed"], message["core"], read_around(message["around"]),
-        )  # fmt: skip
+            rank,
+            host,
+            self._label(rank),
+            attempt.up.get(rank, 0),
+            code,
+            message["time"],
+            message["ours"],
+            error,
+            output.tail(rank),
+            message["steps"],
+            stack,
+            message["oom_killed"],
+            message["core"],
+            read_around(message["around"]),
+        )
         attempt.ends[rank] = end
         self._feed(lambda: attempt.watch.ended(rank, code))
         if error is not None or stack:
-            collectives, frames = (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
+            collectives, frames = (
+                (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
+            )
             self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
-            kept = redact.data({**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]})
+            kept = redact.data(
+                {**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]}
+            )
             record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
             output.keep_error(record, rank, kept)
         if stack:
@@ -167,20 +214,40 @@ class Hearing:
         self._attempt.finished.add(host)
         if message["stopped"]:
             self._record.event("leftovers", stopped=message["stopped"])
-            self._say(f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind: {_listed(message['stopped'])}")
+            self._say(
+                f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind:"
+                f" {_listed(message['stopped'])}"
+            )
         for one in message["stuck"]:
-            line = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use its GPU until it is gone"
+            line = (
+                f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use"
+                " its GPU until it is gone"
+            )
             self._say(printable(line, 1000))
         for card in message["gpus_held"]:
             self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
-        self._say(f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running: {_listed(message['names'])}")
+        self._say(
+            f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running:"
+            f" {_listed(message['names'])}"
+        )
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, where = message["rank"], message["at"]
-        self._record.event("mem", rank=rank, at=where, rss=message["rss"], host_used=message["host_used"], host_total=message["host_total"], gpu=message["gpu"])
-        line = f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank) {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        self._record.event(
+            "mem",
+            rank=rank,
+            at=where,
+            rss=message["rss"],
+            host_used=message["host_used"],
+            host_total=message["host_total"],
+            gpu=message["gpu"],
+        )
+        line = (
+            f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank)"
+            f" {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        )
         if message["gpu"]:
             line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
         self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
@@ -197,7 +264,9 @@ class Hearing:
         elif what == "acquired":
             line = "LOCK: acquired! Starting initialization..."
         else:
-            line = "LOCK: released" + (f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else "")
+            line = "LOCK: released" + (
+                f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else ""
+            )
         self._aside(rank, f"[Rank {rank}] {line}")
 
     def _aside(self, rank: int, line: str) -> None:
@@ -251,9 +320,22 @@ class Hearing:
         if not bad.step:  # the line has none: the optimizer's count, as of the last beat
             bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0), counted=True)
         said = numbers.summary(bad, label, world)
-        self._record.event("numbers", cause=f"nan.{bad.kind}", rank=bad.rank, step=bad.step, value=bad.value, source=bad.source, firm=bad.firm, summary=said)
+        self._record.event(
+            "numbers",
+            cause=f"nan.{bad.kind}",
+            rank=bad.rank,
+            step=bad.step,
+            value=bad.value,
+            source=bad.source,
+            firm=bad.firm,
+            summary=said,
+        )
         if not bad.firm:
-            self._say(f"stoker: {said}; if it stays so the job is stopped" if self._options.on_nan == "stop" and bad.stops else f"stoker: {said}")
+            self._say(
+                f"stoker: {said}; if it stays so the job is stopped"
+                if self._options.on_nan == "stop" and bad.stops
+                else f"stoker: {said}"
+            )
         elif self._options.on_nan == "stop":
             self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:

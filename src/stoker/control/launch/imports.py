@@ -74,9 +74,11 @@ class Imported:
 
 
 def imports_of(source: bytes | str) -> tuple[Import, ...]:
-    """What the script imports whenever it starts, in its order, the standard library left out. Reads the text, executes nothing.
+    """What the script imports whenever it starts, in its order, the standard library left out. Reads the text, executes
+    nothing.
 
-    What stands in a try or with may fail; what stands in another `if`, or in a function, is decided when the script runs.
+    What stands in a try or with may fail; what stands in another `if`, or in a function, is decided when the script
+    runs.
     """
     found: dict[str, Import] = {}
     for name, line, statement, optional in _imports(ast.parse(source).body, ""):
@@ -84,7 +86,9 @@ def imports_of(source: bytes | str) -> tuple[Import, ...]:
         if known is None:
             found[name] = Import(name, line, (statement,), optional)
         else:
-            found[name] = Import(name, known.line, tuple(dict.fromkeys((*known.statements, statement))), known.optional and optional)
+            found[name] = Import(
+                name, known.line, tuple(dict.fromkeys((*known.statements, statement))), known.optional and optional
+            )
     return tuple(found.values())
 
 
@@ -100,7 +104,10 @@ def _imports(body: Sequence[ast.stmt], optional: str) -> Iterator[tuple[str, int
                 yield from _imports(node.body, optional or "the script tries it")
             elif isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
                 yield from _imports(node.body, optional)
-            elif any(isinstance(part, ast.Attribute) and ast.unparse(part) in ("sys.path", "site.addsitedir") for part in ast.walk(node)):
+            elif any(
+                isinstance(part, ast.Attribute) and ast.unparse(part) in ("sys.path", "site.addsitedir")
+                for part in ast.walk(node)
+            ):
                 optional = optional or "the script changes sys.path first"
         for name, statement in named:
             if name.partition(".")[0] not in sys.stdlib_module_names:
@@ -116,7 +123,15 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
     if request.options.module:
         folder = os.getcwd()
         bases = [os.path.join(entry, *script.split(".")) for entry in (folder, *sys.path)]
-        path = next((file for base in bases for file in (base + ".py", os.path.join(base, "__main__.py")) if os.path.isfile(file)), "")
+        path = next(
+            (
+                file
+                for base in bases
+                for file in (base + ".py", os.path.join(base, "__main__.py"))
+                if os.path.isfile(file)
+            ),
+            "",
+        )
     elif os.path.isdir(script):
         path, folder = os.path.join(script, "__main__.py"), os.path.realpath(script)
     try:
@@ -130,17 +145,29 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
 # ---- trying ----
 
 
-def try_imports(request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]) -> Verdict | None:
+def try_imports(
+    request: Request, flags: list[str], done: list[Imported], say: Callable[[str], None], stopped: Callable[[], object]
+) -> Verdict | None:
     """All of them in one child, which tells what it does; what came through is added to `done`."""
     wanted, path, folder = find_imports(request, say)
     if not wanted:
         return None
     say(f"imports: {len(wanted)} of {path}, one by one in a process of their own")
-    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # for modules that read them
+    env = {
+        **os.environ,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }  # for modules that read them
     env |= {name: value for name, equals, value in (word.partition("=") for word in request.options.env) if equals}
     answers, pipe = os.pipe()
-    told = {"pipe": pipe, "argv": [request.script, *request.args], "folder": folder,
-            "imports": [(one.name, one.statements, bool(one.optional)) for one in wanted]}  # fmt: skip
+    told = {
+        "pipe": pipe,
+        "argv": [request.script, *request.args],
+        "folder": folder,
+        "imports": [(one.name, one.statements, bool(one.optional)) for one in wanted],
+    }
     argv = [request.options.python or sys.executable, *flags, "-c", _IMPORTER, json.dumps(told)]
     with os.fdopen(answers, "rb", 0), tempfile.TemporaryFile() as noise:
         try:
@@ -150,7 +177,9 @@ def try_imports(request: Request, flags: list[str], done: list[Imported], say: C
         finally:
             os.close(pipe)
         try:
-            under_way, late, verdict = _listen(child, answers, {one.name: one for one in wanted}, path, done, say, stopped)
+            under_way, late, verdict = _listen(
+                child, answers, {one.name: one for one in wanted}, path, done, say, stopped
+            )
         finally:
             # With whatever it left in its session: it is not reaped yet, so the number is still its own.
             os.killpg(child.pid, signal.SIGKILL)
@@ -163,14 +192,21 @@ def try_imports(request: Request, flags: list[str], done: list[Imported], say: C
 
 
 def _listen(
-    child: subprocess.Popen[bytes], answers: int, wanted: dict[str, Import], path: str, done: list[Imported], say: Callable[[str], None],
+    child: subprocess.Popen[bytes],
+    answers: int,
+    wanted: dict[str, Import],
+    path: str,
+    done: list[Imported],
+    say: Callable[[str], None],
     stopped: Callable[[], object],
-) -> tuple[Import | None, bool, Verdict | None]:  # fmt: skip
+) -> tuple[Import | None, bool, Verdict | None]:
     """Until the child's end, a failure or the deadline: (the import under way, was it too slow, a verdict)."""
     rest, rss, under_way = b"", 0, None
     deadline = time.monotonic() + IMPORT_S
     while not stopped():
-        over = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None  # asked before the last read
+        over = (
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+        )  # asked before the last read
         data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if over else 0.1)[0] else b""
         *lines, rest = (rest + data).split(b"\n")
         for answer in (json.loads(line) for line in lines):
@@ -193,7 +229,10 @@ def _listen(
 
 def import_line(done: Imported, one: Import) -> str:
     if done.problem:
-        return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({done.problem.partition(chr(10))[0][:120]})"
+        return (
+            f"  {done.name:<32} not there, and that may be meant: {one.optional}"
+            f" ({done.problem.partition(chr(10))[0][:120]})"
+        )
     return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 1e6:>+9.1f} MB {done.rss / 1e6:>9.1f} MB"
 
 
@@ -201,29 +240,58 @@ def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str)
     missing = answer["missing"].partition(".")[0]
     fix = (f"pip install {missing}   # the package may have another name",) if missing else ()
     return Verdict(
-        "failed", "env.import", f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}", 1,
+        "failed",
+        "env.import",
+        f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}",
+        1,
         evidence=tuple(answer["traceback"].strip().splitlines()[-6:]),
         fix=(*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python"),
-    )  # fmt: skip
+    )
 
 
 def _died(one: Import | None, path: str, code: int, late: bool, tail: list[str]) -> Verdict:
     what = f"import {one.name} at {path}:{one.line}" if one else f"the process for the imports of {path}"
-    fix: tuple[str, ...] = (f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}",)
+    fix: tuple[str, ...] = (
+        f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}",
+    )
     if late:
-        return Verdict("failed", "env.import", f"{what} is not through after {IMPORT_S:.0f} s", EX_SOFTWARE, evidence=tuple(tail), fix=fix)
+        return Verdict(
+            "failed",
+            "env.import",
+            f"{what} is not through after {IMPORT_S:.0f} s",
+            EX_SOFTWARE,
+            evidence=tuple(tail),
+            fix=fix,
+        )
     if code >= 0:
-        return Verdict("failed", "env.import", f"{what} ends the process with exit code {code}", code or EX_SOFTWARE, evidence=tuple(tail), fix=fix)
+        return Verdict(
+            "failed",
+            "env.import",
+            f"{what} ends the process with exit code {code}",
+            code or EX_SOFTWARE,
+            evidence=tuple(tail),
+            fix=fix,
+        )
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
         fix = ("was it the OOM killer? dmesg knows, and free -h what is left", *fix)
-    return Verdict("failed", "env.import", f"{what} kills the process: {name}", 128 - code, evidence=tuple(tail), fix=fix)
+    return Verdict(
+        "failed", "env.import", f"{what} kills the process: {name}", 128 - code, evidence=tuple(tail), fix=fix
+    )
 
 
-def start(argv: list[str], env: dict[str, str], out: Any, err: Any, at_our_death: int, *keep: int) -> subprocess.Popen[bytes]:
+def start(
+    argv: list[str], env: dict[str, str], out: Any, err: Any, at_our_death: int, *keep: int
+) -> subprocess.Popen[bytes]:
     """In a session of its own, and it does not outlive us."""
     libc = ctypes.CDLL(None)
     return subprocess.Popen(
-        argv, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=err, pass_fds=keep, start_new_session=True,
+        argv,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=err,
+        pass_fds=keep,
+        start_new_session=True,
         preexec_fn=lambda: libc.prctl(1, int(at_our_death)),  # noqa: PLW1509  no thread runs here yet: the fork is safe. 1: PR_SET_PDEATHSIG
-    )  # fmt: skip
+    )

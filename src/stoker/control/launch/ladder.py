@@ -1,6 +1,7 @@
 """The ladder: a script's imports one by one, then the script on one rank, on half and on all of them, a few steps each.
 
-Each rung of ranks is an ordinary `stoker run` in a process of its own, with a record of its own; the first that fails ends the climb.
+Each rung of ranks is an ordinary `stoker run` in a process of its own, with a record of its own; the first that fails
+ends the climb.
 """
 
 from __future__ import annotations
@@ -31,13 +32,30 @@ from stoker.control.verdict.launch import lost
 IMPORTS, SINGLE, ALL = "imports", "single", "all"  # what can be wanted
 STEPS = 20
 SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay for
-MARK = "STOKER_LADDER"  # told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
+# told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
+MARK = "STOKER_LADDER"
 _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
-# Options of the run that a rung decides itself, or that would make it something other than a short run in the foreground.
-_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet", "show"}
+# Options of the run that a rung decides itself, or that would make it something other than a short run in the
+# foreground.
+_NOT_PASSED = {
+    "config",
+    "detach",
+    "dry_run",
+    "gpu",
+    "gpus",
+    "json",
+    "ladder",
+    "max_restarts",
+    "name",
+    "notify",
+    "nproc_per_node",
+    "quiet",
+    "show",
+}
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
 _STOKER = (
-    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom stoker.cli.main import entry\nentry()"
+    "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom"
+    " stoker.cli.main import entry\nentry()"
 )
 
 
@@ -99,7 +117,9 @@ def rungs(world: int) -> tuple[int, ...]:
 
 
 def wanted_by_environment(environ: Mapping[str, str]) -> set[str]:
-    return {rung for name, rung in _TESTS.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")}
+    return {
+        rung for name, rung in _TESTS.items() if environ.get(name, "").strip().lower() in ("1", "true", "yes", "on")
+    }
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
@@ -126,16 +146,22 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
     values |= {
-        "nproc_per_node": ranks, "stop_after_steps": steps, "name": f"{(options.name or default_name(request))[:80]}-ladder-{ranks}", "show": "none",
-        "quiet": True, "env": (*options.env, f"{MARK}={stamp}"),
-    }  # fmt: skip
+        "nproc_per_node": ranks,
+        "stop_after_steps": steps,
+        "name": f"{(options.name or default_name(request))[:80]}-ladder-{ranks}",
+        "show": "none",
+        "quiet": True,
+        "env": (*options.env, f"{MARK}={stamp}"),
+    }
     if plan.uuids:
         values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
     return command_words(values, request.script, request.args)
 
 
 def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
-    """Throughput of the highest rung against one rank's; memory of all ranks, foretold from the highest rung that was measured."""
+    """Throughput of the highest rung against one rank's; memory of all ranks, foretold from the highest rung that was
+    measured.
+    """
     passed = [rung for rung in climbed if rung.exit_code == 0]
     found = Scaling()
     rates = [rung for rung in passed if rung.steps_per_s]
@@ -158,7 +184,10 @@ def memory_line(found: Scaling, world: int) -> str:
         return ""
     room = "" if found.memory == "scales" else f", and {gb(found.memory_others)} of it is in use by others"
     ranks = f"{world} rank{'s' if world != 1 else ''}"
-    return f"memory {found.memory}: {ranks} will need {gb(found.memory_needed)} of {gb(found.memory_total)} host memory{room}"
+    return (
+        f"memory {found.memory}: {ranks} will need {gb(found.memory_needed)} of {gb(found.memory_total)} host"
+        f" memory{room}"
+    )
 
 
 # ---- the record of a rung ----
@@ -185,13 +214,26 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
             host_used, host_total = event["host_used"], event["host_total"]
             if event["gpu"]:
                 cards.append((event["gpu"][0], event["gpu"][1]))
-    rates = [(steps - 1) / (end - first[rank]) for rank, (end, steps) in ends.items() if rank in first and steps > 1 and end > first[rank]]
+    rates = [
+        (steps - 1) / (end - first[rank])
+        for rank, (end, steps) in ends.items()
+        if rank in first and steps > 1 and end > first[rank]
+    ]
     whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
     return Climbed(
-        ranks, exit_code, run.id, run.dir, min((steps for _, steps in ends.values()), default=0),
-        max(first.values()) - began if len(first) == ranks else None, min(rates) if len(rates) == ranks else None,
-        max(rss.values()) if whole else None, sum(rss.values()) if whole else None, max(cards, default=None), host_used, host_total,
-    )  # fmt: skip
+        ranks,
+        exit_code,
+        run.id,
+        run.dir,
+        min((steps for _, steps in ends.values()), default=0),
+        max(first.values()) - began if len(first) == ranks else None,
+        min(rates) if len(rates) == ranks else None,
+        max(rss.values()) if whole else None,
+        sum(rss.values()) if whole else None,
+        max(cards, default=None),
+        host_used,
+        host_total,
+    )
 
 
 # ---- climbing ----
@@ -205,7 +247,11 @@ class Ladder:
         if steps < 1:
             raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
         if request.options.hosts is not None:
-            raise Refusal("the ladder climbs on one machine: leave --hosts out and start it on each of them", EX_USAGE, cause="launch.nodes")
+            raise Refusal(
+                "the ladder climbs on one machine: leave --hosts out and start it on each of them",
+                EX_USAGE,
+                cause="launch.nodes",
+            )
         self._request = request
         self._steps = min(steps, limit) if limit > 0 else steps
         self._say = say
@@ -237,7 +283,9 @@ class Ladder:
                 signal.signal(signum, handler)
         verdict = verdict or self._stopped()
         code = verdict.exit_code if verdict else 0
-        return Climb(self._plan.world_size, rungs_, self._steps, tuple(self._imported), tuple(self._climbed), verdict, code)
+        return Climb(
+            self._plan.world_size, rungs_, self._steps, tuple(self._imported), tuple(self._climbed), verdict, code
+        )
 
     def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
         """For --dry-run: the imports and the rungs."""
@@ -248,7 +296,11 @@ class Ladder:
         return find_imports(self._request, self._say)[0], rungs(self._plan.world_size)
 
     def _stopped(self) -> Verdict | None:
-        return Verdict("stopped", "launch.stopped", f"stopped by {signal.Signals(self._stop).name}", 128 + self._stop) if self._stop else None
+        return (
+            Verdict("stopped", "launch.stopped", f"stopped by {signal.Signals(self._stop).name}", 128 + self._stop)
+            if self._stop
+            else None
+        )
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """The rung has a session of its own: a terminal's Ctrl-C comes here alone and is passed on, once."""
@@ -267,13 +319,19 @@ class Ladder:
     def _look(self) -> Verdict | None:
         """The plan `stoker run` would make."""
         request = self._request
-        values = {name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}}
-        code, out, said = self._stoker(command_words({**values, "dry_run": True, "json": True}, request.script, request.args), False)[:3]
+        values = {
+            name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}
+        }
+        code, out, said = self._stoker(
+            command_words({**values, "dry_run": True, "json": True}, request.script, request.args), False
+        )[:3]
         if code:
             return self._stopped() or Verdict("refused", "launch.refused", said, code)
         data = json.loads(out)
         uuids = tuple(place["gpu"]["uuid"] for place in data["places"] if place["gpu"])
-        self._plan = Plan(len(data["places"]), uuids, not uuids and "" in data["visible"].values(), tuple(data["lines"]))
+        self._plan = Plan(
+            len(data["places"]), uuids, not uuids and "" in data["visible"].values(), tuple(data["lines"])
+        )
         for line in self._plan.lines:
             self._say(line)
         return None
@@ -284,9 +342,18 @@ class Ladder:
         if found.memory == "does not scale":
             self._say(memory_line(found, ranks))
         self._say(f"{which}: {ranks} rank{'s' if ranks != 1 else ''}, {self._steps} steps or the script's end")
-        code, _, said, pid = self._stoker(rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S")), True, hide=plan.hidden)
+        code, _, said, pid = self._stoker(
+            rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S")), True, hide=plan.hidden
+        )
         root = layout.runs_root(request.options.runs_dir, os.environ)
-        run = next((one for one in reversed(reader.all_runs(root)) if one.launcher[0] == pid and one.name.endswith(f"-ladder-{ranks}")), None)
+        run = next(
+            (
+                one
+                for one in reversed(reader.all_runs(root))
+                if one.launcher[0] == pid and one.name.endswith(f"-ladder-{ranks}")
+            ),
+            None,
+        )
         self._climbed.append(measure(ranks, code, run))
         if code == 0:
             return None

@@ -1,4 +1,6 @@
-"""A rank's bytes become console lines (whole, prefixed, never torn) and lines of its log (without progress bars and control codes). Pure."""
+"""A rank's bytes become console lines (whole, prefixed, never torn) and lines of its log (without progress bars and
+control codes). Pure.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,9 @@ import re
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _OVERWRITTEN = re.compile(rb"[^\n]*\r(?!\n)")  # what stands before a line's last carriage return
-_CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")  # colours, cursor moves, titles
+_CODES = re.compile(
+    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
+)  # colours, cursor moves, titles
 
 
 class LineCutter:
@@ -45,7 +49,9 @@ class LineCutter:
         return b"".join(records)
 
     def flush(self) -> bytes:
-        """What is left when the rank has ended: shown with the newline it lacks. A progress bar that will not go on is not drawn again."""
+        """What is left when the rank has ended: shown with the newline it lacks. A progress bar that will not go on is
+        not drawn again.
+        """
         rest, self._rest = bytes(self._rest), bytearray()
         if self._in_bar:
             self.mid_line = False
@@ -69,7 +75,9 @@ class LineCutter:
 
 
 class LogLines:
-    """One rank's one stream, for its file: what a terminal would show in the end. Of a progress bar that is its last state, of control codes nothing."""
+    """One rank's one stream, for its file: what a terminal would show in the end. Of a progress bar that is its last
+    state, of control codes nothing.
+    """
 
     def __init__(self) -> None:
         self._rest = b""

@@ -1,5 +1,6 @@
-"""Who takes part in a run with several hosts: which are lost, which are back, and whether enough are left. Lost ones are tried again in the
-background, by a new connection each time; an agent that answers gets what --sync and --stage brought the others, and waits for the next attempt.
+"""Who takes part in a run with several hosts: which are lost, which are back, and whether enough are left. Lost ones
+are tried again in the background, by a new connection each time; an agent that answers gets what --sync and --stage
+brought the others, and waits for the next attempt.
 """
 
 from __future__ import annotations
@@ -62,7 +63,15 @@ class Lost:
 
 
 class Membership:
-    def __init__(self, muster: Muster, say: Callable[[str], None], tell: Tell, fitness: Fitness, unfit: Unfit, bring: Bring | None = None) -> None:
+    def __init__(
+        self,
+        muster: Muster,
+        say: Callable[[str], None],
+        tell: Tell,
+        fitness: Fitness,
+        unfit: Unfit,
+        bring: Bring | None = None,
+    ) -> None:
         self._muster = muster
         self._members = muster.members
         self._say = say
@@ -84,14 +93,18 @@ class Membership:
     @property
     def returned(self) -> str:
         """A host that waits to join; empty where there is none."""
-        return next((name for name, one in self.lost.items() if one.back and one.member is not None and not one.member.gone), "")
+        return next(
+            (name for name, one in self.lost.items() if one.back and one.member is not None and not one.member.gone), ""
+        )
 
     @property
     def here(self) -> str:
         return f"{len(self._members.all)} of {len(self._order)} hosts"
 
     def settle(self) -> bool:
-        """Between two attempts: who is gone is out, who is back is in. Whether anything changed. `joined` are those that came now."""
+        """Between two attempts: who is gone is out, who is back is in. Whether anything changed. `joined` are those
+        that came now.
+        """
         before = list(self._members.all)
         self.joined = []
         for member in before:
@@ -104,7 +117,9 @@ class Membership:
         return before != self._members.all
 
     def send_back(self, why: str) -> None:
-        """Those that joined just now: with them there is no plan. A run that works without a host must not end because it is back."""
+        """Those that joined just now: with them there is no plan. A run that works without a host must not end because
+        it is back.
+        """
         for member in [one for one in self._members.all if one.host in self.joined]:
             self.lost[member.host] = Lost(why, member.selves)
             self.lost[member.host].next_try = time.monotonic() + LONGEST_S
@@ -150,7 +165,9 @@ class Membership:
         one.member.say(self._muster.open_order(name, one.former))
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
-        """It answers: has it what the others have? A host that came back without its disk must not end a run that works without it."""
+        """It answers: has it what the others have? A host that came back without its disk must not end a run that works
+        without it.
+        """
         if self._bring is not None and not self._carried(name, one, self._bring):
             return
         wrong = one.bringing.failure if one.bringing is not None else ""

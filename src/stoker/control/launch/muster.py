@@ -1,4 +1,6 @@
-"""Before the start: meets the agents, looks at their machines, makes the plan, takes the GPUs' locks and the store's port."""
+"""Before the start: meets the agents, looks at their machines, makes the plan, takes the GPUs' locks and the store's
+port.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +47,18 @@ class Interrupted(Exception):
 
 
 class Muster:
-    """The agents of a run and what they have answered. `link`: the local agent, already on its way; None where `hosts` are reached."""
+    """The agents of a run and what they have answered. `link`: the local agent, already on its way; None where `hosts`
+    are reached.
+    """
 
-    def __init__(self, request: Request, link: transport.Link | None, signals: list[int], say: Callable[[str], None], hosts: Hosts | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        link: transport.Link | None,
+        signals: list[int],
+        say: Callable[[str], None],
+        hosts: Hosts | None = None,
+    ) -> None:
         self.request = request
         self.options = request.options
         self._signals = signals
@@ -65,18 +76,26 @@ class Muster:
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
 
     def reach(self, host: Host, again: bool = False) -> transport.Link:
-        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was lost."""
+        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was
+        lost.
+        """
         assert self.hosts is not None
         try:
             return transport.reach(host, self.afresh if again else self.hosts)
         except FileNotFoundError as problem:
-            raise Refusal(f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH", EX_UNAVAILABLE) from problem
+            raise Refusal(
+                f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH",
+                EX_UNAVAILABLE,
+            ) from problem
 
     @property
     def afresh(self) -> Hosts:
         """The hosts, by connections that nothing shares."""
         assert self.hosts is not None
-        return replace(self.hosts, ssh_options=("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *self.hosts.ssh_options))
+        return replace(
+            self.hosts,
+            ssh_options=("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *self.hosts.ssh_options),
+        )
 
     @property
     def _run_id(self) -> str:
@@ -88,9 +107,15 @@ class Muster:
         """`former`: who ran there for this run before, and must be gone first."""
         assert self._place is not None
         return {
-            "do": "open", "run": self._place.id, "dir": self._place.dir, "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
-            "recorded": os.environ.get(names.MACHINE), "packages": packages_dir(), "host": host, "former": former or [],
-        }  # fmt: skip
+            "do": "open",
+            "run": self._place.id,
+            "dir": self._place.dir,
+            "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
+            "recorded": os.environ.get(names.MACHINE),
+            "packages": packages_dir(),
+            "host": host,
+            "former": former or [],
+        }
 
     def meet(self, place: RunPlace) -> None:
         self._place = place
@@ -141,9 +166,15 @@ class Muster:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
             told = refused[0].answers["refused"]
-            return Refusal(told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}", _exit_code(told["code"]))
+            return Refusal(
+                told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}",
+                _exit_code(told["code"]),
+            )
         slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
-        why = {one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow for one in waiting}
+        why = {
+            one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow
+            for one in waiting
+        }
         return Unusable(why, max(len(self.by_name), 1))
 
     def probe(self, what: str, args: Mapping[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -159,7 +190,10 @@ class Muster:
             self.members.pump(0.5)
             self._heed_signals()
         del self._probed[ask]
-        return {member.host: found.get(member.host, {"error": member.gone or f"no answer within {seconds:.0f} s"}) for member in asked}
+        return {
+            member.host: found.get(member.host, {"error": member.gone or f"no answer within {seconds:.0f} s"})
+            for member in asked
+        }
 
     # ---- planning ----
 
@@ -168,14 +202,24 @@ class Muster:
         return {member.host: member.machine for member in self.members.all if member.machine is not None}
 
     def plan(self, argv: list[str]) -> RunPlan:
-        """Looks, chooses, locks. With --wait it looks again until there is room; a lost race for a lock is a look again, too."""
+        """Looks, chooses, locks. With --wait it looks again until there is room; a lost race for a lock is a look
+        again, too.
+        """
         deadline = time.monotonic() + self.options.wait
         said = ""
         races = 0
         while True:
             held = {member.host: self._held(member) for member in self.members.all}
             try:
-                plan = make_plan(self.request, argv, os.environ, self._sound_machines(), held, wants_split(self.options), self.by_name)
+                plan = make_plan(
+                    self.request,
+                    argv,
+                    os.environ,
+                    self._sound_machines(),
+                    held,
+                    wants_split(self.options),
+                    self.by_name,
+                )
                 lost = {} if self.options.dry_run or self.options.share_gpus else self._lock(plan)
                 if not lost:
                     return plan
@@ -187,7 +231,9 @@ class Muster:
                 if not self.options.wait:
                     raise
                 if time.monotonic() > deadline:
-                    raise Refusal(f"waited {span(self.options.wait)}: {busy.line}", EX_TEMPFAIL, cause="gpu.busy") from busy
+                    raise Refusal(
+                        f"waited {span(self.options.wait)}: {busy.line}", EX_TEMPFAIL, cause="gpu.busy"
+                    ) from busy
                 if busy.line != said:
                     said = busy.line
                     self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
@@ -204,7 +250,9 @@ class Muster:
         return {uuid: who for uuid, who in member.answers["host"]["held"].items() if uuid not in lent}
 
     def _sound_machines(self) -> dict[str, Machine]:
-        """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel yet."""
+        """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel
+        yet.
+        """
         machines = self.machines
         if self.options.exclude_bad and "" in machines:
             from stoker.control.launch.preflight import without_bad
@@ -212,7 +260,10 @@ class Muster:
             machines[""] = without_bad(machines[""])
         if self.left_out:
             for host, machine in machines.items():
-                gpus = tuple(replace(gpu, error=self.left_out[gpu.uuid]) if gpu.uuid in self.left_out else gpu for gpu in machine.gpus)
+                gpus = tuple(
+                    replace(gpu, error=self.left_out[gpu.uuid]) if gpu.uuid in self.left_out else gpu
+                    for gpu in machine.gpus
+                )
                 machines[host] = replace(machine, gpus=gpus)
         return machines
 
@@ -235,7 +286,11 @@ class Muster:
         for member in self.members.all:
             for notice in member.answers["locked"]["notices"]:
                 self._say_once(f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(notice, 1000)}")
-        return {uuid: printable(who, 300) for member in self.members.all for uuid, who in member.answers["locked"]["refused"].items()}
+        return {
+            uuid: printable(who, 300)
+            for member in self.members.all
+            for uuid, who in member.answers["locked"]["refused"].items()
+        }
 
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -286,7 +341,10 @@ class Muster:
         if not 0 < answer["port"] < 1 << 16:
             raise taken({"wanted": 0, **answer})
         if answer.get("wanted"):
-            self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port {answer['port']}")
+            self._say(
+                f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port"
+                f" {answer['port']}"
+            )
         return address, answer["port"]
 
     def suspend(self) -> None:
@@ -320,7 +378,11 @@ class Muster:
 
             if len(member.probed) > _MOST_PROBES:
                 raise protocol.ProtocolError("it answers what nobody asked")
-            into, name = (member.probed, message["what"]) if member in self.members.waiting else (self._probed[message["ask"]], member.host)
+            into, name = (
+                (member.probed, message["what"])
+                if member in self.members.waiting
+                else (self._probed[message["ask"]], member.host)
+            )
             into[name] = read_answer(message["what"], payload)
             return
         if kind == "host":

@@ -1,4 +1,5 @@
-"""Machines on each of which `stoker run` is started by hand, with torchrun's flags: how many, which one is this, where they meet. Pure.
+"""Machines on each of which `stoker run` is started by hand, with torchrun's flags: how many, which one is this, where
+they meet. Pure.
 
 Each of them is the coordinator of its own ranks and keeps its own record.
 """
@@ -48,30 +49,53 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
     count, most = span_of(options.nnodes)
     if options.hosts is not None:
         if count > 1 or "node_rank" in request.given:
-            raise Refusal("--hosts says which machines: leave --nnodes and --node-rank out", EX_USAGE, cause="launch.nodes")
+            raise Refusal(
+                "--hosts says which machines: leave --nnodes and --node-rank out", EX_USAGE, cause="launch.nodes"
+            )
         return None
     if not by_hand(options):
         if options.node_rank != 0:
-            raise Refusal(f"--node-rank {options.node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes")
+            raise Refusal(
+                f"--node-rank {options.node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes"
+            )
         return None
     if options.standalone:
-        raise Refusal(f"--standalone and --nnodes {options.nnodes} contradict each other", EX_USAGE, cause="launch.nodes")
+        raise Refusal(
+            f"--standalone and --nnodes {options.nnodes} contradict each other", EX_USAGE, cause="launch.nodes"
+        )
     address, port = _where(request, environment)
     numbered = "node_rank" in request.given or options.rdzv_backend == "static"
     if not address:
         raise Refusal(
-            f"--nnodes {options.nnodes}: say where the machines meet (--master-addr of machine 0, the same on all), or name them with "
-            "--hosts a,b,c and start it on one of them", EX_USAGE, cause="launch.nodes",
-        )  # fmt: skip
+            f"--nnodes {options.nnodes}: say where the machines meet (--master-addr of machine 0, the same on all), or"
+            " name them with --hosts a,b,c and start it on one of them",
+            EX_USAGE,
+            cause="launch.nodes",
+        )
     if not numbered and not options.rdzv_endpoint:
         raise Refusal(
-            f"--nnodes {options.nnodes} with --master-addr: say which machine this is with --node-rank 0 to {count - 1}", EX_USAGE, cause="launch.nodes"
+            f"--nnodes {options.nnodes} with --master-addr: say which machine this is with --node-rank 0 to"
+            f" {count - 1}",
+            EX_USAGE,
+            cause="launch.nodes",
         )
     if most > count and numbered:
         raise Refusal(f"--nnodes {options.nnodes} with --node-rank: give one number", EX_USAGE, cause="launch.nodes")
     if not 0 <= options.node_rank < count:
-        raise Refusal(f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}", EX_USAGE, cause="launch.nodes")
-    return Meeting(count, options.node_rank if numbered else None, address, port or DEFAULT_PORT, options.rdzv_id or "", most, _last_call(options.rdzv_conf))
+        raise Refusal(
+            f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}",
+            EX_USAGE,
+            cause="launch.nodes",
+        )
+    return Meeting(
+        count,
+        options.node_rank if numbered else None,
+        address,
+        port or DEFAULT_PORT,
+        options.rdzv_id or "",
+        most,
+        _last_call(options.rdzv_conf),
+    )
 
 
 def span_of(nnodes: str) -> tuple[int, int]:
@@ -104,14 +128,19 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
             raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
         return (address.strip("[]"), int(port)) if colon else (port, options.master_port or 0)
     asked = environment.get("MASTER_PORT", "")
-    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (int(asked) if is_count(asked) else 0)
+    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (
+        int(asked) if is_count(asked) else 0
+    )
 
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
     """The plan of this machine's ranks with the numbers they have in the whole job."""
     places = tuple(replace(place, rank=nodes.first + place.local_rank, group_rank=nodes.rank) for place in plan.places)
     last = nodes.first + len(places) - 1
-    line = f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at {nodes.address}:{nodes.port}"
+    line = (
+        f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at"
+        f" {nodes.address}:{nodes.port}"
+    )
     return replace(plan, places=places, nodes=nodes, lines=(*plan.lines, line))
 
 

@@ -1,4 +1,6 @@
-"""What each host's agent is told to start: the ranks' commands, and their environment in the order in which one thing overrides another. Pure."""
+"""What each host's agent is told to start: the ranks' commands, and their environment in the order in which one thing
+overrides another. Pure.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +31,49 @@ def travelling(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def start(
-    plan: RunPlan, options: RunOptions, attempt: int, to: Towards, environment: Mapping[str, str], common: Mapping[str, str], more: Mapping[str, str]
+    plan: RunPlan,
+    options: RunOptions,
+    attempt: int,
+    to: Towards,
+    environment: Mapping[str, str],
+    common: Mapping[str, str],
+    more: Mapping[str, str],
 ) -> dict[str, Any]:
-    """`common`: what plan.common_environment says for that host; `more`: for this attempt. What the user set, here or by --env, wins over what was found."""
+    """`common`: what plan.common_environment says for that host; `more`: for this attempt. What the user set, here or
+    by --env, wins over what was found.
+    """
     ours = dict(to.env)
     if to.interface:
         ours = {"NCCL_SOCKET_IFNAME": to.interface, "GLOO_SOCKET_IFNAME": to.interface, **ours}
     told = travelling(environment)
-    env = {**{name: value for name, value in ours.items() if name not in told}, **({} if to.local else told), **common, **more}
+    env = {
+        **{name: value for name, value in ours.items() if name not in told},
+        **({} if to.local else told),
+        **common,
+        **more,
+    }
     return {
         "do": "start",
-        "common": {"attempt": attempt, "env": env, "unset": [] if to.local else ["PYTHONHOME"], "shim": plan.shim, "split": plan.split,
-                   "cwd": to.workdir, "numa": options.numa_binding},
-        "ranks": [{"rank": one.rank, "argv": rank_argv(one, plan), "env": rank_environment(one, plan), "gpu": one.gpu.uuid if one.gpu else None,
-                   "pci": one.gpu.pci if one.gpu else None} for one in plan.places if one.host == to.name],
+        "common": {
+            "attempt": attempt,
+            "env": env,
+            "unset": [] if to.local else ["PYTHONHOME"],
+            "shim": plan.shim,
+            "split": plan.split,
+            "cwd": to.workdir,
+            "numa": options.numa_binding,
+        },
+        "ranks": [
+            {
+                "rank": one.rank,
+                "argv": rank_argv(one, plan),
+                "env": rank_environment(one, plan),
+                "gpu": one.gpu.uuid if one.gpu else None,
+                "pci": one.gpu.pci if one.gpu else None,
+            }
+            for one in plan.places
+            if one.host == to.name
+        ],
         "gate": {"slots": plan.init_slots[to.name], "slot_s": options.init_timeout, "total_s": GATE_TOTAL_S},
         "ram_limit": options.ram_limit,
-    }  # fmt: skip
+    }

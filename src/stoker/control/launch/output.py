@@ -69,7 +69,9 @@ class Output:
         self._options = options
         wanted = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if wanted else None
-        self._own_stdout = not options.detach and not os.isatty(1) and _kept_apart()  # nobody but the ranks writes there
+        self._own_stdout = (
+            not options.detach and not os.isatty(1) and _kept_apart()
+        )  # nobody but the ranks writes there
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
         self._lines: dict[tuple[int, int], LogLines] = {}
@@ -82,19 +84,32 @@ class Output:
         options = self._options
         self._locals = {place.rank: place.local_rank for place in plan.places}
         # torchrun's own flags count local ranks, ours the whole job's.
-        redirects, tee = (std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee))
-        self._redirects, self._tee = ({rank: of.get(local, 0) for rank, local in self._locals.items()} for of in (redirects, tee))
+        redirects, tee = (
+            std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee)
+        )
+        self._redirects, self._tee = (
+            {rank: of.get(local, 0) for rank, local in self._locals.items()} for of in (redirects, tee)
+        )
         show = options.show
         self._only_errors = show == "errors"
-        shown = set(plan.ranks if show in ("all", "errors") else () if show == "none" else {int(word) for word in show.split(",")})
+        shown = set(
+            plan.ranks
+            if show in ("all", "errors")
+            else ()
+            if show == "none"
+            else {int(word) for word in show.split(",")}
+        )
         if show == "all" and options.local_ranks_filter:
             wanted = {int(word) for word in options.local_ranks_filter.split(",")}
             shown = {rank for rank, local in self._locals.items() if local in wanted}
         self._shown = frozenset(shown)
         self._several = len({place.host for place in plan.places}) > 1
         self._alone = len(plan.places) == 1
-        self._prefixes = {} if options.prefix == "never" else {place.rank: line_prefix(options, place) for place in plan.places}
-        # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a prefix is asked for.
+        self._prefixes = (
+            {} if options.prefix == "never" else {place.rank: line_prefix(options, place) for place in plan.places}
+        )
+        # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a
+        # prefix is asked for.
         clean = options.prefix == "never" or (options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1)
         self._raw = self._alone and self._own_stdout and clean
 
@@ -106,7 +121,9 @@ class Output:
         self._since.clear()
         if self._logs is not None:
             folders = {rank: str(rank if self._several else local) for rank, local in self._locals.items()}
-            self._logs.begin(folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals})
+            self._logs.begin(
+                folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals}
+            )
 
     def shows(self, rank: int) -> bool:
         return rank in self._shown
@@ -119,7 +136,9 @@ class Output:
             self._show(rank, fd, data)
 
     def _keep(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
-        """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a moment for its end."""
+        """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a
+        moment for its end.
+        """
         lines = self._lines.get((rank, fd))
         if lines is None:
             lines = self._lines[rank, fd] = LogLines()
@@ -187,7 +206,9 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a token is not known by its shape."""
+        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a
+        token is not known by its shape.
+        """
         last = self._tails.get(rank, b"")
         if len(last) == _TAIL:
             last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]

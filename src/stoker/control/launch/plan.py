@@ -74,23 +74,42 @@ class RunPlan:
 
 
 def make_plan(
-    request: Request, argv: list[str], environment: Mapping[str, str], machines: Mapping[str, Machine], held: Mapping[str, Mapping[str, str]], split: bool,
+    request: Request,
+    argv: list[str],
+    environment: Mapping[str, str],
+    machines: Mapping[str, Machine],
+    held: Mapping[str, Mapping[str, str]],
+    split: bool,
     hosts: Mapping[str, Host] | None = None,
-) -> RunPlan:  # fmt: skip
-    """`machines` and `held` are per host, in rank order; "" is this machine. `hosts`: what the hosts file says of each, all of the run's, lost ones too."""
+) -> RunPlan:
+    """`machines` and `held` are per host, in rank order; "" is this machine. `hosts`: what the hosts file says of each,
+    all of the run's, lost ones too.
+    """
     options = request.options
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
-    choices = {host: _choose(options, environment, machine, held[host], hosts[host] if hosts else None) for host, machine in machines.items()}
+    choices = {
+        host: _choose(options, environment, machine, held[host], hosts[host] if hosts else None)
+        for host, machine in machines.items()
+    }
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
-        lines.append("MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)")
+        lines.append(
+            "MIG slices: CUDA shows a process one slice only, so each rank sees its own as device 0 (--isolate)"
+        )
     if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
         isolate = True
-        lines.append("several ranks share a GPU: each sees its own as device 0 (--isolate); NCCL refuses two ranks on one GPU, gloo works")
+        lines.append(
+            "several ranks share a GPU: each sees its own as device 0 (--isolate); NCCL refuses two ranks on one GPU,"
+            " gloo works"
+        )
     kinds = {bool(choice.gpus) for choice in choices.values()}
     if len(kinds) > 1:
-        raise Refusal("some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere", names.EX_UNAVAILABLE, cause="gpu.too-few")
+        raise Refusal(
+            "some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere",
+            names.EX_UNAVAILABLE,
+            cause="gpu.too-few",
+        )
     places: list[Place] = []
     slots: dict[str, int] = {}
     visible: dict[str, str | None] = {}
@@ -107,12 +126,22 @@ def make_plan(
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
     return RunPlan(
-        tuple(places), tuple(argv), tuple(machines), isolate, not options.no_python, split, slots, tuple(lines), visible,
+        tuple(places),
+        tuple(argv),
+        tuple(machines),
+        isolate,
+        not options.no_python,
+        split,
+        slots,
+        tuple(lines),
+        visible,
         _pythons(options, argv, hosts),
-    )  # fmt: skip
+    )
 
 
-def _choose(options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str], host: Host | None) -> gpus.Choice:
+def _choose(
+    options: RunOptions, environment: Mapping[str, str], machine: Machine, held: Mapping[str, str], host: Host | None
+) -> gpus.Choice:
     if host is None:
         return gpus.choose(options, environment, machine, held)
     if host.slots is not None:
@@ -122,7 +151,9 @@ def _choose(options: RunOptions, environment: Mapping[str, str], machine: Machin
     try:
         return gpus.choose(options, _seen_there(environment, host), machine, held)
     except Refusal as refusal:
-        raise type(refusal)(f"host {host.name}: {refusal.line}", refusal.code, cause=refusal.cause, fix=refusal.fix) from refusal
+        raise type(refusal)(
+            f"host {host.name}: {refusal.line}", refusal.code, cause=refusal.cause, fix=refusal.fix
+        ) from refusal
 
 
 def _seen_there(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
@@ -165,7 +196,13 @@ def _check_ranks(text: str, world: int) -> None:
 
 
 def common_environment(
-    plan: RunPlan, request: Request, environment: Mapping[str, str], run_id: str, run_dir: str, cores: int, host: str = ""
+    plan: RunPlan,
+    request: Request,
+    environment: Mapping[str, str],
+    run_id: str,
+    run_dir: str,
+    cores: int,
+    host: str = "",
 ) -> dict[str, str]:
     """What every rank of a host is given, and the same on each attempt."""
     options = request.options
@@ -208,10 +245,13 @@ def common_environment(
 def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
     local = 0 if plan.isolate else place.local_rank
     found = {
-        "RANK": str(place.rank), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": str(place.local_world),
-        "GROUP_RANK": str(place.group_rank), "ROLE_RANK": str(place.rank),
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(place.local_world),
+        "GROUP_RANK": str(place.group_rank),
+        "ROLE_RANK": str(place.rank),
         names.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
-    }  # fmt: skip
+    }
     visible = plan.visible[place.host]
     if plan.isolate and place.gpu:
         visible = place.gpu.uuid
@@ -227,5 +267,9 @@ def rank_argv(place: Place, plan: RunPlan) -> list[str]:
 
 
 def default_name(request: Request) -> str:
-    base = request.script.rstrip("/").rsplit(".", 1)[-1] if request.options.module else os.path.splitext(os.path.basename(request.script.rstrip("/")))[0]
+    base = (
+        request.script.rstrip("/").rsplit(".", 1)[-1]
+        if request.options.module
+        else os.path.splitext(os.path.basename(request.script.rstrip("/")))[0]
+    )
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in base)[:40] or "run"

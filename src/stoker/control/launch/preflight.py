@@ -57,13 +57,23 @@ def diagnosis(machine: Machine, card: Gpu) -> list[str]:
         return [f"{card.label}: NVML does not answer for it any more{': ' + now.error if now and now.error else ''}"]
     lines = []
     if now.compute_mode not in (None, "default"):
-        lines.append(f"{card.label} is in {now.compute_mode} mode: a second process is refused; nvidia-smi -i {now.index} -c DEFAULT")
+        lines.append(
+            f"{card.label} is in {now.compute_mode} mode: a second process is refused; nvidia-smi -i {now.index} -c"
+            " DEFAULT"
+        )
     for one in now.holders or ():
-        lines.append(f"{card.label} is held by pid {one.pid} ({one.command or 'outside this container'}{', ' + one.user if one.user else ''})")
+        lines.append(
+            f"{card.label} is held by pid {one.pid}"
+            f" ({one.command or 'outside this container'}{', ' + one.user if one.user else ''})"
+        )
     if now.memory_free is not None and now.memory_total is not None:
         lines.append(f"{card.label} has {gb(now.memory_free)} of {gb(now.memory_total)} free")
     broken = proof(machine, card)
-    lines.append(f"{card.label} fails its proof: {broken}" if broken else f"{card.label} passes its proof now: it was busy for a while")
+    lines.append(
+        f"{card.label} fails its proof: {broken}"
+        if broken
+        else f"{card.label} passes its proof now: it was busy for a while"
+    )
     return lines
 
 
@@ -74,7 +84,9 @@ def without_bad(machine: Machine) -> Machine:
 
     probes = _recorded() or probe_cards(cards)
     bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in _BAD}
-    return replace(machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus))
+    return replace(
+        machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus)
+    )
 
 
 def _recorded() -> Mapping[str, Probe] | None:
@@ -95,4 +107,8 @@ def check_legal(options: RunOptions, plan: RunPlan) -> None:
     if plan.world_size not in legal:
         fits = [count for count in legal if count <= plan.world_size]
         hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
-        raise Refusal(f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}", EX_UNAVAILABLE, cause="gpu.legal")
+        raise Refusal(
+            f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}",
+            EX_UNAVAILABLE,
+            cause="gpu.legal",
+        )

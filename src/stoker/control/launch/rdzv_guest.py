@@ -1,4 +1,6 @@
-"""A machine that comes to where others meet: says who it is, and gets its number. The other side is in rendezvous.py, with the protocol."""
+"""A machine that comes to where others meet: says who it is, and gets its number. The other side is in rendezvous.py,
+with the protocol.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,6 @@ GUEST, HOST = "guest", "host"  # whose proof
 _ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes": "int"}
 
 
-
 class Asking:
     def __init__(self, told: Meeting, ranks: int, secret: Secret | None, rest: Callable[[], None]) -> None:
         self._told, self._ranks, self._secret, self._rest = told, ranks, secret, rest
@@ -50,7 +51,10 @@ class Asking:
                 return found
             if not said:
                 said = True
-                say(f"stoker: nobody answers at {told.address}:{told.port} yet ({problem}); trying for up to {span(PATIENCE_S)}")
+                say(
+                    f"stoker: nobody answers at {told.address}:{told.port} yet ({problem}); trying for up to"
+                    f" {span(PATIENCE_S)}"
+                )
             if time.monotonic() > deadline:
                 raise self._refusal(f"nobody answered within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
             until = time.monotonic() + AGAIN_S
@@ -69,7 +73,10 @@ class Asking:
         if self._secret is not None and word:
             challenge = word["challenge"] if isinstance(word.get("challenge"), str) else ""
             if not challenge:
-                raise self._refusal("this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none: give all the same, or none")
+                raise self._refusal(
+                    "this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none: give all the"
+                    " same, or none"
+                )
             _send(way, {"proof": self._secret.proof(GUEST, hello, challenge)})
             word = self._listen(way, deadline)
         if not word:
@@ -78,7 +85,10 @@ class Asking:
             raise self._refusal("the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none")
         answer = self._checked(word)
         if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
-            raise self._refusal("the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET): the secrets differ, or it is a stranger")
+            raise self._refusal(
+                "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET): the secrets differ, or it"
+                " is a stranger"
+            )
         return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
 
     def _listen(self, way: socket.socket, deadline: float) -> dict[str, Any]:
@@ -107,7 +117,10 @@ class Asking:
             and 1 <= answer["port"] < 1 << 16
         )
         if not fits:
-            raise self._refusal(f"its answer can't be used: {json.dumps(answer)}, for {self._ranks} rank(s) of {told.count} to {most} machines")
+            raise self._refusal(
+                f"its answer can't be used: {json.dumps(answer)}, for {self._ranks} rank(s) of {told.count} to {most}"
+                " machines"
+            )
         return answer
 
     def _refusal(self, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
@@ -115,7 +128,9 @@ class Asking:
 
 
 def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) -> bytes:
-    """The others may come minutes later: in pieces, so that signals and pings get their turn. Empty: the other side is gone, or the time is over."""
+    """The others may come minutes later: in pieces, so that signals and pings get their turn. Empty: the other side is
+    gone, or the time is over.
+    """
     way.settimeout(POLL_S)
     data = b""
     while b"\n" not in data and time.monotonic() < deadline:

@@ -1,7 +1,8 @@
 """The secret that machines started by hand may share: who does not know it gets no number, and hands out none.
 
-Each side sends a fresh random number and proves that it knows the secret by an HMAC over both numbers and all that was said. A proof that is
-overheard is worth nothing at any other meeting. The secret itself never travels; only a weak one could be guessed from what does.
+Each side sends a fresh random number and proves that it knows the secret by an HMAC over both numbers and all that was
+said. A proof that is overheard is worth nothing at any other meeting. The secret itself never travels; only a weak one
+could be guessed from what does.
 """
 
 from __future__ import annotations
@@ -30,25 +31,35 @@ class Secret:
         return secrets.token_hex(16)
 
     def proof(self, side: str, said: Mapping[str, Any], challenge: str) -> str:
-        """`side`: whose proof it is, so that nobody's can be sent back as one's own. `said`: everything both sides must agree on."""
-        text = json.dumps(["stoker-rdzv-1", side, challenge, {name: said[name] for name in sorted(said)}], separators=(",", ":"))
+        """`side`: whose proof it is, so that nobody's can be sent back as one's own. `said`: everything both sides must
+        agree on.
+        """
+        text = json.dumps(
+            ["stoker-rdzv-1", side, challenge, {name: said[name] for name in sorted(said)}], separators=(",", ":")
+        )
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
     def fits(self, proof: Any, side: str, said: Mapping[str, Any], challenge: str) -> bool:
-        return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, self.proof(side, said, challenge))
+        return (
+            isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, self.proof(side, said, challenge))
+        )
 
 
 def find(environment: Mapping[str, str]) -> Secret | None:
     """From the variable, or the file that the other variable names. Never from the command line: others can read that."""
     given, path = environment.get(RDZV_SECRET, ""), environment.get(RDZV_SECRET_FILE, "")
     if given and path:
-        raise Refusal(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them", EX_CONFIG, cause="launch.nodes")
+        raise Refusal(
+            f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them", EX_CONFIG, cause="launch.nodes"
+        )
     where = RDZV_SECRET_FILE if path else RDZV_SECRET
     key = (_read(path) if path else given).strip()
     if not key:
         return None
     if len(key) < _SHORTEST:
-        line = f"{where}: {len(key)} characters can be guessed; give {_SHORTEST} or more, as from `openssl rand -hex 32`"
+        line = (
+            f"{where}: {len(key)} characters can be guessed; give {_SHORTEST} or more, as from `openssl rand -hex 32`"
+        )
         raise Refusal(line, EX_CONFIG, cause="launch.nodes")
     return Secret(key.encode("utf-8", "surrogateescape"))
 
@@ -60,9 +71,15 @@ def _read(path: str) -> str:
             about = os.fstat(file.fileno())
             data = file.read(_LONGEST)
     except OSError as problem:
-        raise Refusal(f"{RDZV_SECRET_FILE}={path} can't be read: {problem.strerror}", EX_CONFIG, cause="launch.nodes") from problem
+        raise Refusal(
+            f"{RDZV_SECRET_FILE}={path} can't be read: {problem.strerror}", EX_CONFIG, cause="launch.nodes"
+        ) from problem
     if about.st_uid not in (0, os.getuid()) or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise Refusal(f"{RDZV_SECRET_FILE}={path}: others can read it, or it is not yours; `chmod 600 {path}`", EX_CONFIG, cause="launch.nodes")
+        raise Refusal(
+            f"{RDZV_SECRET_FILE}={path}: others can read it, or it is not yours; `chmod 600 {path}`",
+            EX_CONFIG,
+            cause="launch.nodes",
+        )
     if not data.strip():
         raise Refusal(f"{RDZV_SECRET_FILE}={path} is empty", EX_CONFIG, cause="launch.nodes")
     return data.decode("utf-8", "surrogateescape")

@@ -1,10 +1,11 @@
-"""Machines started by hand without numbers: they meet at --rdzv-endpoint. Who owns that address listens, numbers the others as they come
-and tells everybody. One line of JSON from each, one back; the listening ends with that.
+"""Machines started by hand without numbers: they meet at --rdzv-endpoint. Who owns that address listens, numbers the
+others as they come and tells everybody. One line of JSON from each, one back; the listening ends with that.
 
     guest → {"job", "count", "ranks"}                 → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
 
-Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is waited for: every
-guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove that they know it, for this meeting only:
+Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is
+waited for: every guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove
+that they know it, for this meeting only:
 
     guest → {"job", "count", "ranks", "nonce"}   → {"challenge"}   → {"proof"}   → {"rank", ..., "proof"}
 """
@@ -30,14 +31,19 @@ if TYPE_CHECKING:
     from stoker.control.launch.rdzv_secret import Secret
 
 _HELLO_S = 5.0
-_MOST_STRANGERS = 64  # connections that have not introduced themselves. The oldest goes: who means it does so at once, and comes again
+# connections that have not introduced themselves. The oldest goes: who means it does so at once, and comes again
+_MOST_STRANGERS = 64
 _MOST_LINES = 10  # about who was turned away
 
 _HELLO = {"job": "str", "count": "int", "ranks": "int", "nonce?": "str"}
 
 
-def meet(told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]) -> Nodes:
-    """`store_port`: reserves the port of rank 0's store, called on the machine that becomes number 0. `rest`: called while waiting; may raise to stop it."""
+def meet(
+    told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
+) -> Nodes:
+    """`store_port`: reserves the port of rank 0's store, called on the machine that becomes number 0. `rest`: called
+    while waiting; may raise to stop it.
+    """
     deadline = time.monotonic() + PATIENCE_S
     secret = _secret()
     family, kind, _, _, where = _resolve(told)
@@ -66,7 +72,9 @@ def _resolve(told: Meeting) -> Any:
     try:
         return socket.getaddrinfo(told.address, told.port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
-        raise Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {problem.strerror}", EX_UNAVAILABLE, cause="launch.nodes") from problem
+        raise Refusal(
+            f"--rdzv-endpoint {told.address}:{told.port}: {problem.strerror}", EX_UNAVAILABLE, cause="launch.nodes"
+        ) from problem
 
 
 def _more(told: Meeting) -> str:
@@ -90,7 +98,9 @@ class _Guest:
 
 
 class _Receiving:
-    def __init__(self, told: Meeting, ranks: int, own: socket.socket, secret: Secret | None, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, told: Meeting, ranks: int, own: socket.socket, secret: Secret | None, say: Callable[[str], None]
+    ) -> None:
         self._told, self._ranks, self._own, self._secret, self._say = told, ranks, own, secret, say
         self._guests: dict[socket.socket, _Guest] = {}  # in the order in which they came
         self._accepted: list[_Guest] = []
@@ -121,7 +131,10 @@ class _Receiving:
             elif now > last_call:
                 return
             if not last_call and now > deadline:
-                line = f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port} within {span(PATIENCE_S)}"
+                line = (
+                    f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port} within"
+                    f" {span(PATIENCE_S)}"
+                )
                 raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.fileobj is self._own:
@@ -153,7 +166,8 @@ class _Receiving:
         except OSError:
             data = b""
         guest.data += data
-        # Gone (stopped, and started again: it comes a second time), too long, or one that goes on talking when it has nothing more to say.
+        # Gone (stopped, and started again: it comes a second time), too long, or one that goes on talking when it has
+        # nothing more to say.
         if not data or guest.accepted or len(guest.data) > LONGEST:
             self._drop(guest)
             return
@@ -177,13 +191,19 @@ class _Receiving:
             return
         told, hello = self._told, guest.hello
         if hello["job"] != told.name or hello["count"] != told.count:
-            self._turn_away(guest, f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}", tell=False)
+            self._turn_away(
+                guest, f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}", tell=False
+            )
         elif not 1 <= hello["ranks"] <= MOST_RANKS:
             self._turn_away(guest, f"{hello['ranks']} ranks: a machine has 1 to {MOST_RANKS}", tell=True)
         elif self._secret is None and "nonce" in hello:
-            self._turn_away(guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", tell=True)
+            self._turn_away(
+                guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", tell=True
+            )
         elif self._secret is not None and "nonce" not in hello:
-            self._turn_away(guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none", tell=True)
+            self._turn_away(
+                guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none", tell=True
+            )
         elif self._secret is not None:
             guest.challenge = self._secret.nonce()
             self._send(guest, {"challenge": guest.challenge})
@@ -229,7 +249,10 @@ class _Receiving:
             if self._secret is not None:
                 word["proof"] = self._secret.proof(HOST, {**guest.hello, **word}, guest.challenge)
             if not self._send(guest, word):
-                line = f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered; start all of them again"
+                line = (
+                    f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered; start all"
+                    " of them again"
+                )
                 raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
             first += guest.hello["ranks"]
         return Nodes(nodes, 0, 0, world, told.address, port)

@@ -21,7 +21,10 @@ _NO_EFFECT = {
     "duplicate_stdout_filters": "grep the rank's log instead", "duplicate_stderr_filters": "grep the rank's log instead",
     "rdzv_conf": "ranks meet in torch's own store",
 }  # fmt: skip
-_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}  # the same, where there is one machine
+_ALONE = {
+    "rdzv_backend": "ranks meet in torch's own store",
+    "node_rank": "one machine has number 0",
+}  # the same, where there is one machine
 
 
 @shape
@@ -30,7 +33,9 @@ class Request:
     script: str
     args: tuple[str, ...]
     given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
-    identity: tuple[str, ...] | None = None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
+    identity: tuple[str, ...] | None = (
+        None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
+    )
 
 
 def how_to_run(options: RunOptions) -> RunOptions:
@@ -38,14 +43,18 @@ def how_to_run(options: RunOptions) -> RunOptions:
     if options.run_path:
         return replace(options, no_python=False, module=False)
     if options.no_python and options.module:
-        raise Refusal("--no-python and --module contradict each other: a module is run by Python; leave one of them out", EX_USAGE)
+        raise Refusal(
+            "--no-python and --module contradict each other: a module is run by Python; leave one of them out", EX_USAGE
+        )
     return options
 
 
 def by_hand(options: RunOptions) -> bool:
     """Other machines are started by hand beside this one."""
     low, _, high = options.nnodes.partition(":")
-    return options.hosts is None and (low != "1" or (high not in ("", "1") and bool(options.rdzv_endpoint) and not options.standalone))
+    return options.hosts is None and (
+        low != "1" or (high not in ("", "1") and bool(options.rdzv_endpoint) and not options.standalone)
+    )
 
 
 def notices(request: Request) -> list[str]:
@@ -54,13 +63,22 @@ def notices(request: Request) -> list[str]:
     useless = dict(_NO_EFFECT) if several else {**_NO_EFFECT, **_ALONE}
     if several and colon:
         del useless["rdzv_conf"]
-    found = [f"--{name.replace('_', '-')} has no effect here: {why}" for name, why in useless.items() if name in request.given]
+    found = [
+        f"--{name.replace('_', '-')} has no effect here: {why}"
+        for name, why in useless.items()
+        if name in request.given
+    ]
     if several and request.options.rdzv_backend not in (None, "c10d", "static"):
-        found.append(f"--rdzv-backend {request.options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
+        found.append(
+            f"--rdzv-backend {request.options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint"
+        )
     if colon and not several:
         found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
     if request.options.numa_binding not in (None, "node"):
-        found.append(f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA node")
+        found.append(
+            f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA"
+            " node"
+        )
     found += _misplaced(request)
     dropped = python_flags(sys.orig_argv)[1]
     if dropped:
@@ -69,15 +87,24 @@ def notices(request: Request) -> list[str]:
 
 
 def _misplaced(request: Request) -> list[str]:
-    """Flags of ours that stand after the script, where torchrun too leaves them to it. Not those whose name the script's own text has."""
+    """Flags of ours that stand after the script, where torchrun too leaves them to it. Not those whose name the
+    script's own text has.
+    """
     if request.identity is not None:
         return []  # nobody typed its arguments
-    ours = {spelling: name for name in options_of(RunOptions) for spelling in (f"--{name}", f"--{name.replace('_', '-')}")}
+    ours = {
+        spelling: name for name in options_of(RunOptions) for spelling in (f"--{name}", f"--{name.replace('_', '-')}")
+    }
     text = None if request.options.module or request.options.no_python else _text(request.script)
     flags = dict.fromkeys(flag for word in request.args if (flag := word.partition("=")[0]) in ours)
-    meant = [flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])]  # many programs have a --name or --config
+    meant = [
+        flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])
+    ]  # many programs have a --name or --config
     script = os.path.basename(request.script)
-    return [f"{flag} stands after {script}, so it is the script's: put it before {script} if it is for stoker run" for flag in meant]
+    return [
+        f"{flag} stands after {script}, so it is the script's: put it before {script} if it is for stoker run"
+        for flag in meant
+    ]
 
 
 def _text(path: str) -> str | None:
@@ -132,7 +159,8 @@ def program(request: Request) -> list[str]:
     if options.module:
         if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
-        # Our recipes import nothing of the user's: not the json.py of a downloaded model's folder, if that is the working directory.
+        # Our recipes import nothing of the user's: not the json.py of a downloaded model's folder, if that is the
+        # working directory.
         closed = ["-P"] if script.startswith(_RECIPES) else []
         return [python, *flags, *closed, "-m", script, *request.args]
     if not remote and not options.no_preflight:
@@ -151,16 +179,29 @@ def _check_script(path: str, own_python: bool) -> None:
         with os.fdopen(open_regular(path), "rb") as file:
             source = file.read(_LONGEST_SCRIPT + 1)
     except OSError as problem:
-        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT, cause="launch.script-missing") from problem
+        raise Refusal(
+            f"{path} can't be read: {problem.strerror}", EX_NOINPUT, cause="launch.script-missing"
+        ) from problem
     if len(source) > _LONGEST_SCRIPT:
-        raise Refusal(f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script", EX_DATAERR, cause="launch.syntax-error")
+        raise Refusal(
+            f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script",
+            EX_DATAERR,
+            cause="launch.syntax-error",
+        )
     try:
         compile(source, path, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:  # the last two: nested too deeply for Python's own parser
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as problem:  # the last two: nested too deeply for Python's own parser
         import traceback
 
         shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
-        raise Refusal(f"{path} does not parse; nothing was started", EX_DATAERR, cause="launch.syntax-error", more=shown) from problem
+        raise Refusal(
+            f"{path} does not parse; nothing was started", EX_DATAERR, cause="launch.syntax-error", more=shown
+        ) from problem
 
 
 def _near(path: str) -> str:
@@ -187,7 +228,11 @@ def _check_module(name: str) -> None:
             found = (finder.find_spec(full, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
             spec = next((one for one in found if one is not None), None)
             if spec is None:
-                raise Refusal(f"no module {name} (looked in {here} and in {sys.prefix})", EX_NOINPUT, cause="launch.script-missing")
+                raise Refusal(
+                    f"no module {name} (looked in {here} and in {sys.prefix})",
+                    EX_NOINPUT,
+                    cause="launch.script-missing",
+                )
             path = list(spec.submodule_search_locations or [])
     finally:
         sys.path.remove(here)

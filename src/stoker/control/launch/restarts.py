@@ -18,7 +18,18 @@ SOME_STEPS = 10  # made so many, was no crash loop
 HALVINGS = 6
 CAN_HALVE = "CAN-HALVE-MICRO-BATCH"  # a recipe's mark: it keeps the global batch when told to halve the micro-batch
 _ASYNCHRONOUS = ("gpu.assert", "gpu.illegal-access", "gpu.launch-failure")
-_PROBED = ("gpu.busy", "gpu.lost", "gpu.ecc", "gpu.xid", "gpu.illegal-access", "gpu.launch-failure", "gpu.timeout", "nccl.cuda", "hang.gpu-kernel", "hang.disk")
+_PROBED = (
+    "gpu.busy",
+    "gpu.lost",
+    "gpu.ecc",
+    "gpu.xid",
+    "gpu.illegal-access",
+    "gpu.launch-failure",
+    "gpu.timeout",
+    "nccl.cuda",
+    "hang.gpu-kernel",
+    "hang.disk",
+)
 
 
 @shape
@@ -83,11 +94,17 @@ class Restarts:
 
     def _halve(self, verdict: Verdict, attempt: Attempt) -> Again | None:
         """Out of GPU memory in a recipe that can do with a smaller micro-batch: that, and the same global batch."""
-        if verdict.cause not in ("oom.gpu", "oom.gpu-fragmentation") or CAN_HALVE not in attempt.can or self._halvings >= HALVINGS:
+        if (
+            verdict.cause not in ("oom.gpu", "oom.gpu-fragmentation")
+            or CAN_HALVE not in attempt.can
+            or self._halvings >= HALVINGS
+        ):
             return None
         self._halvings += 1
         self._before = ()
-        return Again(f"{verdict.summary}; starting again with the micro-batch halved and the same global batch", env=self.env())
+        return Again(
+            f"{verdict.summary}; starting again with the micro-batch halved and the same global batch", env=self.env()
+        )
 
     def _debug(self, verdict: Verdict) -> Again | None:
         if not self._options.debug_retry or self._debugged or verdict.cause not in _ASYNCHRONOUS:
@@ -99,7 +116,9 @@ class Restarts:
 
 
 def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from outside never is."""
+    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from
+    outside never is.
+    """
     if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal", "hang.stopped", "gpu.busy"):
         return (time.monotonic_ns(),)
     told = next((entry for entry in attempt.trouble if entry.get("rank") == verdict.rank), None)

@@ -1,4 +1,6 @@
-"""What a run with several hosts has beyond one machine's: who takes part, where they reach each other, and when it goes on without one."""
+"""What a run with several hosts has beyond one machine's: who takes part, where they reach each other, and when it goes
+on without one.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ class Several:
 
     def _unshared(self) -> list[str]:
         assert self._muster.hosts is not None
-        by_ssh = [host for host in self._muster.by_name.values() if not host.here and host.name not in self._muster.hosts.srun]
+        by_ssh = [
+            host for host in self._muster.by_name.values() if not host.here and host.name not in self._muster.hosts.srun
+        ]
         why = transport.unshared() if by_ssh else ""
         return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
 
@@ -107,11 +111,18 @@ class Several:
 
     def too_few(self, verdict: Verdict) -> Verdict:
         least = self._muster.options.min_hosts
-        said = f"{self.membership.here} left, and {f'--min-hosts is {least}' if least else 'without --min-hosts all are needed'}"
+        said = (
+            f"{self.membership.here} left, and"
+            f" {f'--min-hosts is {least}' if least else 'without --min-hosts all are needed'}"
+        )
         lost = "; ".join(f"{name}: {one.why}" for name, one in self.membership.lost.items())
         if verdict.cause == "host.lost" and len(self.membership.lost) == len(self._muster.by_name) > 1:
             summary = f"all {len(self._muster.by_name)} hosts are lost at once: is this machine's own network down?"
             return replace(verdict, retryable=False, host=None, summary=summary, evidence=(*verdict.evidence, lost))
         if verdict.cause == "host.lost":
-            return replace(verdict, retryable=False, summary=f"{verdict.summary}; {said}", evidence=(*verdict.evidence, lost))
-        return replace(verdict, retryable=False, summary=f"{verdict.summary}; then {said}", evidence=(*verdict.evidence, lost))
+            return replace(
+                verdict, retryable=False, summary=f"{verdict.summary}; {said}", evidence=(*verdict.evidence, lost)
+            )
+        return replace(
+            verdict, retryable=False, summary=f"{verdict.summary}; then {said}", evidence=(*verdict.evidence, lost)
+        )

@@ -32,8 +32,14 @@ def check_numbers(request: Request) -> None:
         raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
     port = wanted_port(request)[0]
     if port and not 1024 <= port <= 65535:
-        told = f"--master-port {port}" if options.master_port is not None else f"--rdzv-endpoint {options.rdzv_endpoint}"
-        raise Refusal(f"{told}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one", EX_USAGE, cause="launch.port")
+        told = (
+            f"--master-port {port}" if options.master_port is not None else f"--rdzv-endpoint {options.rdzv_endpoint}"
+        )
+        raise Refusal(
+            f"{told}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one",
+            EX_USAGE,
+            cause="launch.port",
+        )
 
 
 def taken(answer: dict[str, Any]) -> Refusal:

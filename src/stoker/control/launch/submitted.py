@@ -1,4 +1,6 @@
-"""A submitted Slurm job and the runs in it: follows its place in the queue, then what its run prints, and says how it ended."""
+"""A submitted Slurm job and the runs in it: follows its place in the queue, then what its run prints, and says how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,13 @@ class Submitted:
         self._put = put
         self._said: dict[str, str] = {}
         self._known: dict[str, Job] = {}
-        self._logs = {task: (Tail(log_path(root, task)), LineCutter(f"seed {task.rpartition('_')[2]}: ".encode() if seeds else b"")) for task in self._tasks}
+        self._logs = {
+            task: (
+                Tail(log_path(root, task)),
+                LineCutter(f"seed {task.rpartition('_')[2]}: ".encode() if seeds else b""),
+            )
+            for task in self._tasks
+        }
 
     def follow(self) -> int:
         """Until it is over. The run's exit code; of several runs the first that is not 0."""
@@ -58,7 +66,10 @@ class Submitted:
                 elif not self._known and now - heard > ASK_S:
                     return self._sum_up()  # never heard of, or forgotten: what was kept of it
             if now - heard > FORGOTTEN_S:
-                self._say(f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; `stoker submit --follow {self.number}` looks again")
+                self._say(
+                    f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; `stoker submit --follow {self.number}`"
+                    " looks again"
+                )
                 break
             self._print()
             time.sleep(LOOK_S)
@@ -68,7 +79,11 @@ class Submitted:
     def _ask(self) -> bool:
         found = {one.id: one for one in slurmjob.tasks_of(self.number)}
         for task in self._tasks:
-            if task not in found and (len(self._tasks) == 1 or task in self._known) and not (task in self._known and self._known[task].over):
+            if (
+                task not in found
+                and (len(self._tasks) == 1 or task in self._known)
+                and not (task in self._known and self._known[task].over)
+            ):
                 one = slurmjob.look(task)
                 if one is not None:
                     found[task] = one
@@ -130,11 +145,15 @@ def job_of(run: reader.Run) -> str:
     """The Slurm job a run was started in; empty where there is none."""
     told = run.data.get("environment") or {}
     task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
-    return next((job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), "")
+    return next(
+        (job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), ""
+    )
 
 
 def run_of(root: str, task: str) -> reader.Run | None:
-    """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from before the job."""
+    """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from
+    before the job.
+    """
     submitted = read_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]

@@ -1,4 +1,6 @@
-"""torchrun's log folder: LOG_DIR/ID_XXXXXXXX/attempt_N/LOCAL_RANK/ with stdout.log, stderr.log and error.json, all there from the start for `tail -f`."""
+"""torchrun's log folder: LOG_DIR/ID_XXXXXXXX/attempt_N/LOCAL_RANK/ with stdout.log, stderr.log and error.json, all
+there from the start for `tail -f`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ _FILES = {1: "stdout.log", 2: "stderr.log"}
 
 
 class TorchrunLogs:
-    """`streams`, per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's, its local rank where all are on one machine."""
+    """`streams`, per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's, its local rank where all are on one
+    machine.
+    """
 
     def __init__(self, log_dir: str, run_id: str) -> None:
         self._log_dir = os.path.abspath(log_dir)
@@ -36,7 +40,9 @@ class TorchrunLogs:
                 import tempfile
 
                 self._folder = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._log_dir)
-            self._ranks = {rank: os.path.join(self._folder, f"attempt_{self._restarts}", name) for rank, name in folders.items()}
+            self._ranks = {
+                rank: os.path.join(self._folder, f"attempt_{self._restarts}", name) for rank, name in folders.items()
+            }
             for rank, folder in self._ranks.items():
                 os.makedirs(folder, exist_ok=True)
                 for path in self._paths(rank).values():
@@ -45,7 +51,11 @@ class TorchrunLogs:
             raise _cannot_write(self._log_dir, problem) from problem
 
     def _paths(self, rank: int) -> dict[int, str]:
-        return {stream: os.path.join(self._ranks[rank], name) for stream, name in _FILES.items() if self._streams.get(rank, 0) & stream}
+        return {
+            stream: os.path.join(self._ranks[rank], name)
+            for stream, name in _FILES.items()
+            if self._streams.get(rank, 0) & stream
+        }
 
     def write(self, record: RunRecord, rank: int, stream: int, data: bytes) -> None:
         path = self._paths(rank).get(stream)

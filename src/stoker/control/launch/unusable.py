@@ -15,7 +15,11 @@ class Unusable(Refusal):
             line = f"the agent on {f'host {first}' if first else 'this machine'} {why}"
         else:
             said = "; ".join(f"{name}: {short(told)}" for name, told in self.hosts.items())
-            line = f"{len(hosts)} of {total} hosts can't be used: {said}" if more else f"host {first} can't be used: {short(why)}"
+            line = (
+                f"{len(hosts)} of {total} hosts can't be used: {said}"
+                if more
+                else f"host {first} can't be used: {short(why)}"
+            )
         super().__init__(line, code, cause="host.agent" if total == 1 else "launch.hosts")
 
 

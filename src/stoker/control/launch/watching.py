@@ -22,7 +22,13 @@ PAUSE_S = 0.1  # between two looks: each goes over every rank, and hundreds of r
 
 class Watching:
     def __init__(
-        self, attempt: Attempt, record: RunRecord, output: Output, options: RunOptions, members: Members, say: Callable[[str], None]
+        self,
+        attempt: Attempt,
+        record: RunRecord,
+        output: Output,
+        options: RunOptions,
+        members: Members,
+        say: Callable[[str], None],
     ) -> None:
         self._attempt = attempt
         self._record = record
@@ -66,10 +72,23 @@ class Watching:
         summary = hang.summary(stall, self._label(stall.rank))
         attempt.suspected_s = stall.silent_s
         record.event(
-            "suspicion", attempt=attempt.number, cause=hang.cause_of(stall), rank=stall.rank, ranks=list(stall.ranks), waiting=list(stall.waiting),
-            where=stall.where, step=stall.step, silent_s=stall.silent_s, proof=stall.proof, summary=summary, evidence=list(stall.evidence),
-        )  # fmt: skip
-        record.save(layout.stacks(record.dir, attempt.number), "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items())))
+            "suspicion",
+            attempt=attempt.number,
+            cause=hang.cause_of(stall),
+            rank=stall.rank,
+            ranks=list(stall.ranks),
+            waiting=list(stall.waiting),
+            where=stall.where,
+            step=stall.step,
+            silent_s=stall.silent_s,
+            proof=stall.proof,
+            summary=summary,
+            evidence=list(stall.evidence),
+        )
+        record.save(
+            layout.stacks(record.dir, attempt.number),
+            "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items())),
+        )
         self._say(f"stoker: {summary} ({self._then(stall, stops_in)})")
 
     def _then(self, stall: Stall, stops_in: float | None) -> str:
@@ -80,7 +99,10 @@ class Watching:
         again = f"`kill -CONT {pid}` continues it; " if pid else ""
         if stops_in is None:
             return f"{again}the job keeps running"
-        return f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by --hang-timeout {span(self._options.hang_timeout)}"
+        return (
+            f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by --hang-timeout"
+            f" {span(self._options.hang_timeout)}"
+        )
 
     def _tell_stragglers(self) -> None:
         found = self._attempt.watch.stragglers.found
@@ -90,13 +112,25 @@ class Watching:
             line = f"rank {one.rank} ({self._label(one.rank)}) is slow because {one.because}; {cost}"
             self._attempt.notes.append(line)
             self._say(f"stoker: {line}")
-            self._record.event("straggler", cause=one.cause, rank=one.rank, step=one.step, wait_s=one.wait_s, step_s=one.step_s, where=one.where, summary=line)
+            self._record.event(
+                "straggler",
+                cause=one.cause,
+                rank=one.rank,
+                step=one.step,
+                wait_s=one.wait_s,
+                step_s=one.step_s,
+                where=one.where,
+                summary=line,
+            )
 
     def _tell_early(self) -> None:
         early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]
         if early:
             self._early.update(early)
-            line = f"rank {', '.join(str(rank) for rank in early)} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
+            line = (
+                f"rank {', '.join(str(rank) for rank in early)} ended with 0 more than {EARLY_S:.0f} s ago; the others"
+                " still run"
+            )
             self._say(f"stoker: {line}")
             self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
 
@@ -110,4 +144,7 @@ def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], pro
 
     attempt.unwatched = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
-    say(f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has the traceback")
+    say(
+        f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has"
+        " the traceback"
+    )

@@ -13,7 +13,9 @@ from stoker.control.launch.request import Request
 
 
 def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
-    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up, before anything is started."""
+    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up,
+    before anything is started.
+    """
     options = request.options
     meeting(request, environment)
     hosts: Hosts | None = None
@@ -28,5 +30,9 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
-        raise Refusal(f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to that", EX_USAGE)
+        raise Refusal(
+            f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to"
+            " that",
+            EX_USAGE,
+        )
     return request, hosts

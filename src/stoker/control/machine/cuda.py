@@ -1,4 +1,5 @@
-"""The context probe: talks to libcuda itself. Runs in a short-lived child that sees one GPU: a context dies with its process.
+"""The context probe: talks to libcuda itself. Runs in a short-lived child that sees one GPU: a context dies with its
+process.
 
 python -I -S -c ... probe       with CUDA_VISIBLE_DEVICES=<uuid>, prints one JSON object
 """
@@ -65,9 +66,17 @@ def probe() -> dict[str, Any]:
     try:
         wrong = _product(cuda)
     except CudaError as problem:
-        return {"outcome": _OUTCOMES.get(problem.code, "dead"), "detail": str(problem), "seconds": round(time.monotonic() - began, 3)}
+        return {
+            "outcome": _OUTCOMES.get(problem.code, "dead"),
+            "detail": str(problem),
+            "seconds": round(time.monotonic() - began, 3),
+        }
     outcome = "wrong" if wrong else "ok"
-    return {"outcome": outcome, "detail": f"{wrong} of {N * N} results are wrong" if wrong else "", "seconds": round(time.monotonic() - began, 3)}
+    return {
+        "outcome": outcome,
+        "detail": f"{wrong} of {N * N} results are wrong" if wrong else "",
+        "seconds": round(time.monotonic() - began, 3),
+    }
 
 
 def _product(cuda: _Cuda) -> int:
@@ -89,7 +98,9 @@ def _product(cuda: _Cuda) -> int:
     cuda("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(_PTX))
     cuda("cuModuleGetFunction", ctypes.byref(kernel), module, b"product")
     count = ctypes.c_uint32(N)
-    arguments = (ctypes.c_void_p * 4)(*(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count)))
+    arguments = (ctypes.c_void_p * 4)(
+        *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
+    )
     cuda("cuLaunchKernel", kernel, N, 1, 1, N, 1, 1, 0, None, arguments, None)
     cuda("cuCtxSynchronize")
     result = array()

@@ -34,7 +34,14 @@ class Child:
         self.name, self.limit = name, limit
         self.began = time.monotonic()
         self.output = b""
-        self._process = subprocess.Popen(argv, env=dict(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True)
+        self._process = subprocess.Popen(
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
         assert self._process.stdout is not None and self._process.stderr is not None
         self.stdout, self._stderr = self._process.stdout, self._process.stderr
 
@@ -81,8 +88,15 @@ def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
     return results
 
 
-def _gatherer(kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = "") -> Child:
-    return Child(name or kind, [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more], env or os.environ, limit)
+def _gatherer(
+    kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = ""
+) -> Child:
+    return Child(
+        name or kind,
+        [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more],
+        env or os.environ,
+        limit,
+    )
 
 
 PARTS = frozenset(("health", "probes", "torch", "host", "net"))
@@ -90,10 +104,15 @@ NOT_ASKED = "not asked"
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs beside both."""
+    """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs
+    beside both.
+    """
     argv = [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH]
     torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
-    first = _run([_gatherer("machine")] + [_gatherer(part, {"host": runs_dir, "net": str(port)}[part]) for part in ("host", "net") if part in parts])
+    first = _run(
+        [_gatherer("machine")]
+        + [_gatherer(part, {"host": runs_dir, "net": str(port)}[part]) for part in ("host", "net") if part in parts]
+    )
     missing = {name: why for name, (found, why) in first.items() if found is None}
     machine = machine_from_json(first["machine"][0]) if first["machine"][0] is not None else _blind(first["machine"][1])
     cards = [gpu for gpu in machine.gpus if not gpu.error]
@@ -112,10 +131,16 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
         health, probes = None, None  # nothing is known of the cards, not even that there are none
     return Examination(
         machine,
-        None if health is None or "health" not in parts else {uuid: facts.read(Health, one) for uuid, one in health.items()},
-        probes, facts.read(Torch, torch_found), facts.read(Host, first.get("host", (None, ""))[0]), facts.read(Net, first.get("net", (None, ""))[0]),
-        {name: os.environ[name] for name in KNOWN if name in os.environ}, missing,
-    )  # fmt: skip
+        None
+        if health is None or "health" not in parts
+        else {uuid: facts.read(Health, one) for uuid, one in health.items()},
+        probes,
+        facts.read(Torch, torch_found),
+        facts.read(Host, first.get("host", (None, ""))[0]),
+        facts.read(Net, first.get("net", (None, ""))[0]),
+        {name: os.environ[name] for name in KNOWN if name in os.environ},
+        missing,
+    )
 
 
 def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
@@ -125,7 +150,11 @@ def probe_cards(cards: list[Gpu]) -> dict[str, Probe]:
 
 
 def _probers(cards: list[Gpu]) -> list[Child]:
-    return [_gatherer("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit=PROBE_S, name=gpu.uuid) for gpu in cards if _room(gpu)]
+    return [
+        _gatherer("probe", env={**os.environ, "CUDA_VISIBLE_DEVICES": gpu.uuid}, limit=PROBE_S, name=gpu.uuid)
+        for gpu in cards
+        if _room(gpu)
+    ]
 
 
 def _room(gpu: Gpu) -> bool:
@@ -159,4 +188,6 @@ def _after(probes: dict[str, Probe], before: Machine) -> dict[str, Probe]:
 def _blind(why: str) -> Machine:
     """The look itself hung: what can be said without the driver."""
     total, available, limit = host.memory()
-    return Machine(os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit)
+    return Machine(
+        os.uname().nodename, host.cores(), total, available, gpu_error=f"NVML gives {why}", cgroup_limit=limit
+    )

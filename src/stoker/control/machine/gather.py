@@ -1,4 +1,5 @@
-"""The gatherers: each finds out one thing, in a child of its own, so that a driver that never answers holds up nobody but itself.
+"""The gatherers: each finds out one thing, in a child of its own, so that a driver that never answers holds up nobody
+but itself.
 
 python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> KIND [argument]        prints one JSON object
 """
@@ -17,7 +18,10 @@ from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.room import quick_host
 
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); from stoker.control.machine.gather import main; main(sys.argv[3:])"
+BOOT = (
+    "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); from stoker.control.machine.gather"
+    " import main; main(sys.argv[3:])"
+)
 
 # Runs in the Python that will run the ranks, with its site-packages; never makes a CUDA context.
 TORCH = """
@@ -72,8 +76,14 @@ def _host(disk: str) -> Any:
     first = {one.pid: one for one in processes.all_processes() if one.state == "D"}
     if first:
         time.sleep(0.5)  # D for a moment is disk at work; D twice in a row is stuck
-    stuck = tuple(f"{pid} ({one.name})" for pid, one in first.items() if (now := processes.process(pid)) and now.state == "D" and now.start == one.start)
-    return as_json(replace(quick_host(disk), stuck=stuck, zombies=sum(1 for one in processes.all_processes() if one.state == "Z")))
+    stuck = tuple(
+        f"{pid} ({one.name})"
+        for pid, one in first.items()
+        if (now := processes.process(pid)) and now.state == "D" and now.start == one.start
+    )
+    return as_json(
+        replace(quick_host(disk), stuck=stuck, zombies=sum(1 for one in processes.all_processes() if one.state == "Z"))
+    )
 
 
 def _net(port: str) -> Any:
@@ -85,7 +95,9 @@ def _net(port: str) -> Any:
         addresses, error = (), str(problem)
     interfaces = tuple(sorted(entry for entry in os.listdir("/sys/class/net") if entry != "lo" and _up(entry)))
     number = int(port)
-    return as_json(facts.Net(name, addresses, interfaces, number or None, ports.listener(number) if number else None, error))
+    return as_json(
+        facts.Net(name, addresses, interfaces, number or None, ports.listener(number) if number else None, error)
+    )
 
 
 def _up(interface: str) -> bool:

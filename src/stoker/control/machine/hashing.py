@@ -27,9 +27,14 @@ def sha256_of(path: str) -> str:
 
 
 def cache_folder() -> str:
-    """Absolute. A user without HOME and without an entry in the password database has none: what is kept there is kept nowhere."""
+    """Absolute. A user without HOME and without an entry in the password database has none: what is kept there is kept
+    nowhere.
+    """
     home = os.path.expanduser("~")
-    return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"), "stoker")
+    return os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"),
+        "stoker",
+    )
 
 
 class Hashes:
@@ -39,7 +44,9 @@ class Hashes:
         self._memory = memory or os.path.join(cache_folder(), "hashes.json")
         self._known: dict[str, tuple[int, int, int, str]] = {}
         self._changed = False
-        with contextlib.suppress(OSError, ValueError):  # none yet, half a one, or something else: everything is read again
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # none yet, half a one, or something else: everything is read again
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
     def of(self, path: str) -> str:
@@ -63,4 +70,8 @@ class Hashes:
             return
         with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(self._memory), mode=0o700, exist_ok=True)
-            write_whole(self._memory, json.dumps({path: one for path, one in self._known.items() if os.path.exists(path)}), durable=False)
+            write_whole(
+                self._memory,
+                json.dumps({path: one for path, one in self._known.items() if os.path.exists(path)}),
+                durable=False,
+            )

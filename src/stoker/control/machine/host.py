@@ -17,16 +17,20 @@ def meminfo() -> tuple[int, int]:
     return found[b"MemTotal"], found.get(b"MemAvailable", found[b"MemTotal"])
 
 
-def _cgroup_dirs(controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup") -> tuple[list[str], bool]:
-    """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit (Slurm's is on the job, not on its
-    task). In a container the root is the container's own.
+def _cgroup_dirs(
+    controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup"
+) -> tuple[list[str], bool]:
+    """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit
+    (Slurm's is on the job, not on its task). In a container the root is the container's own.
     """
     try:
         with open(told, encoding="utf-8") as file:
             lines = [line.strip().split(":", 2) for line in file]
     except OSError:
         return [], True
-    for _, controllers, path in sorted(lines, key=lambda line: not line[1]):  # a controller of version 1 counts where it is mounted
+    for _, controllers, path in sorted(
+        lines, key=lambda line: not line[1]
+    ):  # a controller of version 1 counts where it is mounted
         v2 = not controllers
         if not v2 and controller not in controllers.split(","):
             continue
@@ -57,8 +61,13 @@ def _number(path: str) -> int | None:
 def cgroup_memory() -> tuple[int | None, int | None]:
     """(limit, used) of the memory cgroup; page cache that can be dropped does not count as used."""
     folders, v2 = _cgroup_dirs("memory")
-    limits = {folder: _number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders}
-    limit, folder = min(((limit, folder) for folder, limit in limits.items() if limit is not None and limit < 1 << 60), default=(None, ""))
+    limits = {
+        folder: _number(f"{folder}/memory.max" if v2 else f"{folder}/memory.limit_in_bytes") for folder in folders
+    }
+    limit, folder = min(
+        ((limit, folder) for folder, limit in limits.items() if limit is not None and limit < 1 << 60),
+        default=(None, ""),
+    )
     if limit is None:
         return None, None
     used = _number(f"{folder}/memory.current" if v2 else f"{folder}/memory.usage_in_bytes")
@@ -116,7 +125,9 @@ def swap_used() -> int | None:
 
 
 def cores() -> int:
-    """Those this process may use: by its affinity, and by the cgroup's quota of time, which is how a pod is given 8 of 128."""
+    """Those this process may use: by its affinity, and by the cgroup's quota of time, which is how a pod is given 8 of
+    128.
+    """
     return min([len(os.sched_getaffinity(0)), *_quotas(*_cgroup_dirs("cpu"))])
 
 
@@ -152,7 +163,9 @@ def max_files() -> int | None:
 
 
 def cpus_near(pci: str) -> list[int]:
-    """The CPUs on the NUMA node of a PCI device (NVML's bus id has eight digits of domain, sysfs four); empty if the kernel does not say."""
+    """The CPUs on the NUMA node of a PCI device (NVML's bus id has eight digits of domain, sysfs four); empty if the
+    kernel does not say.
+    """
     domain, _, rest = pci.lower().partition(":")
     try:
         with open(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist", encoding="ascii") as file:

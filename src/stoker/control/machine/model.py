@@ -12,7 +12,9 @@ SCHEMA = 1
 
 @shape
 class Holder:
-    """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user are None."""
+    """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user
+    are None.
+    """
 
     pid: int
     memory: int | None = None

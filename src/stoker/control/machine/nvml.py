@@ -1,4 +1,6 @@
-"""Asks NVML. No CUDA context, no torch: `nvidia-smi` shows no entry for us. A field a card doesn't have comes back as None."""
+"""Asks NVML. No CUDA context, no torch: `nvidia-smi` shows no entry for us. A field a card doesn't have comes back as
+None.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 
 
 # What slows a clock and is worth a word; idle, application clocks and sync boost are not.
-_THROTTLE = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake"}
+_THROTTLE = {
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x20: "software thermal slowdown",
+    0x40: "hardware thermal slowdown",
+    0x80: "power brake",
+}
 _RECOVERY = {
     0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
 }  # fmt: skip
@@ -45,7 +53,9 @@ def _library() -> Any:
     except OSError as problem:
         if "No such file" in str(problem):
             if os.path.exists("/dev/nvidiactl"):
-                raise DriverError("/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing") from problem
+                raise DriverError(
+                    "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
+                ) from problem
             raise NoDriver from problem
         raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
     try:
@@ -55,7 +65,10 @@ def _library() -> Any:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as problem:
-        if problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION) and not os.path.exists("/dev/nvidiactl"):
+        if problem.value in (
+            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
+            pynvml.NVML_ERROR_NO_PERMISSION,
+        ) and not os.path.exists("/dev/nvidiactl"):
             raise NoDriver from problem
         raise DriverError(f"NVML does not start: {problem}") from problem
     return pynvml
@@ -66,7 +79,10 @@ class Nvml:
         self._nvml = _library()
         self._handles: dict[str, Any] = {}
         # nvidia-ml-py's own complaint when the driver is older than it, which is no NVMLError.
-        self._unanswered: tuple[type[Exception], ...] = (self._nvml.NVMLError, getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError))
+        self._unanswered: tuple[type[Exception], ...] = (
+            self._nvml.NVMLError,
+            getattr(self._nvml, "NVMLLibraryMismatchError", self._nvml.NVMLError),
+        )
 
     def _ask(self, call: Callable[..., Any], *args: Any) -> Any:
         """None for what this card or driver does not support."""
@@ -118,13 +134,18 @@ class Nvml:
         mode = self._ask(nvml.nvmlDeviceGetComputeMode, handle)
         pci = self._ask(nvml.nvmlDeviceGetPciInfo, handle)
         return Gpu(
-            index=index, uuid=uuid, mig=mig, mig_parent=parent.uuid if parent else None,
+            index=index,
+            uuid=uuid,
+            mig=mig,
+            mig_parent=parent.uuid if parent else None,
             name=_text(self._ask(nvml.nvmlDeviceGetName, handle)),
-            memory_total=int(memory.total) if memory else None, memory_used=int(memory.used) if memory else None,
+            memory_total=int(memory.total) if memory else None,
+            memory_used=int(memory.used) if memory else None,
             utilization=int(use.gpu) if use else None,
             compute_mode=parent.compute_mode if parent else _MODES.get(mode) if mode is not None else None,
-            pci=_text(pci.busId) if pci else parent.pci if parent else None, holders=self._holders(handle),
-        )  # fmt: skip
+            pci=_text(pci.busId) if pci else parent.pci if parent else None,
+            holders=self._holders(handle),
+        )
 
     def _holders(self, handle: Any) -> tuple[Holder, ...] | None:
         found = self._running(handle)
@@ -148,10 +169,14 @@ class Nvml:
         use = self._ask(self._nvml.nvmlDeviceGetUtilizationRates, handle)
         reasons = self._ask(self._nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         return {
-            "use": int(use.gpu) if use else None, "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
+            "use": int(use.gpu) if use else None,
+            "throttle": [word for bit, word in _THROTTLE.items() if reasons & bit] if reasons is not None else None,
             "temperature": self._ask(self._nvml.nvmlDeviceGetTemperature, handle, 0),
-            "lanes": [self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle)],
-        }  # fmt: skip
+            "lanes": [
+                self._ask(self._nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+                self._ask(self._nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ],
+        }
 
     def pids(self, uuid: str) -> set[int]:
         handle = self._handles.get(uuid)
@@ -166,14 +191,18 @@ class Nvml:
         return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
 
     def _events(self, cards: list[Gpu], seconds: float) -> dict[str, list[int]]:
-        """Xids the driver reports while we listen: by uuid. What happened before is in the kernel's log, where that can be read."""
+        """Xids the driver reports while we listen: by uuid. What happened before is in the kernel's log, where that can
+        be read.
+        """
         nvml = self._nvml
         found: dict[str, list[int]] = {}
         listener = self._ask(nvml.nvmlEventSetCreate)
         if listener is None:
             return found
         for gpu in cards:
-            self._ask(nvml.nvmlDeviceRegisterEvents, self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError, listener)
+            self._ask(
+                nvml.nvmlDeviceRegisterEvents, self._handles[gpu.uuid], nvml.nvmlEventTypeXidCriticalError, listener
+            )
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             event = self._ask(nvml.nvmlEventSetWait_v2, listener, int(left * 1000) + 1)
@@ -196,18 +225,31 @@ class Nvml:
         links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
         pci = (gpu.pci or "").lower()
         return Health(
-            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0), temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
-            power=None if power is None else power / 1000, power_limit=None if limit is None else limit / 1000,
+            temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
+            temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
+            power=None if power is None else power / 1000,
+            power_limit=None if limit is None else limit / 1000,
             throttle=None if reasons is None else tuple(word for bit, word in _THROTTLE.items() if reasons & bit),
-            pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle), pcie_generation_max=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle), pcie_width_max=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
-            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0), pages_pending=None if pending is None else bool(pending),
-            rows_pending=None if rows is None else bool(rows[2]), rows_failed=None if rows is None else bool(rows[3]), recovery=self._recovery(handle),
-            nvlinks=tuple(bool(link) for link in links if link is not None) or None, display=None if display is None else bool(display),
+            pcie_generation=ask(nvml.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+            pcie_generation_max=ask(nvml.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+            pcie_width=ask(nvml.nvmlDeviceGetCurrPcieLinkWidth, handle),
+            pcie_width_max=ask(nvml.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ecc_uncorrected=ask(nvml.nvmlDeviceGetTotalEccErrors, handle, 1, 0),
+            pages_pending=None if pending is None else bool(pending),
+            rows_pending=None if rows is None else bool(rows[2]),
+            rows_failed=None if rows is None else bool(rows[3]),
+            recovery=self._recovery(handle),
+            nvlinks=tuple(bool(link) for link in links if link is not None) or None,
+            display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(xid for where, found in kernel_xids.items() if where and (where == gpu.uuid or kernellog.same_card(pci, where)) for xid in found),
+            xids=tuple(
+                xid
+                for where, found in kernel_xids.items()
+                if where and (where == gpu.uuid or kernellog.same_card(pci, where))
+                for xid in found
+            ),
             peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
-        )  # fmt: skip
+        )
 
     def _recovery(self, handle: Any) -> str | None:
         field = getattr(self._nvml, "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION", None)
@@ -230,14 +272,20 @@ def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
     one = processes.process(pid)
-    if one is None or not _has_device_open(pid):  # a pid of the host's, seen from inside a container, may be somebody else's here
+    if one is None or not _has_device_open(
+        pid
+    ):  # a pid of the host's, seen from inside a container, may be somebody else's here
         return Holder(pid, memory)
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)
     return Holder(
-        pid, memory, processes.command(pid) or one.name, processes.user_name(uid) if uid is not None else None, tag[0] if tag else None,
+        pid,
+        memory,
+        processes.command(pid) or one.name,
+        processes.user_name(uid) if uid is not None else None,
+        tag[0] if tag else None,
         round(max(0.0, time.time() - processes.started_at(one.start)), 1),
-    )  # fmt: skip
+    )
 
 
 def _has_device_open(pid: int) -> bool:
@@ -245,6 +293,8 @@ def _has_device_open(pid: int) -> bool:
     try:
         return any(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
     except PermissionError:
-        return processes.command(pid) is not None  # another user's: the pid exists here, its descriptors are not ours to read
+        return (
+            processes.command(pid) is not None
+        )  # another user's: the pid exists here, its descriptors are not ours to read
     except OSError:
         return False

@@ -41,17 +41,30 @@ class Observer:
             except Exception as problem:  # NVML's own error classes are made at run time
                 error = f"NVML stopped answering: {problem}"
         return Machine(
-            hostname=system.nodename, cores=host.cores(), memory_total=total, memory_available=available, gpus=gpus, driver=driver,
-            gpu_error=error, cgroup_limit=limit, max_processes=host.max_processes(), max_files=host.max_files(),
-            python=sys.version.split()[0], platform=f"{system.sysname} {system.release} {system.machine}",
-        )  # fmt: skip
+            hostname=system.nodename,
+            cores=host.cores(),
+            memory_total=total,
+            memory_available=available,
+            gpus=gpus,
+            driver=driver,
+            gpu_error=error,
+            cgroup_limit=limit,
+            max_processes=host.max_processes(),
+            max_files=host.max_files(),
+            python=sys.version.split()[0],
+            platform=f"{system.sysname} {system.release} {system.machine}",
+        )
 
 
 def read_recorded(path: str) -> Machine:
     try:
-        with open(path, encoding="utf-8") as file:  # of any kind: a pipe stands in for a machine that is slow to look at
+        with open(
+            path, encoding="utf-8"
+        ) as file:  # of any kind: a pipe stands in for a machine that is slow to look at
             data = parse_json(file.read())
-        return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)  # a look, or a whole examination
+        return machine_from_json(
+            data["machine"] if isinstance(data, dict) and "machine" in data else data
+        )  # a look, or a whole examination
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:

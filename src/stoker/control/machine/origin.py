@@ -1,7 +1,8 @@
 """Where a run's processes come from: its agent says so in their environment, and everything they start inherits it.
 
-The environment alone proves nothing. sbatch, at, systemd-run and cron hand it to jobs of their own, which must outlive the run. What a run
-started itself is below its agent, or was: then its parent is one of those that were above the agent, in the agent's own control group.
+The environment alone proves nothing. sbatch, at, systemd-run and cron hand it to jobs of their own, which must outlive
+the run. What a run started itself is below its agent, or was: then its parent is one of those that were above the
+agent, in the agent's own control group.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ class Origin:
 def of_this_process(environ: Mapping[str, str]) -> Origin:
     """The agent's own."""
     me = process(os.getpid())
-    return Origin(os.getpid(), me.start if me else 0, environ.get("SLURM_JOB_ID", ""), tuple(one.pid for one in above(os.getpid())), cgroup(os.getpid()))
+    return Origin(
+        os.getpid(),
+        me.start if me else 0,
+        environ.get("SLURM_JOB_ID", ""),
+        tuple(one.pid for one in above(os.getpid())),
+        cgroup(os.getpid()),
+    )
 
 
 def read(text: str | None) -> Origin | None:
@@ -40,7 +47,11 @@ def read(text: str | None) -> Origin | None:
     job, _, rest = rest.partition(":")
     parents, colon, group = rest.partition(":")
     try:
-        return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group) if colon else None
+        return (
+            Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
+            if colon
+            else None
+        )
     except ValueError:
         return None
 
@@ -58,7 +69,9 @@ def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]
 
 
 def cgroup(pid: int) -> str:
-    """As systemd and containers set it: the unified hierarchy, or version 1's named one. Controllers of version 1 may move a process at any time."""
+    """As systemd and containers set it: the unified hierarchy, or version 1's named one. Controllers of version 1 may
+    move a process at any time.
+    """
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.rstrip("\n").partition(":")[2] for line in file]
@@ -68,7 +81,9 @@ def cgroup(pid: int) -> str:
 
 
 def run_we_are_in(environ: Mapping[str, str]) -> str:
-    """The run in whose rank this process was started; empty for none. A job that a rank handed to sbatch or at only has the environment of one."""
+    """The run in whose rank this process was started; empty for none. A job that a rank handed to sbatch or at only has
+    the environment of one.
+    """
     run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
     if not run or origin is None:
         return ""
@@ -93,7 +108,11 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return f"it belongs to Slurm job {job}" if job else f"it runs outside its run's Slurm job {origin.job}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
-    of_the_run = [parent for parent in above(one.pid, table) if environment(parent.pid).get(names.RUN_ID) == environ.get(names.RUN_ID)]
+    of_the_run = [
+        parent
+        for parent in above(one.pid, table)
+        if environment(parent.pid).get(names.RUN_ID) == environ.get(names.RUN_ID)
+    ]
     top = of_the_run[-1] if of_the_run else one
     starter = table.get(top.parent)
     if starter is None or starter.pid in (1, origin.agent, *origin.above) or starter.name in _KEEPERS:

@@ -51,7 +51,9 @@ def command(pid: int) -> str | None:
             words = file.read().decode("utf-8", "replace").split("\0")
     except OSError:
         return None
-    shown = redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]  # setproctitle writes one line
+    shown = (
+        redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
+    )  # setproctitle writes one line
     return " ".join(shown).strip() or None
 
 

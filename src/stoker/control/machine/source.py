@@ -24,7 +24,9 @@ def script_files(script: str) -> dict[str, str]:
 
 
 def module_files(module: str, workdir: str, python: str = "") -> dict[str, str]:
-    """The files of a module's whole package: below the working directory, as `python -m` looks there first, else where that Python has it."""
+    """The files of a module's whole package: below the working directory, as `python -m` looks there first, else where
+    that Python has it.
+    """
     top = module.split(".", 1)[0]
     for place in (os.path.join(workdir, top), _installed(top, python)):
         if place and os.path.isdir(place):
@@ -39,8 +41,18 @@ def module_files(module: str, workdir: str, python: str = "") -> dict[str, str]:
 def _installed(top: str, python: str) -> str:
     if not python or not top.isidentifier():
         return ""
-    ask = f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or [s.origin])[0]) or '')"
-    done = subprocess.run([python, "-c", NOT_FROM_HERE + ask], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
+    ask = (
+        f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or"
+        " [s.origin])[0]) or '')"
+    )
+    done = subprocess.run(
+        [python, "-c", NOT_FROM_HERE + ask],
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        timeout=20,
+    )
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""
 
 
@@ -74,11 +86,15 @@ def hashes_of(files: Mapping[str, str]) -> dict[str, str]:
 
 def digest(named: Mapping[str, str]) -> str:
     """One hash of many: of names and contents."""
-    return hashlib.sha256("".join(f"{name}\0{one}\n" for name, one in sorted(named.items())).encode("utf-8", "surrogateescape")).hexdigest()
+    return hashlib.sha256(
+        "".join(f"{name}\0{one}\n" for name, one in sorted(named.items())).encode("utf-8", "surrogateescape")
+    ).hexdigest()
 
 
 def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> the hash of its content, a folder's with the names in it; "" where there is nothing. Big files are remembered."""
+    """Path -> the hash of its content, a folder's with the names in it; "" where there is nothing. Big files are
+    remembered.
+    """
     memory = Hashes()
     found = {}
     for told in paths:
@@ -86,7 +102,9 @@ def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
         if os.path.isfile(path):
             found[told] = memory.of(path)
         elif os.path.isdir(path):
-            inside = (os.path.join(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names)
+            inside = (
+                os.path.join(folder, name) for folder, _, names in os.walk(path, followlinks=True) for name in names
+            )
             found[told] = digest({os.path.relpath(one, path): memory.of(one) for one in inside if os.path.isfile(one)})
         else:
             found[told] = ""

@@ -1,4 +1,5 @@
-"""Installed in a rank before its script: error report, fatal-signal stacks, line-buffered output, beats once torch is there.
+"""Installed in a rank before its script: error report, fatal-signal stacks, line-buffered output, beats once torch is
+there.
 
 Runs inside somebody else's process: it must be small, import nothing heavy and never raise into the script.
 """
@@ -56,7 +57,9 @@ def install() -> None:
 
 
 class _Silent:
-    """The beats of a forked worker that trains something of its own: it shares the page with its rank, and must not write there."""
+    """The beats of a forked worker that trains something of its own: it shares the page with its rank, and must not
+    write there.
+    """
 
     def beat(self, *_: Any) -> None:
         return
@@ -146,7 +149,9 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 class _Groups(dict):  # type: ignore[type-arg]
-    """torch's table of the process groups' ranks. It tells the agent of each new group: the flight recorder does not know the ranks of gloo's."""
+    """torch's table of the process groups' ranks. It tells the agent of each new group: the flight recorder does not
+    know the ranks of gloo's.
+    """
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
@@ -162,7 +167,8 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -
     finally:
         _previous_hook(kind, value, trace)
         if kind is KeyboardInterrupt:
-            # The report's imports have cleared CPython's note that an interrupt is unhandled, by which it dies of SIGINT: set it again.
+            # The report's imports have cleared CPython's note that an interrupt is unhandled, by which it dies of
+            # SIGINT: set it again.
             try:
                 exec("raise KeyboardInterrupt")
             except KeyboardInterrupt:
@@ -176,7 +182,9 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
-    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be what is reported here."""
+    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be
+    what is reported here.
+    """
     global _reported
     if _reported or not inside():
         return
@@ -210,10 +218,19 @@ def _write_report(kind: type[BaseException], value: BaseException, trace: Any, l
     except Exception as problem:  # a __str__ that raises must not cost us the report
         message = f"<unprintable: {problem!r}>"
     report = {
-        "schema": 1, "late": late, "type": kind.__qualname__, "module": kind.__module__, "message": message[:20000], "file": file, "line": line,
-        "function": function, "traceback": "".join(traceback.format_exception(kind, value, trace))[-100000:], "time_ns": when,
-        "import_name": (value.name or "") if isinstance(value, ImportError) else "", "collectives": _collectives(value),
-    }  # fmt: skip
+        "schema": 1,
+        "late": late,
+        "type": kind.__qualname__,
+        "module": kind.__module__,
+        "message": message[:20000],
+        "file": file,
+        "line": line,
+        "function": function,
+        "traceback": "".join(traceback.format_exception(kind, value, trace))[-100000:],
+        "time_ns": when,
+        "import_name": (value.name or "") if isinstance(value, ImportError) else "",
+        "collectives": _collectives(value),
+    }
     try:
         with open(_files["error"] + ".tmp", "w", encoding="utf-8", errors="backslashreplace") as out:
             json.dump(report, out)
@@ -230,7 +247,11 @@ def _breakpoint_before(file: str, line: int) -> int:
     """The debugger stops at the line after its call."""
     import linecache
 
-    near = (number for number in range(line, max(0, line - 10), -1) if "breakpoint(" in (text := linecache.getline(file, number)) or "set_trace(" in text)
+    near = (
+        number
+        for number in range(line, max(0, line - 10), -1)
+        if "breakpoint(" in (text := linecache.getline(file, number)) or "set_trace(" in text
+    )
     return next(near, line)
 
 
@@ -244,7 +265,9 @@ def _collectives(value: BaseException) -> list[Any]:
         from stoker.contract import collectives
 
         c10d = sys.modules["torch._C._distributed_c10d"]
-        return collectives.digest(collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)]))
+        return collectives.digest(
+            collectives.joined([json.loads(getattr(c10d, name)()) for name in collectives.DUMPS if hasattr(c10d, name)])
+        )
     except Exception as problem:  # another torch, or one that is broken by now: less evidence
         return [{"group": "", "about": f"no flight recorder: {type(problem).__name__}: {problem}", "ops": []}]
 
@@ -253,7 +276,10 @@ class _AfterImport:
     """A finder that finds nothing itself: it lets the others find torch's modules and acts when they are loaded."""
 
     def __init__(self, gated: bool) -> None:
-        self.then: dict[str, Callable[[Any], None]] = {"torch": _torch_loaded, "torch.optim.optimizer": _optimizers_loaded}
+        self.then: dict[str, Callable[[Any], None]] = {
+            "torch": _torch_loaded,
+            "torch.optim.optimizer": _optimizers_loaded,
+        }
         self.then["torch.distributed.distributed_c10d"] = _give_slot_back if gated else _distributed_loaded
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -283,7 +309,9 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._real
         self._real.exec_module(module)
-        then = self._finder.then.pop(module.__name__, None)  # not in find_spec: somebody may only ask whether torch is there
+        then = self._finder.then.pop(
+            module.__name__, None
+        )  # not in find_spec: somebody may only ask whether torch is there
         if not self._finder.then and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         if then is not None and inside():
@@ -311,14 +339,18 @@ def _distributed_loaded(module: Any) -> None:
     if isinstance(getattr(module, "_pg_group_ranks", None), dict) and hasattr(_world, "pg_names"):
         module._pg_group_ranks = _Groups(module._pg_group_ranks)
     else:
-        tell("note", "this torch does not show the ranks of its process groups: a hang within one is explained from stacks")
+        tell(
+            "note",
+            "this torch does not show the ranks of its process groups: a hang within one is explained from stacks",
+        )
     server = getattr(sys.modules.get("torch._C._distributed_c10d"), "_WorkerServer", None)
     if server is None:
         tell("note", "this torch has no worker server: a hang is explained from stacks alone")
         return
     try:
         _kept_open.append(_without_its_greeting(lambda: server(_files["server"])))
-        # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares with us.
+        # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares
+        # with us.
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))

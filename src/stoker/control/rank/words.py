@@ -35,8 +35,8 @@ def phase(name: str) -> None:
 def resume() -> str | None:
     """The path of the newest complete checkpoint under this run's checkpoints/, or None.
 
-    A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its size;
-    a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+    A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with its
+    size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
     """
     run_dir = os.environ.get("STOKER_RUN_DIR")
     if not run_dir:

@@ -14,7 +14,9 @@ from stoker.contract.wholefile import write_whole
 
 def _number(value: Any) -> Any:
     """NaN and Infinity are not JSON: they are written as words."""
-    return str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+    return (
+        str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
+    )
 
 
 class Metrics:
@@ -37,7 +39,16 @@ class Metrics:
         write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
-        line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **{name: _number(value) for name, value in values.items()}}) + "\n"
+        line = (
+            json.dumps(
+                {
+                    "schema": layout.SCHEMA,
+                    "time": round(time.time(), 4),
+                    **{name: _number(value) for name, value in values.items()},
+                }
+            )
+            + "\n"
+        )
         os.write(self._handle, line.encode())
 
     def close(self) -> None:

@@ -1,4 +1,6 @@
-"""Whose a run is, and which process is its launcher. Several users may share a runs folder: each sees and stops the runs of their own."""
+"""Whose a run is, and which process is its launcher. Several users may share a runs folder: each sees and stops the
+runs of their own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _given: dict[str, int] = {}  # folder -> the uid of what we make there
 
 
 def is_mine(uid: int, folder: str) -> bool:
-    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a file we make there shows it."""
+    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a
+    file we make there shows it.
+    """
     return uid == os.geteuid() or uid == _uid_given_in(folder)
 
 
@@ -30,7 +34,9 @@ def _uid_given_in(folder: str) -> int:
 
 
 def own_folder(root: str, name: str) -> str:
-    """`name` in a folder that several may share; where that is another user's already, one with our number beside it. Closed to others' writing."""
+    """`name` in a folder that several may share; where that is another user's already, one with our number beside it.
+    Closed to others' writing.
+    """
     path = os.path.join(root, name)
     for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
         try:
@@ -52,7 +58,9 @@ def user_name(uid: int) -> str:
 
 
 def writes_to(pid: int, path: str) -> bool | None:
-    """Has this process that file open for writing? A record can name any process, but can't make this true. None: we may not look."""
+    """Has this process that file open for writing? A record can name any process, but can't make this true. None: we
+    may not look.
+    """
     folder, name = os.path.split(path)
     folder = os.path.realpath(folder)
     try:
@@ -61,7 +69,9 @@ def writes_to(pid: int, path: str) -> bool | None:
         return None
     except OSError:
         return False
-    return any(_writes_to(f"/proc/{pid}/fd/{handle}", f"/proc/{pid}/fdinfo/{handle}", folder, name) for handle in handles)
+    return any(
+        _writes_to(f"/proc/{pid}/fd/{handle}", f"/proc/{pid}/fdinfo/{handle}", folder, name) for handle in handles
+    )
 
 
 def _writes_to(link: str, info: str, folder: str, name: str) -> bool:
@@ -73,7 +83,8 @@ def _writes_to(link: str, info: str, folder: str, name: str) -> bool:
             flags = next((int(line.split()[1], 8) for line in file if line.startswith("flags:")), 0)
         if flags & os.O_ACCMODE == os.O_RDONLY:
             return False
-        # By name, so that one who removes the file of a living run does not make it a dead one; else by inode: a mount may show it under two names.
+        # By name, so that one who removes the file of a living run does not make it a dead one; else by inode: a mount
+        # may show it under two names.
         return os.path.dirname(target) == folder or os.path.samestat(os.stat(link), os.stat(os.path.join(folder, name)))
     except (OSError, ValueError):
         return False  # closed meanwhile

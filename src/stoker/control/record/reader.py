@@ -1,4 +1,6 @@
-"""Reads run directories back, while they are written or after a crash. Nothing in them is trusted: they may be damaged, or another user's."""
+"""Reads run directories back, while they are written or after a crash. Nothing in them is trusted: they may be damaged,
+or another user's.
+"""
 
 from __future__ import annotations
 
@@ -121,11 +123,20 @@ def read(run_dir: str) -> Run | None:
         verdict = Verdict.from_json(_part(run_dir, layout.VERDICT, about.st_uid))
     except (FileNotFoundError, TypeError, Damaged):
         verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
-    return Run(run_dir, os.path.basename(run_dir), data, verdict, about.st_uid, ownership.is_mine(about.st_uid, os.path.dirname(run_dir)))
+    return Run(
+        run_dir,
+        os.path.basename(run_dir),
+        data,
+        verdict,
+        about.st_uid,
+        ownership.is_mine(about.st_uid, os.path.dirname(run_dir)),
+    )
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
-    """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an earlier start."""
+    """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an
+    earlier start.
+    """
     last: dict[str, Any] | None = None
     for event in events(run_dir, tail=1 << 16):
         if event["event"] in ("run", "attempt"):
@@ -134,14 +145,25 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
             last = event
     if last is None:
         return None
-    status, cause, summary, code, rank = (last.get(name) for name in ("status", "cause", "summary", "exit_code", "rank"))
+    status, cause, summary, code, rank = (
+        last.get(name) for name in ("status", "cause", "summary", "exit_code", "rank")
+    )
     if not (isinstance(status, str) and isinstance(cause, str) and isinstance(summary, str) and isinstance(code, int)):
         return None
-    return Verdict(status, cause, summary, code, rank if isinstance(rank, int) else None, evidence=("from events.jsonl: there is no verdict.json",))
+    return Verdict(
+        status,
+        cause,
+        summary,
+        code,
+        rank if isinstance(rank, int) else None,
+        evidence=("from events.jsonl: there is no verdict.json",),
+    )
 
 
 def open_in(run_dir: str, *names_: str) -> int:
-    """A descriptor of a regular file in the run directory, by no symbolic link below it: a record opens no file elsewhere."""
+    """A descriptor of a regular file in the run directory, by no symbolic link below it: a record opens no file
+    elsewhere.
+    """
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in names_[:-1]:
@@ -159,13 +181,17 @@ def _part(run_dir: str, name: str, uid: int, parse: bool = True) -> Any:
         with os.fdopen(open_in(run_dir, name), "rb") as file:
             of = os.fstat(file.fileno()).st_uid
             if of != uid:
-                raise Damaged(f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}")
+                raise Damaged(
+                    f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}"
+                )
             data = file.read(_MOST + 1) if parse else b""
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
         link = problem.errno == errno.ELOOP
-        raise Damaged(f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}") from problem
+        raise Damaged(
+            f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}"
+        ) from problem
     if len(data) > _MOST:
         raise Damaged(f"{name} is larger than {_MOST >> 20} MiB")
     if not parse:
@@ -187,15 +213,24 @@ def _check(data: Any) -> None:
     for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
             raise Damaged(f"{layout.RUN}: {name} is not a short text")
-    for where, name, most in ((data, "started", 1e11), (launcher, "pid", 1 << 22), (launcher, "start", 1 << 62), (plan, "world_size", 1e7)):
+    for where, name, most in (
+        (data, "started", 1e11),
+        (launcher, "pid", 1 << 22),
+        (launcher, "start", 1 << 62),
+        (plan, "world_size", 1e7),
+    ):
         value = where.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not ((whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most):
+        if value is not None and not (
+            (whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most
+        ):
             raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may still be being written. Each has a kind and a time. `tail`: those of the last so many bytes."""
+    """Whole lines only: the last one may still be being written. Each has a kind and a time. `tail`: those of the last
+    so many bytes.
+    """
     try:
         handle = open_in(run_dir, layout.EVENTS)
     except OSError:
@@ -249,7 +284,10 @@ def look(root: str, everybody: bool = False) -> Listing:
     except FileNotFoundError:
         folders = []
     except OSError as problem:
-        raise names.Refusal(f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir", names.EX_NOINPUT) from problem
+        raise names.Refusal(
+            f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir",
+            names.EX_NOINPUT,
+        ) from problem
     for name in folders:
         try:
             if not everybody and not ownership.is_mine(os.lstat(os.path.join(root, name)).st_uid, root):
@@ -275,20 +313,28 @@ def _to_stderr(line: str) -> None:
 
 
 def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = _to_stderr) -> Run:
-    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all. Another user's by path only."""
+    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all.
+    Another user's by path only.
+    """
     if which is None or which == layout.LATEST:
         return _newest(root, say)
     if os.path.basename(which) == layout.LATEST and os.path.islink(which):
         return _newest(os.path.dirname(which), say)
     by_path = os.sep in which
     for candidate in (which, os.path.join(root, which)):
-        if not by_path and os.path.islink(candidate) and not ownership.is_mine(os.lstat(candidate).st_uid, os.path.dirname(candidate) or "."):
+        if (
+            not by_path
+            and os.path.islink(candidate)
+            and not ownership.is_mine(os.lstat(candidate).st_uid, os.path.dirname(candidate) or ".")
+        ):
             continue
         try:
             run = read(os.path.realpath(candidate))
         except Damaged as problem:
             if by_path:
-                raise names.Refusal(f"the record of run {printable(which)} is damaged: {problem}", names.EX_DATAERR) from problem
+                raise names.Refusal(
+                    f"the record of run {printable(which)} is damaged: {problem}", names.EX_DATAERR
+                ) from problem
             continue  # perhaps another run has this name
         if run is not None and (run.mine or by_path):
             return run
@@ -299,7 +345,9 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    if len(begins) == 1 and not exact and not os.path.isdir(os.path.join(root, which)):  # that is another user's, whatever of ours begins like it
+    if (
+        len(begins) == 1 and not exact and not os.path.isdir(os.path.join(root, which))
+    ):  # that is another user's, whatever of ours begins like it
         return begins[0]
     raise _no_run(which, root, listing)
 
@@ -320,7 +368,9 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        raise names.Refusal(f"no runs{others} in {printable(root)}; name another folder with --runs-dir", names.EX_NOINPUT)
+        raise names.Refusal(
+            f"no runs{others} in {printable(root)}; name another folder with --runs-dir", names.EX_NOINPUT
+        )
     return listing.runs[-1]
 
 
@@ -334,7 +384,10 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
         uid = os.lstat(path).st_uid
         if not ownership.is_mine(uid, root):
             user = ownership.user_name(uid)
-            return names.Refusal(f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}", names.EX_NOPERM)
+            return names.Refusal(
+                f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}",
+                names.EX_NOPERM,
+            )
     hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
@@ -345,7 +398,9 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
 
 
 def alive(run: Run) -> bool | None:
-    """Is its launcher still there? The process that the record names, if it is ours and writes that very record. None when it can't be told from here."""
+    """Is its launcher still there? The process that the record names, if it is ours and writes that very record. None
+    when it can't be told from here.
+    """
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
@@ -356,7 +411,9 @@ def alive(run: Run) -> bool | None:
 
 
 def over(run: Run) -> bool:
-    """Whether nothing more will come of it. Whether a launcher on another host lives nobody here knows: such a run is over when it has a verdict."""
+    """Whether nothing more will come of it. Whether a launcher on another host lives nobody here knows: such a run is
+    over when it has a verdict.
+    """
     said = status(run)
     if said == "unknown":
         said = status(load(run.dir) or run)

@@ -1,4 +1,5 @@
-"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended whole.
+"""Writes a run directory. Every file survives a crash at any byte: JSON is replaced atomically, JSON lines are appended
+whole.
 
 No secret passes here (contract/redact.py), except in what the ranks print: their logs are kept as they came.
 """
@@ -21,9 +22,12 @@ from stoker.control.record import ownership
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
-# Whoever owns the runs folder can put another directory in a run's place: no link in it is followed to a file elsewhere.
+# Whoever owns the runs folder can put another directory in a run's place: no link in it is followed to a file
+# elsewhere.
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))  # keys whose values are never a user's words: readers compare them
+OURS = frozenset(
+    ("schema", "event", "run", "host", "status", "cause")
+)  # keys whose values are never a user's words: readers compare them
 
 
 @shape
@@ -36,7 +40,9 @@ class Lost:
 
 
 class RunRecord:
-    """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run continues."""
+    """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run
+    continues.
+    """
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
@@ -46,7 +52,10 @@ class RunRecord:
         root = os.path.dirname(run_dir)
         try:
             if not ownership.is_mine(os.lstat(run_dir).st_uid, root) or os.path.islink(run_dir):
-                raise names.Refusal(f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name", names.EX_NOPERM)
+                raise names.Refusal(
+                    f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name",
+                    names.EX_NOPERM,
+                )
             if reopened:
                 self._put_verdict_aside()
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), _APPEND, 0o644)
@@ -56,16 +65,22 @@ class RunRecord:
             raise cannot_write(root, problem) from problem
 
     def begin(self, run: dict[str, Any]) -> str:
-        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here. Returns a notice."""
+        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here.
+        Returns a notice.
+        """
         try:
-            write_json(os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False)  # ranks wait for this one
+            write_json(
+                os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False
+            )  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
         return self._point_latest()
 
     def _point_latest(self) -> str:
-        """Why the link could not be set: another user's in a folder that several share, or a file system without links. Nothing depends on it."""
+        """Why the link could not be set: another user's in a folder that several share, or a file system without links.
+        Nothing depends on it.
+        """
         link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
         temporary = temporary_name(link)
         try:
@@ -76,7 +91,10 @@ class RunRecord:
                 os.unlink(temporary)
                 raise
         except OSError as problem:
-            return f"{printable(link)} stays as it is: {problem.strerror}; commands without a RUN take your newest run all the same"
+            return (
+                f"{printable(link)} stays as it is: {problem.strerror}; commands without a RUN take your newest run all"
+                " the same"
+            )
         return ""
 
     def _put_verdict_aside(self) -> None:
@@ -86,7 +104,13 @@ class RunRecord:
             os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
-        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host, **redact.data(more, OURS)}
+        event = {
+            "schema": layout.SCHEMA,
+            "time": round(time.time(), 6),
+            "event": kind,
+            "host": self._host,
+            **redact.data(more, OURS),
+        }
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
@@ -131,7 +155,9 @@ class RunRecord:
 
     def _lose(self, name: str, count: int, problem: OSError) -> None:
         before = self._lost.get(name)
-        self._lost[name] = Lost((before.bytes if before else 0) + count, problem.strerror or str(problem), problem.errno in FULL)
+        self._lost[name] = Lost(
+            (before.bytes if before else 0) + count, problem.strerror or str(problem), problem.errno in FULL
+        )
 
     def _give_up_reserve(self) -> bool:
         """Frees the reserved space beyond the verdict's part, once: room for the last events."""
@@ -159,7 +185,9 @@ class RunRecord:
     def verdict(self, verdict: Verdict) -> None:
         """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
         path = os.path.join(self.dir, layout.VERDICT)
-        data = (json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
+        data = (json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False) + "\n").encode(
+            "utf-8", "backslashreplace"
+        )
         if len(data) > VERDICT_ROOM:
             self.save(path, verdict.to_json())
         else:
@@ -170,11 +198,20 @@ class RunRecord:
                 os.rename(os.path.join(self.dir, layout.RESERVE), path)
             except OSError as problem:
                 self._lose(path, len(data), problem)
-        self.event("verdict", status=verdict.status, cause=verdict.cause, rank=verdict.rank, exit_code=verdict.exit_code, summary=verdict.summary)
+        self.event(
+            "verdict",
+            status=verdict.status,
+            cause=verdict.cause,
+            rank=verdict.rank,
+            exit_code=verdict.exit_code,
+            summary=verdict.summary,
+        )
 
 
 def _reserve(path: str) -> int:
-    """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate, the disk's space is not reserved."""
+    """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate,
+    the disk's space is not reserved.
+    """
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
@@ -198,5 +235,8 @@ def make_private(root: str) -> None:
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
     full = problem.errno in FULL
     why = "its disk or quota is full" if full else problem.strerror or str(problem)
-    line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
+    line = (
+        f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with"
+        " --runs-dir"
+    )
     return names.Refusal(line, names.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")

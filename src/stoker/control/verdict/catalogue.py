@@ -1,8 +1,8 @@
 """The catalogue: every cause a verdict can name, one entry each. docs/verdicts.md is generated from it.
 
-An entry is a function from a case (one rank's end, and the evidence around it) to what was found, or None. Adding a cause is
-adding one decorated function to the file of its family, and its case to the tests. Causes Stoker finds by other means than a
-rank's end (a stall, a number, its own trouble) are entries without a function.
+An entry is a function from a case (one rank's end, and the evidence around it) to what was found, or None. Adding a
+cause is adding one decorated function to the file of its family, and its case to the tests. Causes Stoker finds by
+other means than a rank's end (a stall, a number, its own trouble) are entries without a function.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ class Cause:
 CATALOGUE: dict[str, Cause] = {}
 
 
-def entry(id: str, says: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False) -> Cause:
+def entry(
+    id: str, says: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
+) -> Cause:
     """A cause that is not read off a rank's end."""
     assert id not in CATALOGUE, id
     CATALOGUE[id] = made = Cause(id, says, seen, contradicts, fix, retryable)
@@ -70,7 +72,9 @@ def cause(
 
     def keep(function: Callable[[Case], Found | None]) -> Callable[[Case], Found | None]:
         assert id not in CATALOGUE, id
-        CATALOGUE[id] = Cause(id, " ".join((function.__doc__ or "").split()), seen, contradicts, fix, retryable, function)
+        CATALOGUE[id] = Cause(
+            id, " ".join((function.__doc__ or "").split()), seen, contradicts, fix, retryable, function
+        )
         return function
 
     return keep
@@ -81,6 +85,14 @@ def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
     place = wording.place(end)
     fix = found.fix or tuple(line.replace("{rank}", str(end.rank)).replace("{place}", place) for line in cause_.fix)
     return Verdict(
-        "failed", cause_.id, found.summary, wording.exit_code(end), rank=end.rank, host=end.host or None, gpu=end.label if "GPU" in end.label else None,
-        evidence=tuple(line[: wording.LINE] for line in found.evidence), retryable=cause_.retryable if found.retryable is None else found.retryable, fix=fix,
-    )  # fmt: skip
+        "failed",
+        cause_.id,
+        found.summary,
+        wording.exit_code(end),
+        rank=end.rank,
+        host=end.host or None,
+        gpu=end.label if "GPU" in end.label else None,
+        evidence=tuple(line[: wording.LINE] for line in found.evidence),
+        retryable=cause_.retryable if found.retryable is None else found.retryable,
+        fix=fix,
+    )

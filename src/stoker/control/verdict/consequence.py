@@ -9,15 +9,19 @@ from stoker.contract.shapes import RankEnd, RankError
 _LOST_PEER = (
     r"(?i)Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
     r"\[.*gloo/transport/.*\]|Application timeout caused pair closure|"
-    r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed|Failed to recv|wait timeout after|Timed out after \d+ seconds waiting for clients|"
+    r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed|Failed to recv|wait timeout after|Timed out after"
+    r" \d+ seconds waiting for clients|"
     r"Socket Timeout|socket timeout|The client socket has (failed|timed out)|store->(get|wait)|"
     r"ncclRemoteError|remote process exited or there was a network error|NCCL communicator was aborted|"
-    r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or timed out"
+    r"Watchdog caught collective operation timeout|collective operation timeout|Some NCCL operations have failed or"
+    r" timed out"
 )
 # Said in the same words and the same files, and yet the rank's own: a peer's end can't cause these.
 _OWN = (
-    r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP error|out of memory|ncclInvalidUsage|"
-    r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface) for|op\.preamble\.length <= op\.nbytes"
+    r"EADDRINUSE|(?i:address already in use)|ncclUnhandledCudaError|unhandled cuda error|Cuda failure|CUDA error|HIP"
+    r" error|out of memory|ncclInvalidUsage|"
+    r"ncclInvalidArgument|no socket interface found|shared memory segment|Unable to find (address|interface)"
+    r" for|op\.preamble\.length <= op\.nbytes"
 )
 _SIZES = r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
 _BROKEN_PIPES = {
@@ -32,13 +36,18 @@ def is_consequence(end: RankEnd) -> bool:
         if re.search(_OWN, text) or lost_worker(end.error):
             return False
         return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
-    # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the log.
+    # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the
+    # log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 
 
 def lost_worker(error: RankError) -> bool:
-    """The pipe or the socket to a data-loader worker broke while it handed a batch over: the worker is gone, and torch has not noticed yet."""
-    handing_over = r"torch/multiprocessing/reductions\.py|multiprocessing/(?:connection|resource_sharer|reduction|queues)\.py"
+    """The pipe or the socket to a data-loader worker broke while it handed a batch over: the worker is gone, and torch
+    has not noticed yet.
+    """
+    handing_over = (
+        r"torch/multiprocessing/reductions\.py|multiprocessing/(?:connection|resource_sharer|reduction|queues)\.py"
+    )
     if error.type not in _BROKEN_PIPES or "Original Traceback" in error.message:
         return False
     return "torch/utils/data/dataloader.py" in error.traceback and bool(re.search(handing_over, error.traceback))
@@ -49,7 +58,9 @@ def _is_torchs(error: RankError) -> bool:
 
 
 def is_collectives(end: RankEnd) -> bool:
-    """An echo that came out of a collective: gloo raises RuntimeError, torch its own types. A ConnectionError may as well be a tracker's server's."""
+    """An echo that came out of a collective: gloo raises RuntimeError, torch its own types. A ConnectionError may as
+    well be a tracker's server's.
+    """
     return is_consequence(end) and (end.error is None or end.error.type == "RuntimeError" or _is_torchs(end.error))
 
 

@@ -37,11 +37,20 @@ def too_many_files(case: Case) -> Found | None:
 
 @cause(
     "data.shm",
-    seen='torch\'s shared memory between loader and workers could not be made ("insufficient shared memory (shm)", "unable to allocate shared memory"), '
-    "or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB or nearly full",
-    contradicts="a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died, rank.crash). NCCL's segments: nccl.shm",
+    seen=(
+        'torch\'s shared memory between loader and workers could not be made ("insufficient shared memory (shm)",'
+        ' "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1'
+        " GiB or nearly full"
+    ),
+    contradicts=(
+        "a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died, rank.crash)."
+        " NCCL's segments: nccl.shm"
+    ),
     fix=(
-        "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm (docker's default is 64 MB)",
+        (
+            "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
+            " (docker's default is 64 MB)"
+        ),
         "stoker clean   # shows segments that dead runs left there",
         "less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0",
         "torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short",
@@ -50,29 +59,55 @@ def too_many_files(case: Case) -> Found | None:
 def shm(case: Case) -> Found | None:
     """Shared memory is too small for what the data loader's workers hand over."""
     around = case.end.around
-    found = find(case, r"insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|resize) file </torch_)[^\n]*")
+    found = find(
+        case,
+        r"insufficient shared memory|unable to (?:(?:allocate|open) shared memory|(?:write to|resize) file"
+        r" </torch_)[^\n]*",
+    )
     bus = find(case, r"DataLoader worker \(pid \d+\) is killed by signal: Bus error[^\n]*")
     # The workers are gone when the agent looks, and their memory with them: the size tells more than what is free.
-    short = around.shm_total is not None and (around.shm_total < _SMALL_SHM or (around.shm_free or 0) * 10 < around.shm_total)
-    room = (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",) if around.shm_total is not None else ()
+    short = around.shm_total is not None and (
+        around.shm_total < _SMALL_SHM or (around.shm_free or 0) * 10 < around.shm_total
+    )
+    room = (
+        (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
+        if around.shm_total is not None
+        else ()
+    )
     told = f" ({room[0]})" if room else ""
     if found:
-        return Found(f"{case.who}: no shared memory left for the data loader{told}", (*_evidence(case, line_of(found)), *room))
+        return Found(
+            f"{case.who}: no shared memory left for the data loader{told}", (*_evidence(case, line_of(found)), *room)
+        )
     if bus and (short or around.shm_total is None):
-        return Found(f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}", (*_evidence(case, line_of(bus)), *room))
+        return Found(
+            f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}",
+            (*_evidence(case, line_of(bus)), *room),
+        )
     if case.end.code == -signal.SIGBUS and short:
-        return Found(f"{case.who} died of a bus error: out of shared memory{told}", ("wait status: killed by SIGBUS", *room))
+        return Found(
+            f"{case.who} died of a bus error: out of shared memory{told}", ("wait status: killed by SIGBUS", *room)
+        )
     return None
 
 
 @cause(
     "data.worker-died",
-    seen='"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a batch over (EOFError and the like)',
-    contradicts="the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the worker comes with its own type",
+    seen=(
+        '"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a'
+        " batch over (EOFError and the like)"
+    ),
+    contradicts=(
+        "the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the"
+        " worker comes with its own type"
+    ),
     fix=(
         _ALONE,
         "killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less",
-        "aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a broken file",
+        (
+            "aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'),"
+            " or a broken file"
+        ),
     ),
     retryable=True,
 )
@@ -89,13 +124,18 @@ def worker_died(case: Case) -> Found | None:
     if not found:
         return None
     how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
-    return Found(f"a data-loader worker (pid {found[1]}) of {case.who} {how}", (*_evidence(case, line_of(found)), *memory_trend(case.end.around)))
+    return Found(
+        f"a data-loader worker (pid {found[1]}) of {case.who} {how}",
+        (*_evidence(case, line_of(found)), *memory_trend(case.end.around)),
+    )
 
 
 @cause(
     "data.no-space",
-    seen='errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or "PytorchStreamWriter failed writing file", '
-    'numpy "requested and … written"',
+    seen=(
+        'errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or'
+        ' "PytorchStreamWriter failed writing file", numpy "requested and … written"'
+    ),
     contradicts="the device is /dev/shm: data.shm or nccl.shm",
     fix=(
         "df -h and df -i on that folder (bytes and files), and the quota: quota -s",
@@ -106,38 +146,69 @@ def worker_died(case: Case) -> Found | None:
 def no_space(case: Case) -> Found | None:
     """The disk, or a quota, is full."""
     found = find(
-        case, r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
-        r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and \d+ written",
-    )  # fmt: skip
+        case,
+        r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
+        r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and"
+        r" \d+ written",
+    )
     if not found:
         return None
     path = path_in(line_of(found))
-    return Found(f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}", _evidence(case, line_of(found)))
+    return Found(
+        f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}", _evidence(case, line_of(found))
+    )
 
 
 @cause(
     "data.corrupt",
-    seen="a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a pickle, a zip, a JSON or Parquet file",
-    contradicts="a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of a stream: rank.exception",
+    seen=(
+        "a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a"
+        " pickle, a zip, a JSON or Parquet file"
+    ),
+    contradicts=(
+        "a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of a"
+        " stream: rank.exception"
+    ),
     fix=(
-        "ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that was cut off",
-        "a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download",
-        "a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found",
+        (
+            "ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download"
+            " that was cut off"
+        ),
+        (
+            "a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed"
+            " download"
+        ),
+        (
+            "a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never"
+            " found"
+        ),
     ),
 )
 def corrupt(case: Case) -> Found | None:
     """A checkpoint or a data file is damaged, or not the kind of file it is taken for."""
     found = find(
-        case, r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|PytorchStreamReader failed [^\n.]*|invalid load key, '[^\n]*|"
-        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic number for|is not a valid JSON file|"
-        r"Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|Compressed file ended before the end-of-stream[^\n]*",
-    )  # fmt: skip
+        case,
+        r"Error while deserializing header[^\n]*|MetadataIncompleteBuffer|InvalidHeader|PytorchStreamReader failed"
+        r" [^\n.]*|invalid load key, '[^\n]*|"
+        r"pickle data was truncated|WeightsUnpickler error:\s+Unsupported operand \d+|File is not a zip file|Bad magic"
+        r" number for|is not a valid JSON file|"
+        r"Failed to read all data for array[^\n]*|Parquet magic bytes not found[^\n]*|Compressed file ended before the"
+        r" end-of-stream[^\n]*",
+    )
     if not found and not _cut_off(case):
         return None
     error = case.end.error
-    what = first_line(re.sub(r"\s+", " ", found[0])) if found else f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
+    what = (
+        first_line(re.sub(r"\s+", " ", found[0]))
+        if found
+        else f"{error.type}: {first_line(error.message) or 'the file ends too early'}"
+        if error
+        else ""
+    )
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    return Found(f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what))
+    return Found(
+        f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what)
+    )
 
 
 def _cut_off(case: Case) -> bool:
@@ -146,16 +217,26 @@ def _cut_off(case: Case) -> bool:
     if error is None:
         return False
     if error.type == "EOFError":
-        return bool(re.search(r"torch/serialization\.py|_weights_only_unpickler|pickle\.load\(|np\.load\(", error.traceback))
-    return error.type == "JSONDecodeError" and bool(re.search(r'json/__init__\.py", line \d+, in load\n', error.traceback))
+        return bool(
+            re.search(r"torch/serialization\.py|_weights_only_unpickler|pickle\.load\(|np\.load\(", error.traceback)
+        )
+    return error.type == "JSONDecodeError" and bool(
+        re.search(r'json/__init__\.py", line \d+, in load\n', error.traceback)
+    )
 
 
 @cause(
     "data.network-fs",
-    seen="errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected) on a file",
+    seen=(
+        "errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected)"
+        " on a file"
+    ),
     contradicts="a socket's error: rank.exception",
     fix=(
-        "the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with remounting it",
+        (
+            "the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with"
+            " remounting it"
+        ),
         "a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again",
         "data on a local disk survives a server's restart",
     ),
@@ -163,11 +244,18 @@ def _cut_off(case: Case) -> bool:
 )
 def network_fs(case: Case) -> Found | None:
     """The file system failed under the script: a network mount, or a disk."""
-    found = find(case, r"\[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error (?:116|5|121)\b")
+    found = find(
+        case,
+        r"\[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error"
+        r" (?:116|5|121)\b",
+    )
     if not found:
         return None
     path = path_in(line_of(found))
-    return Found(f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}", _evidence(case, line_of(found)))
+    return Found(
+        f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}",
+        _evidence(case, line_of(found)),
+    )
 
 
 @cause(
@@ -176,7 +264,10 @@ def network_fs(case: Case) -> Found | None:
     contradicts="a permission that is not about a file: rank.exception",
     fix=(
         "ls -ld the file and its folders, and id: who are you there, and on which host?",
-        "a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the host's",
+        (
+            "a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the"
+            " host's"
+        ),
     ),
 )
 def permission(case: Case) -> Found | None:
@@ -194,7 +285,10 @@ def permission(case: Case) -> Found | None:
     contradicts="the file is a program that subprocess could not start: rank.exception. A library: env.version",
     fix=(
         "is the path right from where the ranks start (the folder stoker was started in), and the same on every host?",
-        "is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already open is a race: a barrier between",
+        (
+            "is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already"
+            " open is a race: a barrier between"
+        ),
         "a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?",
     ),
 )
@@ -202,7 +296,9 @@ def file_missing(case: Case) -> Found | None:
     """A file the script wants is not there."""
     error = case.end.error
     found = find(
-        case, r"\[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|does not appear to have a file named"
+        case,
+        r"\[Errno 2\] No such file or directory: '|is not a local folder and is not a valid model identifier|does not"
+        r" appear to have a file named",
     )
     if not found and not (error is not None and error.type == "FileNotFoundError" and error.message.strip()):
         return None

@@ -35,7 +35,9 @@ def page() -> str:
         families.setdefault(one.id.partition(".")[0], []).append(one)
     order = list(_FAMILIES)
     chosen = sorted(families, key=lambda name: (order.index(name) if name in _FAMILIES else len(order), name))
-    return _HEAD + "".join(f"\n## {_FAMILIES.get(name, name)}\n" + "".join(_section(one) for one in families[name]) for name in chosen)
+    return _HEAD + "".join(
+        f"\n## {_FAMILIES.get(name, name)}\n" + "".join(_section(one) for one in families[name]) for name in chosen
+    )
 
 
 def _section(one: Cause) -> str:

@@ -15,24 +15,36 @@ _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that 
     contradicts="torch has CUDA and finds no GPU or no driver: gpu.driver",
     fix=(
         "python -c 'import torch; print(torch.__version__, torch.version.cuda)'   # +cpu or None: a build without CUDA",
-        "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that the driver allows (nvidia-smi)",
+        (
+            "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128   # or another that"
+            " the driver allows (nvidia-smi)"
+        ),
         "no GPU here, and that is meant: backend gloo (or none named), and .to('cpu')",
     ),
 )
 def cuda_build(case: Case) -> Found | None:
     """This torch was built without CUDA."""
     found = find(case, r"Torch not compiled with CUDA enabled|Distributed package doesn't have NCCL built in")
-    return Found(f"{case.who}: {found[0]}: torch is a build without CUDA", (line_of(found), *traced(case.end, 4))) if found else None
+    return (
+        Found(f"{case.who}: {found[0]}: torch is a build without CUDA", (line_of(found), *traced(case.end, 4)))
+        if found
+        else None
+    )
 
 
 @cause(
     "env.version",
-    seen='an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA, '
-    "or a package that names the version it needs",
+    seen=(
+        'an "undefined symbol", a library or GLIBC version that is not found, a module built for another NumPy or CUDA,'
+        " or a package that names the version it needs"
+    ),
     contradicts="a module that is not there at all: env.import. A symbol of NCCL: nccl.version",
     fix=(
         "pip check   # names packages that don't fit each other",
-        "reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision) are built for one torch version each",
+        (
+            "reinstall the package the message names, for this torch: extensions (flash-attn, xformers, torchvision)"
+            " are built for one torch version each"
+        ),
         "GLIBC: the wheel wants a newer system; take an older wheel or a newer image",
         "LD_LIBRARY_PATH can bring in the wrong library: unset it and try",
     ),
@@ -40,14 +52,20 @@ def cuda_build(case: Case) -> Found | None:
 def version(case: Case) -> Found | None:
     """Two pieces of software have versions that don't fit each other."""
     found = find(
-        case, r"undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|[\w./+-]+\.so[\d.]*: cannot open shared object file|"
-        r"compiled using NumPy 1\.x|numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size changed|"
-        r"compiled with different CUDA|operator torchvision::\w+ does not exist|is required for a normal functioning of this module|"
+        case,
+        r"undefined symbol: \w+|version `(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+' not found|[\w./+-]+\.so[\d.]*: cannot open"
+        r" shared object file|"
+        r"compiled using NumPy 1\.x|numpy\.core\.multiarray failed to import|Numpy is not available|numpy\.dtype size"
+        r" changed|"
+        r"compiled with different CUDA|operator torchvision::\w+ does not exist|is required for a normal functioning of"
+        r" this module|"
         r"\b(?:requires?|needs) [^\n]{0,60}?(?:version v?\d|[<>=]=? ?v?\d+\.\d)",
-    )  # fmt: skip
+    )
     if not found:
         return None
-    return Found(f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}", traced(case.end) or (line_of(found),))
+    return Found(
+        f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}", traced(case.end) or (line_of(found),)
+    )
 
 
 @cause(
@@ -63,15 +81,24 @@ def missing_module(case: Case) -> Found | None:
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
     install = (f"pip install {missing}   # the package may have another name",) if missing else ()
-    return Found(f"{case.who}: {first_line(error.message)} at {place(case.end)}", traced(case.end), (*install, _RIGHT_PYTHON))
+    return Found(
+        f"{case.who}: {first_line(error.message)} at {place(case.end)}", traced(case.end), (*install, _RIGHT_PYTHON)
+    )
 
 
-@cause("env.syntax", seen="a SyntaxError, IndentationError or TabError ended the rank", contradicts="", fix=("mend {place}",))
+@cause(
+    "env.syntax",
+    seen="a SyntaxError, IndentationError or TabError ended the rank",
+    contradicts="",
+    fix=("mend {place}",),
+)
 def syntax(case: Case) -> Found | None:
     """The script, or a file it imports, is not valid for this Python."""
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None
     return Found(
-        f"{case.who}: {error.type}: {first_line(error.message)}", tuple(error.traceback.strip().splitlines()[-6:]), (f"mend {error.file}:{error.line}",)
+        f"{case.who}: {error.type}: {first_line(error.message)}",
+        tuple(error.traceback.strip().splitlines()[-6:]),
+        (f"mend {error.file}:{error.line}",),
     )

@@ -10,11 +10,17 @@ from stoker.control.verdict.reading import amount, find, line_of, said
 from stoker.control.verdict.wording import place
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)"
-_NO_NUMBERS = r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out of memory'"
+_NO_NUMBERS = (
+    r"(?:CUDA|HIP) error: out of memory|(?:CUBLAS|CUDNN|HIPBLAS|CUFFT)_STATUS_ALLOC_FAILED|Cuda failure(?: \d+)? 'out"
+    r" of memory'"
+)
 _SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
 _PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
 _SMALLER = (
-    "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear cross-entropy)",
+    (
+        "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear"
+        " cross-entropy)"
+    ),
     "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
     "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
     "an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8",
@@ -34,18 +40,28 @@ class _Card:
     def __init__(self, case: Case, refused: Refused | None) -> None:
         around = case.end.around
         mine = {end.pid for end in case.evidence.ends if end.host == case.end.host}
-        self.holders: list[dict[str, Any]] = [one for one in around.holders if not one.get("ours") and one.get("pid") not in mine]
+        self.holders: list[dict[str, Any]] = [
+            one for one in around.holders if not one.get("ours") and one.get("pid") not in mine
+        ]
         ours = [one for one in around.holders if one.get("ours") or one.get("pid") in mine]
         self.refused = refused
         self.total = (refused.total if refused else None) or around.gpu_total
         known = {one.get("pid") for one in ours} | mine
         # The agent's list is better than the message's: it has names.
-        self.strangers = [] if self.holders or not refused else [pair for pair in refused.others if pair[0] not in known]
+        self.strangers = (
+            [] if self.holders or not refused else [pair for pair in refused.others if pair[0] not in known]
+        )
         self.foreign = sum(one.get("memory") or 0 for one in self.holders) or sum(size for _, size in self.strangers)
-        shared = any(end.label == case.end.label and end.host == case.end.host and end.rank != case.end.rank for end in case.evidence.ends)
+        shared = any(
+            end.label == case.end.label and end.host == case.end.host and end.rank != case.end.rank
+            for end in case.evidence.ends
+        )
         if refused and not self.foreign and not shared and None not in (refused.total, refused.free):
-            # Others that neither we nor torch can see: what is used and is nobody's here. With --share-gpus it may be another rank's.
-            siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(size for pid, size in refused.others if pid in known)
+            # Others that neither we nor torch can see: what is used and is nobody's here. With --share-gpus it may be
+            # another rank's.
+            siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(
+                size for pid, size in refused.others if pid in known
+            )
             rest = (refused.total or 0) - (refused.free or 0) - (refused.own or refused.cached + _SLACK) - siblings
             self.foreign = max(0, rest) if rest > _SLACK else 0
 
@@ -59,7 +75,9 @@ class _Card:
             return self.total is not None and self.foreign * 2 >= self.total
         if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
             return False
-        return refused.needed <= (refused.free or 0) + self.foreign and (refused.own or refused.cached) + refused.needed <= (self.total or 0)
+        return refused.needed <= (refused.free or 0) + self.foreign and (
+            refused.own or refused.cached
+        ) + refused.needed <= (self.total or 0)
 
     def who_holds(self) -> list[str]:
         lines = []
@@ -69,10 +87,15 @@ class _Card:
                 lines.append(f"pid {one.get('pid')} holds {memory}, held from outside this container")
                 continue
             run = f", run {one['run']}" if one.get("run") else ""
-            lines.append(f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run}) holds {memory}")
+            lines.append(
+                f"pid {one.get('pid')} ({one['command']}{', user ' + one['user'] if one.get('user') else ''}{run})"
+                f" holds {memory}"
+            )
         lines += [f"pid {pid} holds {amount(size)}" for pid, size in self.strangers]
         if not lines and self.foreign:
-            lines.append(f"{amount(self.foreign)} are held by processes that can't be seen from here, outside this container")
+            lines.append(
+                f"{amount(self.foreign)} are held by processes that can't be seen from here, outside this container"
+            )
         return lines
 
     def sentence(self) -> str:
@@ -101,9 +124,13 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
 
 @cause(
     "oom.gpu-foreign",
-    seen="torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's hold so much of the card "
-    "that what was needed would have fitted without them",
-    contradicts="others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu",
+    seen=(
+        "torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's"
+        " hold so much of the card that what was needed would have fitted without them"
+    ),
+    contradicts=(
+        "others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu"
+    ),
     fix=_MAKE_ROOM,
     retryable=True,
 )
@@ -113,7 +140,9 @@ def foreign(case: Case) -> Found | None:
     if looked is None or not looked[0].foreign_decides:
         return None
     card, evidence = looked
-    mine = tuple(f"stoker stop {one['run']}   # if it is yours and not needed" for one in card.holders if one.get("run"))
+    mine = tuple(
+        f"stoker stop {one['run']}   # if it is yours and not needed" for one in card.holders if one.get("run")
+    )
     holders = card.who_holds()
     more = f" and {len(holders) - 2} more" if len(holders) > 2 else ""
     who = f"{case.who}: the GPU's memory is taken by others: {card.sentence()}; {'; '.join(holders[:2])}{more}"
@@ -122,12 +151,18 @@ def foreign(case: Case) -> Found | None:
 
 @cause(
     "oom.gpu-fragmentation",
-    seen="torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing it out",
+    seen=(
+        "torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing"
+        " it out"
+    ),
     contradicts="less is reserved and unused than was needed, or less than 512 MiB: oom.gpu",
     fix=(
         f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
         "shapes that vary from step to step fragment: pad or bucket the sequences, or pack them to one length",
-        "evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after them",
+        (
+            "evaluation and saving between training steps: the same batch shape, or torch.cuda.empty_cache() once after"
+            " them"
+        ),
     ),
 )
 def fragmentation(case: Case) -> Found | None:
@@ -141,8 +176,13 @@ def fragmentation(case: Case) -> Found | None:
 
 @cause(
     "oom.gpu",
-    seen="torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor fragments account for it",
-    contradicts="others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation",
+    seen=(
+        "torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor"
+        " fragments account for it"
+    ),
+    contradicts=(
+        "others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation"
+    ),
     fix=_SMALLER,
 )
 def too_big(case: Case) -> Found | None:
@@ -156,9 +196,16 @@ def too_big(case: Case) -> Found | None:
         return Found(f"{case.who}: out of GPU memory", evidence)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
         limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
-        return Found(f"{case.who}: out of GPU memory: {card.sentence()}; {limit}", evidence, (f"raise that limit: {limit}", *_SMALLER))
+        return Found(
+            f"{case.who}: out of GPU memory: {card.sentence()}; {limit}",
+            evidence,
+            (f"raise that limit: {limit}", *_SMALLER),
+        )
     if refused.free is not None and refused.free > refused.needed + _SLACK:
-        odd = "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a slice or quota of the card"
+        odd = (
+            "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a"
+            " slice or quota of the card"
+        )
         return Found(f"{case.who}: out of GPU memory: {card.sentence()}", (*evidence, odd), (odd, *_SMALLER))
     unused = refused.unused or 0
     enough = unused >= _PIECES and (refused.free or 0) + unused >= refused.needed

@@ -12,11 +12,17 @@ _SAID = r"GRPO stopped itself: (.+)"
 
 @cause(
     "grpo.broken",
-    seen="stoker's own GRPO saw for several steps a constant reward, a divergence, entropy or length out of bounds, or no numbers at all, and ended itself",
+    seen=(
+        "stoker's own GRPO saw for several steps a constant reward, a divergence, entropy or length out of bounds, or"
+        " no numbers at all, and ended itself"
+    ),
     contradicts="an exception, or another exit code than 70: the run did not end itself",
     fix=(
         "the line says what to change; metrics.jsonl has each step's reward, kl, entropy and length",
-        "a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume goes on from it",
+        (
+            "a lower optim.learning_rate and a higher grpo.kl; where the line names a checkpoint, checkpoint.resume"
+            " goes on from it"
+        ),
         "look at what is asked and what is answered: `stoker chat` with the model it began with",
     ),
 )

@@ -18,7 +18,10 @@ entry(
     "A rank's process is stopped.",
     seen="/proc says state T. The job is stopped for it only when --hang-timeout is over",
     contradicts="it was continued in the meantime, or the whole run is suspended (Ctrl-Z)",
-    fix=("who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it", _STACKS),
+    fix=(
+        "who stopped it? kill -STOP, a debugger, or a shell that put it in the background: kill -CONT continues it",
+        _STACKS,
+    ),
     retryable=True,
 )
 entry(
@@ -73,7 +76,10 @@ entry(
     "A rank computes without end.",
     seen=_SEEN + "its main thread uses a core, on the same line in every sample, and enters no collective",
     contradicts="it beats or prints: then it is a long computation",
-    fix=('look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it', _STACKS),
+    fix=(
+        'look at {where}: a loop whose end never comes? if it is an evaluation, say stoker.phase("eval") before it',
+        _STACKS,
+    ),
     retryable=True,
 )
 entry(
@@ -89,14 +95,26 @@ entry(
     "A rank is in uninterruptible sleep.",
     seen=_SEEN + "/proc says state D, in both looks",
     contradicts="the state changes: then the disk is slow, not gone",
-    fix=("a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is not free until it is gone", _STACKS),
+    fix=(
+        (
+            "a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its"
+            " GPU is not free until it is gone"
+        ),
+        _STACKS,
+    ),
 )
 entry(
     "hang.gpu-kernel",
     "A GPU kernel does not end.",
     seen=_SEEN + "its main thread waits for the GPU, which is at 100 %, and it is in no collective",
     contradicts="the other ranks have not entered its collective: then they are late, and the kernel is NCCL's",
-    fix=("look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them blocking", _STACKS),
+    fix=(
+        (
+            "look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes"
+            " them blocking"
+        ),
+        _STACKS,
+    ),
     retryable=True,
 )
 entry(
@@ -110,15 +128,21 @@ entry(
 entry(
     "hang.op-mismatch",
     "Ranks have entered different operations.",
-    seen="the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did what most did not; of as many on each "
-    "side, who left the order in which the operations came before; without such an order both are named and nobody is blamed",
+    seen=(
+        "the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did"
+        " what most did not; of as many on each side, who left the order in which the operations came before; without"
+        " such an order both are named and nobody is blamed"
+    ),
     contradicts="the operation is done on some rank: then they do match",
     fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
 )
 entry(
     "hang.shape-mismatch",
     "Ranks have entered the same operation with different shapes.",
-    seen="the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may have ended a rank for it (SIGABRT)",
+    seen=(
+        "the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may"
+        " have ended a rank for it (SIGABRT)"
+    ),
     contradicts="operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged",
     fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
 )
@@ -127,22 +151,38 @@ entry(
     "All ranks have entered the same operation and it does not end.",
     seen="the flight recorder: same number, same operation, same shape everywhere",
     contradicts="one of them has not entered it",
-    fix=("the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names, MTU", _STACKS),
+    fix=(
+        (
+            "the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface"
+            " names, MTU"
+        ),
+        _STACKS,
+    ),
     retryable=True,
 )
 for _backend in ("gloo", "nccl"):
     entry(
         f"{_backend}.unequal-batches",
         "A rank had fewer batches than the others and left the loop.",
-        seen="the flight recorder: another operation under the same number; the others are in a backward pass, this rank is not",
+        seen=(
+            "the flight recorder: another operation under the same number; the others are in a backward pass, this rank"
+            " is not"
+        ),
         contradicts="all are in a backward pass: then the model's paths differ",
-        fix=("give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()", "look at {where}", _STACKS),
+        fix=(
+            "give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()",
+            "look at {where}",
+            _STACKS,
+        ),
     )
     entry(
         f"{_backend}.diverged",
         "Ranks are on different paths: each waits in a call the others have not made.",
-        seen="the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at different lines, or in sends and "
-        "receives that don't pair. Blamed is who left the path of most ranks; of as many on each side, who left the order of the steps before",
+        seen=(
+            "the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at"
+            " different lines, or in sends and receives that don't pair. Blamed is who left the path of most ranks; of"
+            " as many on each side, who left the order of the steps before"
+        ),
         contradicts="one of them waits for nobody: then that one is late",
         fix=(
             "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",
@@ -160,33 +200,50 @@ def cause_of(stall: Stall) -> str:
 
 
 def summary(stall: Stall, label: str) -> str:
-    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in gloo:all_reduce [[4]]"""
+    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in
+    gloo:all_reduce [[4]]
+    """
     step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
         return _parted(stall, label, step)
     if stall.rank is None:
-        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (f" ({stall.where})" if stall.where else "")
+        return f"no rank makes progress since {stall.silent_s:.0f} s: {stall.detail}" + (
+            f" ({stall.where})" if stall.where else ""
+        )
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
     who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
-        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (f" in {stall.operation}" if stall.operation else "")
+        others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (
+            f" in {stall.operation}" if stall.operation else ""
+        )
     if stall.kind == "left":
         return f"{who} ended with exit code 0{step}{others}"
     return f"{who} stand{'s' if len(stall.ranks) < 2 else ''} still{step}: {stall.detail}{at}{others}"
 
 
 def _parted(stall: Stall, label: str, step: str) -> str:
-    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31, in save; ranks 0, 2-3 entered …"""
-    each = [f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}" for ranks, entered, where in stall.parties[:4]]
+    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31, in save; ranks
+    0, 2-3 entered …
+    """
+    each = [
+        f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}"
+        for ranks, entered, where in stall.parties[:4]
+    ]
     more = f"; and {len(stall.parties) - 4} more ways" if len(stall.parties) > 4 else ""
     if stall.rank is None:
         everybody = ranks_text(rank for ranks, _, _ in stall.parties for rank in ranks)
-        return f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen from outside"
+        return (
+            f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen"
+            " from outside"
+        )
     who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ranks_text(stall.waiting)
-    what = {"unequal": f"left the training loop{step}, with fewer batches than {others}", "shape-mismatch": f"uses another size than {others}{step}"}
+    what = {
+        "unequal": f"left the training loop{step}, with fewer batches than {others}",
+        "shape-mismatch": f"uses another size than {others}{step}",
+    }
     return f"{who} {what.get(stall.kind, f'left the path of {others}{step}')}: {'; '.join(each)}{more}"
 
 
@@ -195,18 +252,45 @@ def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
 
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
-    """Stoker stops the job for it. `printed`: the guilty rank's last lines, which may say what its workers died of in silence."""
+    """Stoker stops the job for it. `printed`: the guilty rank's last lines, which may say what its workers died of in
+    silence.
+    """
     known = CATALOGUE[cause_of(stall)]
-    shm = next((line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line), "") if stall.kind == "worker" else ""
+    shm = (
+        next((line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line), "")
+        if stall.kind == "worker"
+        else ""
+    )
     if shm:
         return {
-            "cause": "data.shm", "rank": stall.rank, "exit_code": EX_SOFTWARE, "retryable": False, "at_once": True, "where": stall.where, "step": stall.step,
-            "summary": f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full",
-            "evidence": [shm.strip()[:300], f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence], "fix": list(CATALOGUE["data.shm"].fix),
-        }  # fmt: skip
+            "cause": "data.shm",
+            "rank": stall.rank,
+            "exit_code": EX_SOFTWARE,
+            "retryable": False,
+            "at_once": True,
+            "where": stall.where,
+            "step": stall.step,
+            "summary": (
+                f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
+            ),
+            "evidence": [shm.strip()[:300], f"no progress for {stall.silent_s:.1f} s; stopped: {why}", *stall.evidence],
+            "fix": list(CATALOGUE["data.shm"].fix),
+        }
     return {
-        "cause": known.id, "rank": stall.rank, "exit_code": EX_SOFTWARE, "summary": summary(stall, label), "retryable": known.retryable, "at_once": True,
-        "evidence": [f"no progress for {stall.silent_s:.1f} s; stopped: {why}" if stall.silent_s else why, *stall.evidence],
-        "fix": [line.replace("{where}", stall.where or "the stacks").replace("{rank}", str(stall.rank)) for line in known.fix],
-        "where": stall.where, "step": stall.step,
-    }  # fmt: skip
+        "cause": known.id,
+        "rank": stall.rank,
+        "exit_code": EX_SOFTWARE,
+        "summary": summary(stall, label),
+        "retryable": known.retryable,
+        "at_once": True,
+        "evidence": [
+            f"no progress for {stall.silent_s:.1f} s; stopped: {why}" if stall.silent_s else why,
+            *stall.evidence,
+        ],
+        "fix": [
+            line.replace("{where}", stall.where or "the stacks").replace("{rank}", str(stall.rank))
+            for line in known.fix
+        ],
+        "where": stall.where,
+        "step": stall.step,
+    }

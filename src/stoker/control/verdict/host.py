@@ -16,17 +16,36 @@ _LIMITS = (
 
 @cause(
     "host.processes",
-    seen='"can\'t start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more ranks than processes allowed',
+    seen=(
+        '"can\'t start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more'
+        " ranks than processes allowed"
+    ),
     contradicts="errno 11 of a file or a socket that would block: rank.exception",
     fix=_LIMITS,
 )
 def processes(case: Case) -> Found | None:
     """The host allows no more processes or threads."""
-    found = find(case, r"can't start new thread|pthread_create failed|Thread creation failed: Resource temporarily unavailable|fork: Resource temporarily")
+    found = find(
+        case,
+        r"can't start new thread|pthread_create failed|Thread creation failed: Resource temporarily unavailable|fork:"
+        r" Resource temporarily",
+    )
     error = case.end.error
-    if not found and error is not None and "[Errno 11]" in error.message and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback):
+    if (
+        not found
+        and error is not None
+        and "[Errno 11]" in error.message
+        and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
+    ):
         found = find(case, r"\[Errno 11\][^\n]*")
-    return Found(f"{case.who}: no more processes or threads are allowed ({line_of(found)})", (line_of(found), *traced(case.end, 4))) if found else None
+    return (
+        Found(
+            f"{case.who}: no more processes or threads are allowed ({line_of(found)})",
+            (line_of(found), *traced(case.end, 4)),
+        )
+        if found
+        else None
+    )
 
 
 entry(
@@ -41,26 +60,41 @@ entry(
     "A host's agent did not come up.",
     seen="before the start: it ended, or said nothing in time",
     contradicts="it was there and vanished later: host.agent-lost",
-    fix=("ssh HOST true   # no password, no question, in seconds?", "a sick driver can hang it: nvidia-smi on that host"),
+    fix=(
+        "ssh HOST true   # no password, no question, in seconds?",
+        "a sick driver can hang it: nvidia-smi on that host",
+    ),
 )
 entry(
     "host.copy",
     "The working directory or staged data could not be copied to a host.",
     seen="before the start: --sync or --stage failed there; the line says which host and why",
-    fix=("room and permissions there: df -h, and who owns the folder", "without --sync a shared folder, or the same files on all hosts, will do"),
+    fix=(
+        "room and permissions there: df -h, and who owns the folder",
+        "without --sync a shared folder, or the same files on all hosts, will do",
+    ),
 )
 AGENT_LOST = entry(
     "host.agent-lost",
     "A host's agent vanished while its ranks ran.",
     seen="end-of-file on its connection, or no sign of life for 8 s",
     contradicts="a rank ended first: then that is the cause",
-    fix=("was it killed? dmesg on that host may know", "a host that went down or a cable that was cut looks the same: ping it"),
+    fix=(
+        "was it killed? dmesg on that host may know",
+        "a host that went down or a cable that was cut looks the same: ping it",
+    ),
 )
 HOST_LOST = entry(
     "host.lost",
     "A host of a run with several was lost while its ranks ran.",
-    seen="no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or sshd killed)",
-    contradicts="a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the echo",
+    seen=(
+        "no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or"
+        " sshd killed)"
+    ),
+    contradicts=(
+        "a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the"
+        " echo"
+    ),
     fix=(
         "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
         "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",

@@ -1,7 +1,7 @@
 """The judge: all evidence of an attempt in, one verdict out. Pure.
 
-Cause before consequence: a peer that lost its connection, or a rank we stopped, is never the guilty one while another rank
-failed by itself or left early. Without evidence the verdict says so.
+Cause before consequence: a peer that lost its connection, or a rank we stopped, is never the guilty one while another
+rank failed by itself or left early. Without evidence the verdict says so.
 """
 
 from __future__ import annotations
@@ -11,12 +11,29 @@ import signal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import data, environment, gpu, gpu_memory, grpo, hang, host, kernels, launch, memory, nccl, network, numbers, rank
+from stoker.control.verdict import (
+    data,
+    environment,
+    gpu,
+    gpu_memory,
+    grpo,
+    hang,
+    host,
+    kernels,
+    launch,
+    memory,
+    nccl,
+    network,
+    numbers,
+    rank,
+)
 from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
 from stoker.control.verdict.wording import exit_code
 
-AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
+AT_ONCE_S = (
+    5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
+)
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 # The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
 _FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
@@ -28,10 +45,20 @@ def judge(evidence: Evidence) -> Verdict:
         known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
         if not evidence.stop_signal:
             return known
-        return replace(known, retryable=False, evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
+        return replace(
+            known,
+            retryable=False,
+            evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
+        )
     guilty = _guilty(evidence)
     stall = evidence.stall
-    if stall is not None and (stall.rank is not None or stall.parties) and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
+    if (
+        stall is not None
+        and (stall.rank is not None or stall.parties)
+        and not evidence.stop_signal
+        and guilty is not None
+        and _only_echoes(evidence)
+    ):
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
         if accused is not None and failed(accused, evidence.stopped_at):
@@ -43,10 +70,21 @@ def judge(evidence: Evidence) -> Verdict:
             return launch.stopped(evidence, *_known_by_then(evidence))
         assert guilty is not None
         found = explain(guilty, evidence)
-        return replace(found, retryable=False, evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"))
+        return replace(
+            found,
+            retryable=False,
+            evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
+        )
     if evidence.steps_reached and guilty is None:
-        return Verdict("completed", "completed", f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for", 0)
-    told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)  # then 0 means "saved and left", not "done"
+        return Verdict(
+            "completed",
+            "completed",
+            f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for",
+            0,
+        )
+    told_to = bool(evidence.regrouping) and any(
+        end.ours for end in evidence.ends
+    )  # then 0 means "saved and left", not "done"
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
         return Verdict("completed", "completed", f"{_everybody(evidence)} ended with 0", 0)
     if guilty is None and evidence.regrouping:
@@ -57,7 +95,9 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _raised_before(evidence: Evidence) -> RankEnd | None:
-    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not get through its exit."""
+    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not
+    get through its exit.
+    """
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
     end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
@@ -75,7 +115,15 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if evidence.notes:
         return evidence.notes[0], (), ()
     left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
-    return (f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before", (), ()) if left else ("", (), ())
+    return (
+        (
+            f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before",
+            (),
+            (),
+        )
+        if left
+        else ("", (), ())
+    )
 
 
 def _everybody(evidence: Evidence) -> str:
@@ -94,16 +142,26 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
         return numbers.named_by(causes) or causes[0]
     if not bad or evidence.steps_reached:
         return None
-    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is none of torch's may be a web
-    # server's: it is a peer's where the system's own error comes at once after that rank.
+    # Every failure is a lost peer's: a rank that left with 0 before them is what they lost. But a connection that is
+    # none of torch's may be a web server's: it is a peer's where the system's own error comes at once after that rank.
     first = bad[0]
-    left = sorted((end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= when(first) + AT_ONCE_S), key=lambda end: end.time)
-    at_once = first.error is not None and first.error.module == "builtins" and bool(left) and when(first) - left[0].time <= AT_ONCE_S
+    left = sorted(
+        (end for end in evidence.ends if end.code == 0 and not end.ours and end.time <= when(first) + AT_ONCE_S),
+        key=lambda end: end.time,
+    )
+    at_once = (
+        first.error is not None
+        and first.error.module == "builtins"
+        and bool(left)
+        and when(first) - left[0].time <= AT_ONCE_S
+    )
     return left[0] if left and (is_collectives(first) or at_once) else first
 
 
 def explain(end: RankEnd, evidence: Evidence) -> Verdict:
-    """The first cause of the catalogue that the end fits. Its families are asked in order, each family's causes as they stand in its file."""
+    """The first cause of the catalogue that the end fits. Its families are asked in order, each family's causes as they
+    stand in its file.
+    """
     case = Case(end, evidence)
     for family in _FAMILIES:
         for cause in CATALOGUE.values():

@@ -8,10 +8,16 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.gpu import DEAD
 from stoker.control.verdict.reading import find, line_of, noticed
 
-_DEBUG = "stoker run --debug-retry …   # runs it again with blocking launches: the line above is where the error was noticed, not where it happened"
+_DEBUG = (
+    "stoker run --debug-retry …   # runs it again with blocking launches: the line above is where the error was"
+    " noticed, not where it happened"
+)
 _ASSERTIONS = {
     "n_classes": " (a label is not below the number of classes)",
-    "srcSelectDimSize": " (an index is not below the size of the table: a token id beyond the vocabulary, a position beyond the context)",
+    "srcSelectDimSize": (
+        " (an index is not below the size of the table: a token id beyond the vocabulary, a position beyond the"
+        " context)"
+    ),
     "vocab": " (a token id beyond the vocabulary)",
     "index out of bounds": " (an index is out of bounds)",
     "probability tensor": " (sampling from probabilities that are NaN, infinite or negative)",
@@ -31,7 +37,11 @@ _ASSERTIONS = {
 def ordinal(case: Case) -> Found | None:
     """The script asked for a GPU that is not there."""
     found = find(case, r"invalid device ordinal")
-    return Found(f"{case.who}: no GPU of the number asked for (invalid device ordinal)", noticed(case, line_of(found))) if found else None
+    return (
+        Found(f"{case.who}: no GPU of the number asked for (invalid device ordinal)", noticed(case, line_of(found)))
+        if found
+        else None
+    )
 
 
 @cause(
@@ -49,7 +59,10 @@ def duplicate(case: Case) -> Found | None:
     found = find(case, r"Duplicate GPU detected : rank (\d+) and rank (\d+)[^\n]*")
     if not found:
         return None
-    return Found(f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK", noticed(case, found[0]))
+    return Found(
+        f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK",
+        noticed(case, found[0]),
+    )
 
 
 @cause(
@@ -57,15 +70,19 @@ def duplicate(case: Case) -> Found | None:
     seen='"device-side assert triggered" (CUDA error 710); the assertion itself is among the lines the rank printed',
     contradicts="an address and not an assertion: gpu.illegal-access",
     fix=(
-        "an index out of range: labels must be below the number of classes and token ids below the vocabulary "
-        "(len(tokenizer) against model.config.vocab_size; -100 is what the loss ignores, not -1)",
+        (
+            "an index out of range: labels must be below the number of classes and token ids below the vocabulary "
+            "(len(tokenizer) against model.config.vocab_size; -100 is what the loss ignores, not -1)"
+        ),
         _DEBUG,
         "the same batch on the CPU names the index in a Python exception",
     ),
 )
 def device_assert(case: Case) -> Found | None:
     """A kernel's own check failed on the GPU: nearly always an index out of range."""
-    found = find(case, r"device-side assert(?!ion)")  # "… to enable device-side assertions" is the footer of every CUDA error
+    found = find(
+        case, r"device-side assert(?!ion)"
+    )  # "… to enable device-side assertions" is the footer of every CUDA error
     if not found:
         return None
     asserted = re.search(r"Assertion `([^`]+?)` failed|Assertion `([^']+)' failed", case.words)
@@ -78,11 +95,17 @@ def device_assert(case: Case) -> Found | None:
 
 @cause(
     "gpu.illegal-access",
-    seen='"an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal instruction" (715)',
+    seen=(
+        '"an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal'
+        ' instruction" (715)'
+    ),
     contradicts="an assertion failed first: gpu.assert. An Xid of the hardware in the kernel's log: gpu.xid",
     fix=(
         _DEBUG,
-        "kernels that are not torch's (flash-attn, xformers, Triton, an extension of your own): do they fit this torch and this GPU? without them, is it gone?",
+        (
+            "kernels that are not torch's (flash-attn, xformers, Triton, an extension of your own): do they fit this"
+            " torch and this GPU? without them, is it gone?"
+        ),
         "compute-sanitizer python …   # names the kernel and the address, slowly",
         "always on the same card and never on another: stoker doctor, and leave it out (--gpus)",
     ),
@@ -90,8 +113,18 @@ def device_assert(case: Case) -> Found | None:
 )
 def illegal_access(case: Case) -> Found | None:
     """A kernel touched memory that is not its own."""
-    found = find(case, r"illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal instruction|CUDA_ERROR_ILLEGAL_ADDRESS")
-    return Found(f"{case.who}: a GPU kernel touched memory that is not its own ({found[0]})", noticed(case, line_of(found))) if found else None
+    found = find(
+        case,
+        r"illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal"
+        r" instruction|CUDA_ERROR_ILLEGAL_ADDRESS",
+    )
+    return (
+        Found(
+            f"{case.who}: a GPU kernel touched memory that is not its own ({found[0]})", noticed(case, line_of(found))
+        )
+        if found
+        else None
+    )
 
 
 @cause(
@@ -104,19 +137,33 @@ def illegal_access(case: Case) -> Found | None:
 def launch_failure(case: Case) -> Found | None:
     """A GPU kernel broke off, and the driver does not say why."""
     found = find(case, r"unspecified launch failure|CUDA_ERROR_LAUNCH_FAILED")
-    return Found(f"{case.who}: a GPU kernel broke off (unspecified launch failure)", noticed(case, line_of(found))) if found else None
+    return (
+        Found(f"{case.who}: a GPU kernel broke off (unspecified launch failure)", noticed(case, line_of(found)))
+        if found
+        else None
+    )
 
 
 @cause(
     "gpu.timeout",
     seen='"the launch timed out and was terminated" (CUDA error 702)',
     contradicts="a collective that timed out: nccl.timeout",
-    fix=("the card drives a display, whose watchdog ends kernels after seconds: train on another card (--gpus), or stop the display server", _DEBUG),
+    fix=(
+        (
+            "the card drives a display, whose watchdog ends kernels after seconds: train on another card (--gpus), or"
+            " stop the display server"
+        ),
+        _DEBUG,
+    ),
 )
 def kernel_timeout(case: Case) -> Found | None:
     """A GPU kernel ran longer than the display's watchdog allows."""
     found = find(case, r"launch timed out and was terminated")
-    return Found(f"{case.who}: a GPU kernel was ended by the display's watchdog", noticed(case, line_of(found))) if found else None
+    return (
+        Found(f"{case.who}: a GPU kernel was ended by the display's watchdog", noticed(case, line_of(found)))
+        if found
+        else None
+    )
 
 
 @cause(
@@ -124,15 +171,28 @@ def kernel_timeout(case: Case) -> Found | None:
     seen='"no kernel image is available for execution on the device" (CUDA error 209)',
     contradicts="",
     fix=(
-        "python -c 'import torch; print(torch.__version__, torch.cuda.get_arch_list(), torch.cuda.get_device_capability())'   # is the card in the list?",
-        "a torch built for it: 50-series and B200 cards (sm_100, sm_120) need a build with CUDA 12.8 or newer; very old cards an older torch",
+        (
+            "python -c 'import torch; print(torch.__version__, torch.cuda.get_arch_list(),"
+            " torch.cuda.get_device_capability())'   # is the card in the list?"
+        ),
+        (
+            "a torch built for it: 50-series and B200 cards (sm_100, sm_120) need a build with CUDA 12.8 or newer; very"
+            " old cards an older torch"
+        ),
         "an extension (flash-attn, a kernel of your own): build it with TORCH_CUDA_ARCH_LIST holding this card",
     ),
 )
 def arch(case: Case) -> Found | None:
     """This torch, or an extension, has no code for this GPU's architecture."""
     found = find(case, r"no kernel image is available")
-    return Found(f"{case.who}: no code for this GPU's architecture (no kernel image is available)", noticed(case, line_of(found))) if found else None
+    return (
+        Found(
+            f"{case.who}: no code for this GPU's architecture (no kernel image is available)",
+            noticed(case, line_of(found)),
+        )
+        if found
+        else None
+    )
 
 
 @cause(
@@ -140,7 +200,10 @@ def arch(case: Case) -> Found | None:
     seen="CUBLAS_STATUS_NOT_INITIALIZED, CUDNN_STATUS_NOT_INITIALIZED or CUDNN_STATUS_INTERNAL_ERROR",
     contradicts="CUBLAS_STATUS_ALLOC_FAILED says it is memory: oom.gpu",
     fix=(
-        "the card was nearly full when the library made its workspace: leave it room (a smaller micro-batch), and see what it held (MEM lines in the log)",
+        (
+            "the card was nearly full when the library made its workspace: leave it room (a smaller micro-batch), and"
+            " see what it held (MEM lines in the log)"
+        ),
         "LD_LIBRARY_PATH must not bring in another cuDNN or cuBLAS than torch's own: unset it and try",
         f"an earlier error on the GPU (an index out of range) can end up here: {_DEBUG}",
     ),
@@ -148,4 +211,11 @@ def arch(case: Case) -> Found | None:
 def not_initialized(case: Case) -> Found | None:
     """cuBLAS or cuDNN could not start on the GPU."""
     found = find(case, r"(CUBLAS|CUDNN)_STATUS_(?:NOT_INITIALIZED|INTERNAL_ERROR)")
-    return Found(f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU", noticed(case, line_of(found))) if found else None
+    return (
+        Found(
+            f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU",
+            noticed(case, line_of(found)),
+        )
+        if found
+        else None
+    )

@@ -16,84 +16,141 @@ from stoker.control.verdict.memory import RAM_LIMIT
 AT_ONCE_S = 2.5
 
 entry(
-    "completed", "The job is done.", seen="every rank ended with 0, or made the steps that were asked for",
+    "completed",
+    "The job is done.",
+    seen="every rank ended with 0, or made the steps that were asked for",
     contradicts="a rank that left early: rank.early-exit",
-)  # fmt: skip
+)
 entry(
-    "launch.stopped", "Somebody stopped the run.", seen="the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed",
+    "launch.stopped",
+    "Somebody stopped the run.",
+    seen="the launcher received a signal (Ctrl-C, stoker stop, the scheduler) before any rank failed",
     contradicts="a rank failed before the signal came: then that is the cause",
-)  # fmt: skip
+)
 entry(
-    "launch.refused", "What was asked for can't be done.", seen="a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind",
+    "launch.refused",
+    "What was asked for can't be done.",
+    seen="a flag, a value or a combination that makes no sense; exit code 64 to 78 says of which kind",
     fix=("the line says what was wrong and what there is",),
-)  # fmt: skip
+)
 entry(
-    "launch.script-missing", "The script, module or program is not there.", seen="before the start: no such file, module or program",
+    "launch.script-missing",
+    "The script, module or program is not there.",
+    seen="before the start: no such file, module or program",
     fix=("check the spelling and the folder",),
-)  # fmt: skip
-entry("launch.syntax-error", "The script is not valid Python.", seen="before the start: it does not parse", fix=("mend the line that is named",))
+)
 entry(
-    "launch.nodes", "The machines that were asked for are not named, or did not meet.", seen="--nnodes, --node-rank, --master-addr or --rdzv-* that don't fit",
-    fix=("stoker run --hosts a,b,c on one of them starts all", "by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A"),
-)  # fmt: skip
+    "launch.syntax-error",
+    "The script is not valid Python.",
+    seen="before the start: it does not parse",
+    fix=("mend the line that is named",),
+)
 entry(
-    "launch.hosts", "Hosts of the hosts file can't be used.", seen="before the start: no connection, no Python, no working directory, no way to each other",
+    "launch.nodes",
+    "The machines that were asked for are not named, or did not meet.",
+    seen="--nnodes, --node-rank, --master-addr or --rdzv-* that don't fit",
+    fix=(
+        "stoker run --hosts a,b,c on one of them starts all",
+        "by hand, the same on all but for the number: --nnodes 2 --node-rank 0 --master-addr A",
+    ),
+)
+entry(
+    "launch.hosts",
+    "Hosts of the hosts file can't be used.",
+    seen="before the start: no connection, no Python, no working directory, no way to each other",
     contradicts="it was there and vanished later: host.lost",
-    fix=("ssh HOST true   # no password, no question, in seconds?", "stoker cluster check looks at all of them side by side"),
-)  # fmt: skip
+    fix=(
+        "ssh HOST true   # no password, no question, in seconds?",
+        "stoker cluster check looks at all of them side by side",
+    ),
+)
 _REGROUP = entry(
-    "launch.regroup", "The attempt was ended after a checkpoint so that a host that is back can join.", retryable=True,
-    seen="--rejoin checkpoint, a host that answers again, and rank 0's stoker.mark(\"CHECKPOINT\")", contradicts="a rank failed by itself before that",
-)  # fmt: skip
+    "launch.regroup",
+    "The attempt was ended after a checkpoint so that a host that is back can join.",
+    retryable=True,
+    seen='--rejoin checkpoint, a host that answers again, and rank 0\'s stoker.mark("CHECKPOINT")',
+    contradicts="a rank failed by itself before that",
+)
 entry(
-    "launch.port", "A port for the store could not be had.", seen="--master-port outside 1024 to 65535, or an agent that could not reserve one",
+    "launch.port",
+    "A port for the store could not be had.",
+    seen="--master-port outside 1024 to 65535, or an agent that could not reserve one",
     fix=("leave --master-port out",),
-)  # fmt: skip
+)
 entry(
-    "launch.port-in-use", "The port that was asked for is taken.", seen="before the start: somebody listens on --master-port",
-    contradicts="a port of the script's own choice: net.port-in-use", fix=("leave --master-port out: a free one is taken",),
-)  # fmt: skip
+    "launch.port-in-use",
+    "The port that was asked for is taken.",
+    seen="before the start: somebody listens on --master-port",
+    contradicts="a port of the script's own choice: net.port-in-use",
+    fix=("leave --master-port out: a free one is taken",),
+)
 entry(
-    "launch.runs-dir", "The run directory can't be written.", seen="creating or writing below --runs-dir fails",
-    contradicts="a rank's own files: data.no-space, data.permission", fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
-)  # fmt: skip
+    "launch.runs-dir",
+    "The run directory can't be written.",
+    seen="creating or writing below --runs-dir fails",
+    contradicts="a rank's own files: data.no-space, data.permission",
+    fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
+)
 entry(
-    "launch.no-space", "The disk or the quota of the run directory is full.", seen="before the start: ENOSPC or EDQUOT when the run's record is made",
-    contradicts="the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of it is data.no-space",
-    fix=("df -h and df -i on that folder; stoker clean --cache shows what caches take", "another folder: --runs-dir DIR, or $STOKER_RUNS"),
-)  # fmt: skip
+    "launch.no-space",
+    "The disk or the quota of the run directory is full.",
+    seen="before the start: ENOSPC or EDQUOT when the run's record is made",
+    contradicts=(
+        "the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of"
+        " it is data.no-space"
+    ),
+    fix=(
+        "df -h and df -i on that folder; stoker clean --cache shows what caches take",
+        "another folder: --runs-dir DIR, or $STOKER_RUNS",
+    ),
+)
 entry(
-    "launch.system", "The operating system refused Stoker something after the start.", seen="an OSError in the launcher itself",
+    "launch.system",
+    "The operating system refused Stoker something after the start.",
+    seen="an OSError in the launcher itself",
     fix=("descriptors, processes and disk: ulimit -n, ulimit -u, df -h",),
-)  # fmt: skip
+)
 _NOT_STARTED = entry(
-    "launch.not-started", "A rank's process could not be started.",
+    "launch.not-started",
+    "A rank's process could not be started.",
     seen="the agent's spawn failed: no such program, not executable, no processes or descriptors left",
     contradicts="it started and ended at once: then its end is the cause",
     fix=("does the program exist, may it be executed, and are there descriptors and processes left (ulimit -n, -u)?",),
-)  # fmt: skip
+)
 _KILLED = entry(
-    "launch.killed", "The launcher is gone and left no verdict.", seen="no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down",
+    "launch.killed",
+    "The launcher is gone and left no verdict.",
+    seen="no verdict.json, and the launcher's process is gone: SIGKILL, or the machine went down",
     contradicts="its process lives on another host",
-    fix=("the agent stopped the ranks when the launcher vanished; start the same command again",), retryable=True,
-)  # fmt: skip
+    fix=("the agent stopped the ranks when the launcher vanished; start the same command again",),
+    retryable=True,
+)
 entry(
-    "gpu.too-few", "Fewer GPUs are there, or free, than were asked for.", seen="before the start: the plan needs more than the machine has",
+    "gpu.too-few",
+    "Fewer GPUs are there, or free, than were asked for.",
+    seen="before the start: the plan needs more than the machine has",
     contradicts="enough are there and somebody holds them: gpu.busy",
     fix=("fewer ranks (--nproc-per-node), or --share-gpus; is CUDA_VISIBLE_DEVICES hiding some?",),
-)  # fmt: skip
+)
 entry(
-    "gpu.legal", "The job can't run with that number of ranks.", seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
+    "gpu.legal",
+    "The job can't run with that number of ranks.",
+    seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
     fix=("--nproc-per-node with one of them",),
-)  # fmt: skip
+)
 _UNKNOWN = entry(
-    "unknown", "The job ended without a cause that can be seen.", seen="no rank failed by itself, and not all ended with 0",
-    contradicts="any evidence for another cause", fix=("stoker logs --rank N, for each rank", "dmesg, for what the kernel did"),
-)  # fmt: skip
+    "unknown",
+    "The job ended without a cause that can be seen.",
+    seen="no rank failed by itself, and not all ended with 0",
+    contradicts="any evidence for another cause",
+    fix=("stoker logs --rank N, for each rank", "dmesg, for what the kernel did"),
+)
 
 
 def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
-    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not have helped then."""
+    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not
+    have helped then.
+    """
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     if late:
@@ -111,8 +168,14 @@ def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends[:8]]
     summary = f"stopped by {name}{how}; {_kept(evidence)}" + (f". Known by then: {known}" if known else "")
     return Verdict(
-        "stopped", "launch.stopped", summary, 128 + evidence.stop_signal, evidence=(f"the launcher received {name}", *ends, *seen), retryable=False, fix=fix,
-    )  # fmt: skip
+        "stopped",
+        "launch.stopped",
+        summary,
+        128 + evidence.stop_signal,
+        evidence=(f"the launcher received {name}", *ends, *seen),
+        retryable=False,
+        fix=fix,
+    )
 
 
 def _kept(evidence: Evidence) -> str:
@@ -121,7 +184,10 @@ def _kept(evidence: Evidence) -> str:
     if evidence.saved:
         return f"saved: {_short(newest.path)}" if newest else "a checkpoint was saved"
     if newest is not None:
-        return f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)}, {span(max(evidence.stopped_at - newest.time, 0.0))} older"
+        return (
+            f"nothing was saved at the stop, the newest checkpoint is {_short(newest.path)},"
+            f" {span(max(evidence.stopped_at - newest.time, 0.0))} older"
+        )
     return "no checkpoint was seen in the run's checkpoints/"
 
 
@@ -131,8 +197,12 @@ def _short(path: str) -> str:
 
 
 def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
-    """SIGKILL is the ladder's last word. A rank that catches SIGTERM may end by the second one, before that; one that catches nothing ends at once."""
-    return end.ours and (end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S))
+    """SIGKILL is the ladder's last word. A rank that catches SIGTERM may end by the second one, before that; one that
+    catches nothing ends at once.
+    """
+    return end.ours and (
+        end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S)
+    )
 
 
 def trouble(evidence: Evidence) -> Verdict:
@@ -140,66 +210,111 @@ def trouble(evidence: Evidence) -> Verdict:
     first = evidence.trouble[0]
     end = next((end for end in evidence.ends if end.rank == first.get("rank")), None)
     return Verdict(
-        "failed", first["cause"], first["summary"], int(first.get("exit_code", EX_SOFTWARE)), rank=first.get("rank"),
-        host=(end.host or None) if end else first.get("host"), gpu=end.label if end and "GPU" in end.label else None,
-        evidence=tuple(first.get("evidence", ())), retryable=bool(first.get("retryable", False)), fix=tuple(first.get("fix", ())),
-    )  # fmt: skip
+        "failed",
+        first["cause"],
+        first["summary"],
+        int(first.get("exit_code", EX_SOFTWARE)),
+        rank=first.get("rank"),
+        host=(end.host or None) if end else first.get("host"),
+        gpu=end.label if end and "GPU" in end.label else None,
+        evidence=tuple(first.get("evidence", ())),
+        retryable=bool(first.get("retryable", False)),
+        fix=tuple(first.get("fix", ())),
+    )
 
 
 def unknown(evidence: Evidence) -> Verdict:
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
     return Verdict(
-        "failed", "unknown", f"the job ended without a cause that can be seen; {missing} of {evidence.world_size} ranks have no end on record",
-        EX_SOFTWARE, evidence=tuple(ends), retryable=False, fix=_UNKNOWN.fix,
-    )  # fmt: skip
+        "failed",
+        "unknown",
+        f"the job ended without a cause that can be seen; {missing} of {evidence.world_size} ranks have no end on"
+        " record",
+        EX_SOFTWARE,
+        evidence=tuple(ends),
+        retryable=False,
+        fix=_UNKNOWN.fix,
+    )
 
 
 def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
     """The launcher is gone and left no verdict."""
-    kept = f"the newest checkpoint is {_short(newest.path)}" if newest else "there is no checkpoint in the run's checkpoints/"
+    kept = (
+        f"the newest checkpoint is {_short(newest.path)}"
+        if newest
+        else "there is no checkpoint in the run's checkpoints/"
+    )
     return Verdict(
-        "lost", "launch.killed", "the launcher ended without a verdict: it was killed (SIGKILL), or the machine went down", 137, run=run,
-        evidence=("no verdict.json, and the launcher's process is gone", kept), retryable=_KILLED.retryable, fix=_KILLED.fix,
-    )  # fmt: skip
+        "lost",
+        "launch.killed",
+        "the launcher ended without a verdict: it was killed (SIGKILL), or the machine went down",
+        137,
+        run=run,
+        evidence=("no verdict.json, and the launcher's process is gone", kept),
+        retryable=_KILLED.retryable,
+        fix=_KILLED.fix,
+    )
 
 
 def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
     return {
-        "cause": "oom.ram-limit", "rank": rank, "at_once": True, "exit_code": EX_SOFTWARE,
+        "cause": "oom.ram-limit",
+        "rank": rank,
+        "at_once": True,
+        "exit_code": EX_SOFTWARE,
         "summary": f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}",
-        "evidence": [f"resident memory {taken} bytes, limit {limit}"], "fix": list(RAM_LIMIT.fix),
-    }  # fmt: skip
+        "evidence": [f"resident memory {taken} bytes, limit {limit}"],
+        "fix": list(RAM_LIMIT.fix),
+    }
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     return {
-        "cause": "host.agent-lost", "host": host, "exit_code": EX_SOFTWARE,
+        "cause": "host.agent-lost",
+        "host": host,
+        "exit_code": EX_SOFTWARE,
         "summary": f"the agent on {f'host {host}' if host else 'this machine'} was lost: {why}; its ranks are stopped",
-        "evidence": [complaint] if complaint else [], "fix": list(AGENT_LOST.fix),
-    }  # fmt: skip
+        "evidence": [complaint] if complaint else [],
+        "fix": list(AGENT_LOST.fix),
+    }
 
 
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     return {
-        "cause": "host.lost", "host": host, "exit_code": EX_SOFTWARE, "summary": f"host {host} is lost: {why.removeprefix('it ended: ')}",
-        "evidence": [complaint] if complaint and complaint not in why else [], "fix": list(HOST_LOST.fix),
-    }  # fmt: skip
+        "cause": "host.lost",
+        "host": host,
+        "exit_code": EX_SOFTWARE,
+        "summary": f"host {host} is lost: {why.removeprefix('it ended: ')}",
+        "evidence": [complaint] if complaint and complaint not in why else [],
+        "fix": list(HOST_LOST.fix),
+    }
 
 
 def regrouped(host: str) -> Verdict:
-    return Verdict("failed", "launch.regroup", f"ended after a checkpoint so that host {host} can join", EX_SOFTWARE, retryable=_REGROUP.retryable)
+    return Verdict(
+        "failed",
+        "launch.regroup",
+        f"ended after a checkpoint so that host {host} can join",
+        EX_SOFTWARE,
+        retryable=_REGROUP.retryable,
+    )
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:
     return {
-        "cause": "launch.not-started", "rank": rank, "summary": f"rank {rank} could not be started: {why}", "exit_code": EX_OSERR,
+        "cause": "launch.not-started",
+        "rank": rank,
+        "summary": f"rank {rank} could not be started: {why}",
+        "exit_code": EX_OSERR,
         "fix": list(_NOT_STARTED.fix),
-    }  # fmt: skip
+    }
 
 
 def refused(refusal: Refusal) -> Verdict:
-    return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=(refusal.fix,) if refusal.fix else ())
+    return Verdict(
+        "refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=(refusal.fix,) if refusal.fix else ()
+    )
 
 
 def broken(cause: str, line: str, code: int, evidence: tuple[str, ...] = ()) -> Verdict:

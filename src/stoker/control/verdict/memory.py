@@ -22,23 +22,40 @@ RAM_LIMIT = entry(
 
 @cause(
     "oom.host",
-    seen="SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's oom_kill counter rose, "
-    "or the kernel's log says it killed that pid",
-    contradicts="neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished: oom.host-allocation",
+    seen=(
+        "SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's"
+        " oom_kill counter rose, or the kernel's log says it killed that pid"
+    ),
+    contradicts=(
+        "neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:"
+        " oom.host-allocation"
+    ),
     fix=(
-        "fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks",
+        (
+            "fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer"
+            " ranks"
+        ),
         "--init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy",
-        "--ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max",
+        (
+            "--ram-limit SIZE stops the job before the kernel does; a container's own limit is in"
+            " /sys/fs/cgroup/memory.max"
+        ),
     ),
 )
 def host(case: Case) -> Found | None:
     """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""
     end = case.end
-    worker = find(case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)")
+    worker = find(
+        case, r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\)(?: exited unexpectedly| is killed by signal: Killed)"
+    )
     if end.code != -signal.SIGKILL and worker is None:
         return None
     pids = [pid.strip() for pid in worker[1].split(",")] if worker else [str(end.pid)]
-    kernel = [line for line in end.around.kernel if "ut of memory" in line and re.search(rf"Killed process (?:{'|'.join(pids)})\b", line)]
+    kernel = [
+        line
+        for line in end.around.kernel
+        if "ut of memory" in line and re.search(rf"Killed process (?:{'|'.join(pids)})\b", line)
+    ]
     if not kernel and not end.oom_killed:
         return None
     who = f"a data-loader worker (pid {', '.join(pids)}) of {case.who}" if worker else case.who
@@ -66,8 +83,8 @@ def memory_trend(around: Around) -> tuple[str, ...]:
 
 
 _ADDRESS_SPACE = (
-    "ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves 18 GB of it "
-    "(take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)"
+    "ulimit -v must say unlimited: RLIMIT_AS limits address space and not memory, and a CUDA context alone reserves 18"
+    " GB of it (take resource.setrlimit(RLIMIT_AS) out; --ram-limit watches real memory)"
 )
 
 
@@ -85,7 +102,11 @@ _ADDRESS_SPACE = (
 def allocation(case: Case) -> Found | None:
     """The host would not give the rank memory it asked for: too little RAM, or a limit on its address space."""
     error = case.end.error
-    found = find(case, r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|unable to mmap[^\n]*Cannot allocate memory[^\n]*")
+    found = find(
+        case,
+        r"std::bad_alloc|DefaultCPUAllocator: (?:can't|not enough)[^\n]*|\[Errno 12\][^\n]*|unable to mmap[^\n]*Cannot"
+        r" allocate memory[^\n]*",
+    )
     if found is None and not (error is not None and error.type in ("MemoryError", "_ArrayMemoryError")):
         return None
     text = said(case)
@@ -95,7 +116,16 @@ def allocation(case: Case) -> Found | None:
     around = case.end.around
     fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
-        fix = (f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at the shape at {place(case.end)}",)
+        fix = (
+            (
+                f"{amount(int(asked[1]))} in one piece is more than the host has ({amount(around.host_total)}): look at"
+                f" the shape at {place(case.end)}"
+            ),
+        )
     said_so = (line_of(found),) if found else (f"{error.type}: {first_line(error.message)}",) if error else ()
     at = (f"at {place(case.end)}",) if error else ()
-    return Found(f"{case.who}: the host gave no memory{' for' + what if what else ''}", (*said_so, *at, *memory_trend(around)), fix)
+    return Found(
+        f"{case.who}: the host gave no memory{' for' + what if what else ''}",
+        (*said_so, *at, *memory_trend(around)),
+        fix,
+    )

@@ -1,4 +1,6 @@
-"""nccl.*: NCCL's own errors. torch prints them as "NCCL error in: …", the kind (ncclSystemError …) and "Last error:" with NCCL's last warning."""
+"""nccl.*: NCCL's own errors. torch prints them as "NCCL error in: …", the kind (ncclSystemError …) and "Last error:"
+with NCCL's last warning.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,14 @@ def _evidence(case: Case, line: str) -> tuple[str, ...]:
     seen='"Mismatched NCCL version detected", or a symbol of NCCL that the library found at run time does not have',
     contradicts="other invalid usage (two ranks on one GPU: gpu.duplicate; no interface: nccl.interface)",
     fix=(
-        "python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch build everywhere",
-        "LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own (pip list | grep nccl)",
+        (
+            "python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch"
+            " build everywhere"
+        ),
+        (
+            "LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own"
+            " (pip list | grep nccl)"
+        ),
     ),
 )
 def version(case: Case) -> Found | None:
@@ -43,44 +51,75 @@ def version(case: Case) -> Found | None:
     seen='NCCL\'s "Bootstrap : no socket interface found", or an address without a family',
     contradicts="the interface is there and the peer does not answer: nccl.connection",
     fix=(
-        "unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may have different ones, "
-        "and the value is a prefix (=eth0 is exact, ^docker excludes)",
+        (
+            "unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may"
+            " have different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)"
+        ),
         "is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?",
     ),
 )
 def interface(case: Case) -> Found | None:
     """NCCL found no network interface to use."""
     found = find(case, r"no socket interface found|is neither AF_INET")
-    return Found(f"{case.who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)", _evidence(case, line_of(found))) if found else None
+    return (
+        Found(f"{case.who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)", _evidence(case, line_of(found)))
+        if found
+        else None
+    )
 
 
 @cause(
     "nccl.shm",
-    seen='NCCL\'s "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not be extended',
+    seen=(
+        'NCCL\'s "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not be'
+        " extended"
+    ),
     contradicts="torch's own shared memory between a loader and its workers: data.shm",
     fix=(
-        "a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm",
+        (
+            "a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
+            " on /dev/shm"
+        ),
         "stoker clean   # shows segments that dead runs left there",
         "NCCL_SHM_DISABLE=1 goes on without, slower",
     ),
 )
 def shm(case: Case) -> Found | None:
     """NCCL could not get shared memory: /dev/shm is too small, or full."""
-    found = find(case, r"[Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend /dev/shm/nccl-|posix_fallocate failed")
+    found = find(
+        case,
+        r"[Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend"
+        r" /dev/shm/nccl-|posix_fallocate failed",
+    )
     if not found:
         return None
     around = case.end.around
-    room = (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",) if around.shm_total is not None else ()
-    return Found(f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}", (*_evidence(case, line_of(found)), *room))
+    room = (
+        (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
+        if around.shm_total is not None
+        else ()
+    )
+    return Found(
+        f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}",
+        (*_evidence(case, line_of(found)), *room),
+    )
 
 
 @cause(
     "nccl.connection",
-    seen="at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store can't be reached or not all ranks came",
-    contradicts="the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end",
+    seen=(
+        "at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store"
+        " can't be reached or not all ranks came"
+    ),
+    contradicts=(
+        "the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end"
+    ),
     fix=(
         *network.REACH,
-        "a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS), not docker0 or a VPN",
+        (
+            "a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get"
+            " ADDRESS), not docker0 or a VPN"
+        ),
         _WARN,
     ),
     retryable=True,
@@ -88,12 +127,15 @@ def shm(case: Case) -> Found | None:
 def connection(case: Case) -> Found | None:
     """A rank could not connect to its peers at the start."""
     found = find(
-        case, r"socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|"
-        r"(?:NCCL|nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*"
-    )  # fmt: skip
+        case,
+        r"socket(?:StartConnect|PollConnect|Connect)[^\n]*(?:[Cc]onnect(?:ing)? to |poll\(\))[^\n]*|"
+        r"(?:NCCL|nccl)[^\n]*[Cc]all to connect[^\n]*(?:refused|No route|timed out|unreachable)[^\n]*",
+    )
     if found and "reset by peer" not in found[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", found[0])
-        return Found(f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)", _evidence(case, line_of(found)))
+        return Found(
+            f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)", _evidence(case, line_of(found))
+        )
     return network.store(case) if "GPU" in case.end.label else None
 
 
@@ -102,11 +144,17 @@ def connection(case: Case) -> Found | None:
     seen='"unhandled cuda error" (ncclUnhandledCudaError), and its last error names no better cause',
     contradicts="the last error is out of memory, an illegal access, an ECC error …: then that is the cause",
     fix=(
-        "the torch build and its NCCL must be the same on all hosts (python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())'); "
-        "an installed CUDA toolkit does not matter, torch brings its own",
+        (
+            "the torch build and its NCCL must be the same on all hosts (python -c 'import torch;"
+            " print(torch.__version__, torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch"
+            " brings its own"
+        ),
         "the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host",
         "not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store",
-        "NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the BIOS, a virtual machine)",
+        (
+            "NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in"
+            " the BIOS, a virtual machine)"
+        ),
         _WARN,
     ),
     retryable=True,
@@ -117,14 +165,24 @@ def cuda(case: Case) -> Found | None:
     if not found:
         return None
     last = _last_error(case)
-    return Found(f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}", _evidence(case, line_of(found)))
+    return Found(
+        f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}",
+        _evidence(case, line_of(found)),
+    )
 
 
 @cause(
     "nccl.system",
     seen='"unhandled system error" (ncclSystemError), and its last error names no better cause',
-    contradicts="shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files: data.too-many-files",
-    fix=(_WARN, "limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1", *network.REACH),
+    contradicts=(
+        "shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:"
+        " data.too-many-files"
+    ),
+    fix=(
+        _WARN,
+        "limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1",
+        *network.REACH,
+    ),
     retryable=True,
 )
 def system(case: Case) -> Found | None:
@@ -133,17 +191,29 @@ def system(case: Case) -> Found | None:
     if not found or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
     last = _last_error(case)
-    return Found(f"{case.who}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}", _evidence(case, line_of(found)))
+    return Found(
+        f"{case.who}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}",
+        _evidence(case, line_of(found)),
+    )
 
 
 @cause(
     "nccl.timeout",
-    seen="NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to hang",
+    seen=(
+        "NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to"
+        " hang"
+    ),
     contradicts="a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo",
     fix=(
-        "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a sharded model is one), other code paths",
+        (
+            "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a"
+            " sharded model is one), other code paths"
+        ),
         "where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt",
-        "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is something else",
+        (
+            "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT"
+            " is something else"
+        ),
     ),
     retryable=True,
 )

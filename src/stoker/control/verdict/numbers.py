@@ -11,7 +11,8 @@ from stoker.contract.shapes import BadNumber, RankEnd
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
 from stoker.control.verdict.wording import first_line
 
-# Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN everywhere.
+# Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before
+# looking spreads a NaN everywhere.
 _FIX = (
     "look at the step before it: the last good checkpoint still has sound weights",
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers",
@@ -20,29 +21,43 @@ _FIX = (
 )
 
 entry(
-    "nan.loss", "The loss is NaN or infinite, and stays so.",
-    seen="three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient norm that is NaN counts: "
-    "transformers' Trainer prints 0 for a NaN loss",
-    contradicts="the next loss is a number: one bad batch; validation losses are not read", fix=_FIX,
-)  # fmt: skip
+    "nan.loss",
+    "The loss is NaN or infinite, and stays so.",
+    seen=(
+        "three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient"
+        " norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss"
+    ),
+    contradicts="the next loss is a number: one bad batch; validation losses are not read",
+    fix=_FIX,
+)
 entry(
-    "nan.grad-norm", "The gradient norm is NaN or infinite, and stays so.", seen="ten step lines in a row with such a grad_norm, and a loss that is a number",
+    "nan.grad-norm",
+    "The gradient norm is NaN or infinite, and stays so.",
+    seen="ten step lines in a row with such a grad_norm, and a loss that is a number",
     contradicts="the next one is a number: a gradient scaler (fp16) overflows now and then, and skips that step",
     fix=("fp16: the loss scale never settles; bf16 needs no scaler", *_FIX[1:]),
-)  # fmt: skip
+)
 entry(
-    "nan.exploding", "The loss has exploded.", seen="five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more",
+    "nan.exploding",
+    "The loss has exploded.",
+    seen="five losses in a row over 100 × the largest of the first ten, and that is 0.1 or more",
     contradicts="it comes back: a spike",
     fix=("a lower learning rate or a longer warm-up; max_grad_norm 1.0; `stable` settings", *_FIX[:2]),
-)  # fmt: skip
+)
 
 
 @cause(
     "nan.traced",
-    seen="stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad operation (NonFinite)",
+    seen=(
+        "stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad"
+        " operation (NonFinite)"
+    ),
     contradicts="a script that tells or prints its losses and goes on: nan.loss",
     fix=(
-        "stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the files",
+        (
+            "stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the"
+            " files"
+        ),
         "a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)",
         "--preset stable: all cautious numbers at once",
         "not reproduced in the replay? `stoker burnin` compares the cards bit for bit",
@@ -57,7 +72,11 @@ def traced(case: Case) -> Found | None:
 
 
 def _is_traced(end: RankEnd) -> bool:
-    return end.error is not None and end.error.type == "NonFinite" and end.error.module == "stoker.training.forensics.culprit"
+    return (
+        end.error is not None
+        and end.error.type == "NonFinite"
+        and end.error.module == "stoker.training.forensics.culprit"
+    )
 
 
 def named_by(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -83,8 +102,18 @@ def summary(bad: BadNumber, label: str, world: int) -> str:
 
 def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
     known = CATALOGUE[f"nan.{bad.kind}"]
-    seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else f"printed by rank {bad.rank}: {bad.line}"
+    seen = (
+        f"reported by stoker.beat: loss {bad.value}"
+        if bad.source == "beat"
+        else f"printed by rank {bad.rank}: {bad.line}"
+    )
     return {
-        "cause": known.id, "rank": None if bad.shared and world > 1 else bad.rank, "exit_code": EX_SOFTWARE, "retryable": known.retryable,
-        "summary": summary(bad, label, world) + ", and stays so", "evidence": [seen, known.seen], "fix": list(known.fix), "step": bad.step,
-    }  # fmt: skip
+        "cause": known.id,
+        "rank": None if bad.shared and world > 1 else bad.rank,
+        "exit_code": EX_SOFTWARE,
+        "retryable": known.retryable,
+        "summary": summary(bad, label, world) + ", and stays so",
+        "evidence": [seen, known.seen],
+        "fix": list(known.fix),
+        "step": bad.step,
+    }

@@ -1,4 +1,6 @@
-"""Exceptions that quote the traceback of another process: a data loader's worker, a child of mp.spawn, a pool. What failed there, and where. Pure."""
+"""Exceptions that quote the traceback of another process: a data loader's worker, a child of mp.spawn, a pool. What
+failed there, and where. Pure.
+"""
 
 from __future__ import annotations
 

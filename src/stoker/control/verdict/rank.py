@@ -12,7 +12,14 @@ from stoker.control.verdict.memory import memory_trend
 from stoker.control.verdict.wording import first_line, last_lines, place
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-_DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError", "RecursionError")  # of the program itself
+_DETERMINISTIC = (
+    "NameError",
+    "UnboundLocalError",
+    "AttributeError",
+    "TypeError",
+    "NotImplementedError",
+    "RecursionError",
+)  # of the program itself
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
 
@@ -21,20 +28,28 @@ _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same 
     "rank.breakpoint",
     seen="BdbQuit left the script: a debugger found the end of its input",
     contradicts="",
-    fix=("remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1", "only rank 0 has the terminal: `if rank == 0: breakpoint()`"),
+    fix=(
+        "remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1",
+        "only rank 0 has the terminal: `if rank == 0: breakpoint()`",
+    ),
 )
 def breakpoint_(case: Case) -> Found | None:
     """A rank came to a breakpoint() and has no terminal to ask."""
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
-    return Found(f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal", (f"BdbQuit at {place(case.end)}",))
+    return Found(
+        f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal",
+        (f"BdbQuit at {place(case.end)}",),
+    )
 
 
 @cause(
     "rank.exception",
     seen="an exception left the script; the shim reported its type, place and time",
-    contradicts="the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause",
+    contradicts=(
+        "the exception is the echo of a peer's end (connection reset, collective timeout): then the peer is the cause"
+    ),
     fix=("look at {place}", _LOGS),
     retryable=True,
 )
@@ -65,8 +80,13 @@ def left_early(case: Case) -> Found | None:
         return None
     after = f" after step {end.steps}" if end.steps else ""
     others = [other for other in case.evidence.ends if other.rank != end.rank and other.code != 0]
-    heard = [f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error]
-    return Found(f"{case.who} ended with 0{after} while the others were still working", (f"rank {end.rank} ended with exit code 0", *heard[:4]))
+    heard = [
+        f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
+    ]
+    return Found(
+        f"{case.who} ended with 0{after} while the others were still working",
+        (f"rank {end.rank} ended with exit code 0", *heard[:4]),
+    )
 
 
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
@@ -84,7 +104,9 @@ def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
     "rank.killed",
     seen="SIGKILL that Stoker did not send, no out-of-memory kill counted in the cgroup or written in the kernel's log",
     contradicts="the cgroup's oom_kill counter rose, or the kernel's log names the pid: oom.host",
-    fix=("who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)",),
+    fix=(
+        "who sent it? an admin, a script, or the OOM killer of a host whose log can't be read from here (dmesg there)",
+    ),
     retryable=True,
 )
 def killed(case: Case) -> Found | None:
@@ -95,7 +117,10 @@ def killed(case: Case) -> Found | None:
     around = case.end.around
     # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
     hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
-    return Found(f"{case.who} was killed with SIGKILL from outside", (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
+    return Found(
+        f"{case.who} was killed with SIGKILL from outside",
+        (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints),
+    )
 
 
 @cause(
@@ -114,11 +139,16 @@ def crash(case: Case) -> Found | None:
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
-    return Found(f"{case.who} died of {name}{f' {where}' if where else ''}", (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
+    return Found(
+        f"{case.who} died of {name}{f' {where}' if where else ''}",
+        (*seen, *lines),
+        (*look, *kept, f"stoker logs --rank {case.end.rank}"),
+    )
 
 
 def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
-    """Where the thread was that crashed, the script's own line and the library's: `at x.py:3, in work (in string_at, ctypes/__init__.py:519)`.
+    """Where the thread was that crashed, the script's own line and the library's: `at x.py:3, in work (in string_at,
+    ctypes/__init__.py:519)`.
     And its frames. faulthandler calls it the current one; other threads come before and after it."""
     threads = threads_of(stack)
     crashed: list[list[Any]] = next((thread["frames"] for thread in threads if thread["current"]), [])
@@ -138,8 +168,11 @@ def _own_and_innermost(frames: list[list[Any]]) -> str:
 
 
 @cause(
-    "rank.signal", seen="a signal that Stoker did not send ended the rank", contradicts="the launcher passed it on: launch.stopped",
-    fix=(_LOGS,), retryable=True,
+    "rank.signal",
+    seen="a signal that Stoker did not send ended the rank",
+    contradicts="the launcher passed it on: launch.stopped",
+    fix=(_LOGS,),
+    retryable=True,
 )
 def signalled(case: Case) -> Found | None:
     """A signal from outside ended one rank."""
@@ -147,11 +180,19 @@ def signalled(case: Case) -> Found | None:
     return Found(f"{case.who} died of {name}", seen) if number else None
 
 
-@cause("rank.exit", seen="an exit code other than 0 and no exception", contradicts="an exception was reported: rank.exception", fix=(_LOGS,), retryable=True)
+@cause(
+    "rank.exit",
+    seen="an exit code other than 0 and no exception",
+    contradicts="an exception was reported: rank.exception",
+    fix=(_LOGS,),
+    retryable=True,
+)
 def ended(case: Case) -> Found | None:
     """The script ended itself with an exit code."""
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
-    if case.end.code in _REFUSED and last.startswith("stoker: "):  # a recipe of ours: one line, and a code that says of which kind
+    if case.end.code in _REFUSED and last.startswith(
+        "stoker: "
+    ):  # a recipe of ours: one line, and a code that says of which kind
         return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
     return Found(f"{case.who} ended with exit code {case.end.code}", seen)

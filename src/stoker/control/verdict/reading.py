@@ -26,7 +26,9 @@ def said(case: Case) -> str:
         return "\n".join(line[:_LONG] for line in lines)[:_ALL]
     if end.code is None or (end.code <= 0 and end.code != -signal.SIGABRT):
         return ""
-    lines = [line for line in end.tail.splitlines() if line.strip() and not line.startswith(("frame #", "stoker: could not"))]  # ours is not the script's
+    lines = [
+        line for line in end.tail.splitlines() if line.strip() and not line.startswith(("frame #", "stoker: could not"))
+    ]  # ours is not the script's
     return "\n".join(line[:_LONG] for line in lines[-_LAST:])
 
 
@@ -35,7 +37,9 @@ def _causes(traceback: str) -> list[str]:
     found: list[str] = []
     for part in reversed(traceback.split(_DIRECT)):
         _, handled, own = part.rpartition(_DURING)
-        found.extend(line for line in own.splitlines() if line and not line[0].isspace() and not line.startswith("Traceback "))
+        found.extend(
+            line for line in own.splitlines() if line and not line[0].isspace() and not line.startswith("Traceback ")
+        )
         if handled:
             break
     return found
@@ -55,7 +59,9 @@ def find(case: Case, pattern: str) -> re.Match[str] | None:
 def line_of(found: re.Match[str]) -> str:
     """The whole line that holds the match."""
     text = found.string
-    return text[text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1].strip()
+    return text[
+        text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1
+    ].strip()
 
 
 def at(case: Case) -> str:

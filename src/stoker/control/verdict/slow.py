@@ -1,10 +1,15 @@
-"""slow.*: a rank that is persistently slower than its peers. Nothing is stopped for it: it is named, with the reason where one is seen."""
+"""slow.*: a rank that is persistently slower than its peers. Nothing is stopped for it: it is named, with the reason
+where one is seen.
+"""
 
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import entry
 
-_SEEN = "the flight recorder's times of entry: one rank comes last in nine waits of ten, twice in a row, by a fifth of a step or more; "
+_SEEN = (
+    "the flight recorder's times of entry: one rank comes last in nine waits of ten, twice in a row, by a fifth of a"
+    " step or more; "
+)
 
 entry(
     "slow.throttle",
@@ -19,7 +24,12 @@ entry(
     "A rank is slow because its GPU's link to the host is narrow.",
     seen=_SEEN + "NVML: fewer PCIe lanes than the card has, which its peers have",
     contradicts="the peers' links are as narrow",
-    fix=("a riser, a slot or a bent pin: reseat the card; `stoker burnin` measures the links; leave it out (--gpus) meanwhile",),
+    fix=(
+        (
+            "a riser, a slot or a bent pin: reseat the card; `stoker burnin` measures the links; leave it out (--gpus)"
+            " meanwhile"
+        ),
+    ),
 )
 entry(
     "slow.swap",
@@ -34,7 +44,10 @@ entry(
     seen=_SEEN + "its main thread is ready and not running for a quarter of the time and more (schedstat)",
     contradicts="its peers wait for a CPU as much",
     fix=(
-        "what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader workers, OMP_NUM_THREADS lower",
+        (
+            "what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader"
+            " workers, OMP_NUM_THREADS lower"
+        ),
         "--numa-binding node",
     ),
 )

@@ -1,1 +1,3 @@
-"""Signals of the ranks become evidence: progress, a stall and its culprit, a straggler, numbers gone bad. Pure: it asks and stops nothing itself."""
+"""Signals of the ranks become evidence: progress, a stall and its culprit, a straggler, numbers gone bad. Pure: it asks
+and stops nothing itself.
+"""

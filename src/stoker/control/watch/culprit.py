@@ -1,6 +1,8 @@
-"""All ranks' snapshots in, one stall out: which rank, what it does, who waits for it, and whether it can ever go on. Pure.
+"""All ranks' snapshots in, one stall out: which rank, what it does, who waits for it, and whether it can ever go on.
+Pure.
 
-The order of evidence: a stopped process; who waits for whom in the collectives; the stack that differs; the state of a process.
+The order of evidence: a stopped process; who waits for whom in the collectives; the stack that differs; the state of a
+process.
 """
 
 from __future__ import annotations
@@ -18,10 +20,16 @@ from stoker.control.watch.waits import Waits, waits
 
 
 def explain(
-    snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float],
+    snapshots: Mapping[int, Snapshot],
+    world: int,
+    members: Mapping[str, tuple[int, ...]],
+    ended: Mapping[int, int],
+    silent: Mapping[int, float],
     steps: Mapping[int, int],
 ) -> Stall | None:
-    """`ended`: ranks that are gone -> exit code. `silent`: seconds without progress, of the ranks that are overdue. None: nothing found that stands still."""
+    """`ended`: ranks that are gone -> exit code. `silent`: seconds without progress, of the ranks that are overdue.
+    None: nothing found that stands still.
+    """
     if not snapshots:
         return None
     found = _culprit(snapshots, world, members, ended, silent)
@@ -31,7 +39,9 @@ def explain(
     lines = [*found.evidence, *stacks.told(one for one in snapshots.values() if one.state != "Z")]
     missing = sorted({one.no_groups for one in snapshots.values() if one.no_groups})
     lines += [f"no flight recorder: {why}" for why in missing[:1] if world > 1]
-    lines += sorted({f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")})
+    lines += sorted(
+        {f"stacks by {one.stacks_by}" for one in snapshots.values() if one.stacks_by.startswith("faulthandler")}
+    )
     quiet = max(silent.values(), default=0.0)
     if rank is None:
         parted = [steps.get(one, 0) for ranks, _, _ in found.parties for one in ranks]
@@ -40,10 +50,16 @@ def explain(
 
 
 def _culprit(
-    snapshots: Mapping[int, Snapshot], world: int, members: Mapping[str, tuple[int, ...]], ended: Mapping[int, int], silent: Mapping[int, float]
+    snapshots: Mapping[int, Snapshot],
+    world: int,
+    members: Mapping[str, tuple[int, ...]],
+    ended: Mapping[int, int],
+    silent: Mapping[int, float],
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
-    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [rank for rank, one in snapshots.items() if one.state == "t"]
+    stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [
+        rank for rank, one in snapshots.items() if one.state == "t"
+    ]
     if stopped:
         return _alone(stopped, snapshots, graph)  # no proof: whoever stopped it may continue it
     odds = mismatched(snapshots, graph, members, world)
@@ -82,26 +98,46 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     one, proof = snapshots[rank], False
     if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
-        whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}" if one.peer is not None else "that nobody answers"
+        whom = (
+            f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
+            if one.peer is not None
+            else "that nobody answers"
+        )
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
         if one.peer in waiting:
             detail += f", which waits in {operation}"
     edge = next((edge for edge in graph.edges if edge.target == rank), None)
     lines = []
     if waiting and edge is not None:
-        lines.append(f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not entered")
+        lines.append(
+            f"{ranks_text(waiting)} wait{'s' if len(waiting) == 1 else ''} in {operation}, which rank {rank} has not"
+            " entered"
+        )
     if edge is not None and edge.other is not None:
-        lines.append(f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number {edge.op.seq}")
-    return Stall(kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines))
+        lines.append(
+            f"rank {rank}'s last operation there: number {edge.other.seq}, {edge.other}; the others are at number"
+            f" {edge.op.seq}"
+        )
+    return Stall(
+        kind, rank, tuple(guilty), waiting, str(frame or ""), detail, operation, backend, proof, evidence=tuple(lines)
+    )
 
 
 def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank)))
     return Stall(
-        "left", rank, (rank,), waiting, "", f"it ended with exit code {ended[rank]} before the others were done", operation, backend, True,
+        "left",
+        rank,
+        (rank,),
+        waiting,
+        "",
+        f"it ended with exit code {ended[rank]} before the others were done",
+        operation,
+        backend,
+        True,
         evidence=(f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
-    )  # fmt: skip
+    )
 
 
 def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
@@ -109,12 +145,20 @@ def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
     rank, (group, op) = min(graph.pending.items())
     frame = stacks.users_frame(snapshots[rank].main)
     return Stall(
-        "together", None, (), tuple(sorted(graph.pending)), str(frame or ""), f"every rank has entered operation {op.seq} of group {group} and it does not end",
-        str(op), op.name.partition(":")[0],
-    )  # fmt: skip
+        "together",
+        None,
+        (),
+        tuple(sorted(graph.pending)),
+        str(frame or ""),
+        f"every rank has entered operation {op.seq} of group {group} and it does not end",
+        str(op),
+        op.name.partition(":")[0],
+    )
 
 
-def _by_stacks(snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]) -> Stall | None:
+def _by_stacks(
+    snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
+) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
     others = [rank for rank, one in snapshots.items() if rank not in waiters and one.state != "Z"]
@@ -137,7 +181,10 @@ def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
     frame: Frame | None = stacks.users_frame(one.main)
     if len(groups) == 1:
         return Stall("together", None, (), tuple(sorted(waiters)), str(frame or ""), "every rank waits in a collective")
-    parties = tuple((members, first.main[0].name if first.main else "?", str(stacks.users_frame(first.main) or "")) for members, first in groups)
+    parties = tuple(
+        (members, first.main[0].name if first.main else "?", str(stacks.users_frame(first.main) or ""))
+        for members, first in groups
+    )
     if 2 * len(groups[-1][0]) <= len(snapshots):
         return Stall("diverged", None, (), tuple(sorted(waiters)), parties=parties)
     others = tuple(sorted(waiters - set(ranks)))

@@ -1,4 +1,6 @@
-"""Ranks that wait for each other: another operation, another size, another group. Says what each did, where, and who left the common path. Pure."""
+"""Ranks that wait for each other: another operation, another size, another group. Says what each did, where, and who
+left the common path. Pure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members
 
 def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall:
     """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
-    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands in a collective.
+    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands
+    # in a collective.
     proof = all(stacks.in_collective(snapshots[rank].main) for rank in graph.pending)
     apart = parting(snapshots, members, world)
     if apart is not None:
@@ -38,7 +41,9 @@ def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, w
 
 
 def after_the_end(snapshots: Mapping[int, Snapshot], members: Members, world: int, sizes_differ: bool) -> Stall | None:
-    """Of ranks that failed in a collective, as they said or as faulthandler saw them. `sizes_differ`: gloo ended one for that."""
+    """Of ranks that failed in a collective, as they said or as faulthandler saw them. `sizes_differ`: gloo ended one
+    for that.
+    """
     apart = parting(snapshots, members, world) or (from_silence(snapshots) if sizes_differ else None)
     return _stall(apart, snapshots, proof=True) if apart is not None else None
 
@@ -50,7 +55,10 @@ def _parties(edges: list[Wait]) -> list[Party]:
         for rank, op in ((edge.rank, edge.op), (edge.target, edge.other)):
             if op is not None:
                 entered.setdefault(likeness(op.name, op.sizes), {})[rank] = Party((rank,), edge.group, op)
-    return [Party(tuple(sorted(ranks)), next(iter(ranks.values())).group, next(iter(ranks.values())).op) for ranks in entered.values()]
+    return [
+        Party(tuple(sorted(ranks)), next(iter(ranks.values())).group, next(iter(ranks.values())).op)
+        for ranks in entered.values()
+    ]
 
 
 def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind: str = "") -> Stall:
@@ -64,18 +72,33 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
     frame = _frame(snapshots, rank) if rank is not None else None
     lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
     return Stall(
-        kind, rank, odd, others, str(frame or ""), "", str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo", proof,
-        evidence=(*lines, apart.how), parties=told,
-    )  # fmt: skip
+        kind,
+        rank,
+        odd,
+        others,
+        str(frame or ""),
+        "",
+        str(usual.op or ""),
+        usual.op.name.partition(":")[0] if usual.op else "gloo",
+        proof,
+        evidence=(*lines, apart.how),
+        parties=told,
+    )
 
 
 def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting, bool]:
-    """Who has left the loop that the others are still in had fewer batches, and is the odd one where nothing else tells."""
+    """Who has left the loop that the others are still in had fewer batches, and is the odd one where nothing else
+    tells.
+    """
     for party in apart.parties:
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
         if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
             rest = tuple(other for other in apart.parties if other is not party)
-            how = apart.how if apart.odd else f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
+            how = (
+                apart.how
+                if apart.odd
+                else f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
+            )
             return Parting((party, *rest), party.ranks, how), True
     return apart, False
 
@@ -92,13 +115,21 @@ def _kind(parties: tuple[Party, ...], snapshots: Mapping[int, Snapshot]) -> str:
 
 
 def _operation(party: Party) -> str:
-    return f"operation {party.op.seq} of group {party.group}: {party.op}" if party.op is not None else "an operation of another size"
+    return (
+        f"operation {party.op.seq} of group {party.group}: {party.op}"
+        if party.op is not None
+        else "an operation of another size"
+    )
 
 
 def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
-    return f"{party.op} of group {party.group}" if len({one.group for one in parties if one.op is not None}) > 1 else str(party.op)
+    return (
+        f"{party.op} of group {party.group}"
+        if len({one.group for one in parties if one.op is not None}) > 1
+        else str(party.op)
+    )
 
 
 def _frame(snapshots: Mapping[int, Snapshot], rank: int) -> Frame | None:
@@ -108,7 +139,11 @@ def _frame(snapshots: Mapping[int, Snapshot], rank: int) -> Frame | None:
 def _where(party: Party, snapshots: Mapping[int, Snapshot]) -> str:
     """The line of one that still waits in it: another one of the party may be done with it and somewhere else by now."""
     op = party.op
-    there = [rank for rank in party.ranks if rank in snapshots and any(op == one for group in snapshots[rank].groups for one in group.ops if not one.done)]
+    there = [
+        rank
+        for rank in party.ranks
+        if rank in snapshots and any(op == one for group in snapshots[rank].groups for one in group.ops if not one.done)
+    ]
     for rank in (*there, *party.ranks):
         frame = _frame(snapshots, rank)
         if frame is not None:
@@ -128,7 +163,9 @@ def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], o
 
 
 def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """From the outermost frame inward: the first one in which the two part. Before a loop, a rank has not left it: it may come to it in its next step."""
+    """From the outermost frame inward: the first one in which the two part. Before a loop, a rank has not left it: it
+    may come to it in its next step.
+    """
     for one, other in zip(reversed(mine), reversed(theirs), strict=False):
         if (one.file, one.name) != (other.file, other.name):
             return False

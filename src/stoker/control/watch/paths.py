@@ -1,7 +1,8 @@
-"""Which ranks left the path of the others: the operations of all ranks side by side, up to the first that differs. Pure.
+"""Which ranks left the path of the others: the operations of all ranks side by side, up to the first that differs.
+Pure.
 
-What decides, in this order: what most ranks entered there, and then each rank's own past (training repeats itself, so the next operation is known
-before it is entered). Where neither decides it is a tie, and nobody is accused.
+What decides, in this order: what most ranks entered there, and then each rank's own past (training repeats itself, so
+the next operation is known before it is entered). Where neither decides it is a tie, and nobody is accused.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ def parting(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, 
     """Of all ranks; where their programs differ by design (stages of a pipeline), of the members of one group."""
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = {rank: one for rank, one in snapshots.items() if rank not in known and one.main}
-    candidates = [tuple(known), *(members_of(group, rank, members, world) for rank, one in known.items() for group in one.groups)]
+    candidates = [
+        tuple(known),
+        *(members_of(group, rank, members, world) for rank, one in known.items() for group in one.groups),
+    ]
     for ranks in dict.fromkeys(tuple(sorted(set(ranks) & known.keys())) for ranks in candidates):
         parties = _first_difference({rank: known[rank] for rank in ranks}, members, world)
         if parties:
@@ -55,10 +59,18 @@ def parting(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, 
 
 
 def from_silence(snapshots: Mapping[int, Snapshot]) -> Parting | None:
-    """gloo ended some ranks because sizes differ, and those it left agree with each other: then the ended ones did something else."""
+    """gloo ended some ranks because sizes differ, and those it left agree with each other: then the ended ones did
+    something else.
+    """
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = tuple(sorted(rank for rank in snapshots if rank not in known))
-    under_way = [(op.order, group.name, op) for rank in sorted(known)[:1] for group in known[rank].groups for op in group.ops if not op.done]
+    under_way = [
+        (op.order, group.name, op)
+        for rank in sorted(known)[:1]
+        for group in known[rank].groups
+        for op in group.ops
+        if not op.done
+    ]
     if not mute or not under_way:
         return None
     _, group, op = min(under_way, key=lambda entry: entry[0])
@@ -76,13 +88,18 @@ def members_of(group: Group, rank: int, members: Mapping[str, tuple[int, ...]], 
 # ---- side by side ----
 
 
-def _first_difference(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> list[Party]:
+def _first_difference(
+    snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int
+) -> list[Party]:
     if len(snapshots) < 2:
         return []
     names = {rank: _group_names(one, snapshots, members, world) for rank, one in snapshots.items()}
     shared = set.intersection(*(set(own.values()) for own in names.values()))
-    # Groups that some of these ranks are not in say nothing about them. What is left is aligned by an operation that all recorders still hold.
-    paths = {rank: [step for step in _path(one, names[rank]) if step.key[0] in shared] for rank, one in snapshots.items()}
+    # Groups that some of these ranks are not in say nothing about them. What is left is aligned by an operation that
+    # all recorders still hold.
+    paths = {
+        rank: [step for step in _path(one, names[rank]) if step.key[0] in shared] for rank, one in snapshots.items()
+    }
     used = set.intersection(*({step.key[0] for step in path} for path in paths.values()))
     if not used:
         return []
@@ -126,7 +143,10 @@ def _group_names(
 def _path(snapshot: Snapshot, names: Mapping[str, tuple[object, ...]]) -> list[Step]:
     """All collectives of a rank in the order it made them."""
     steps = [
-        Step((names[group.name], group.backend, *likeness(op.name, op.sizes)), group.name, op) for group in snapshot.groups for op in group.ops if not op.p2p
+        Step((names[group.name], group.backend, *likeness(op.name, op.sizes)), group.name, op)
+        for group in snapshot.groups
+        for op in group.ops
+        if not op.p2p
     ]
     return sorted(steps, key=lambda step: step.op.order)
 
@@ -136,7 +156,9 @@ def _count(paths: Mapping[int, list[Step]], which: object) -> int:
 
 
 def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
-    return path[next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :]
+    return path[
+        next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :
+    ]
 
 
 # ---- who is wrong ----
@@ -151,7 +173,11 @@ def _with_mute(parties: list[Party], known: Mapping[int, Snapshot], mute: Mappin
     """A rank without a recorder belongs to those at whose line it was."""
     joined = [list(party.ranks) for party in parties]
     for rank, one in mute.items():
-        there = [number for number, party in enumerate(parties) if place_of(one) in {place_of(known[peer]) for peer in party.ranks}]
+        there = [
+            number
+            for number, party in enumerate(parties)
+            if place_of(one) in {place_of(known[peer]) for peer in party.ranks}
+        ]
         if len(there) == 1:
             joined[there[0]].append(rank)
     return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
@@ -161,17 +187,32 @@ def decided(parties: list[Party]) -> Parting:
     parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
     most = parties[-1]
     if 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
-        return Parting(tuple(parties), _ranks(parties[:-1]), f"{ranks_text(most.ranks)} did the same, {ranks_text(_ranks(parties[:-1]))} did not")
+        return Parting(
+            tuple(parties),
+            _ranks(parties[:-1]),
+            f"{ranks_text(most.ranks)} did the same, {ranks_text(_ranks(parties[:-1]))} did not",
+        )
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]
-    left = unusual if unusual and (usual or unknown) else unknown if usual and len(usual) + len(unknown) == len(parties) else []
+    left = (
+        unusual
+        if unusual and (usual or unknown)
+        else unknown
+        if usual and len(usual) + len(unknown) == len(parties)
+        else []
+    )
     if left and len(left) < len(parties):
         stayed = [party for party in parties if party not in left]
-        how = f"the operations before repeat themselves, and what {ranks_text(_ranks(left))} entered never came next in them"
+        how = (
+            f"the operations before repeat themselves, and what {ranks_text(_ranks(left))} entered never came next in"
+            " them"
+        )
         return Parting((*left, *stayed), _ranks(left), how)
     parties.sort(key=lambda party: party.ranks)
-    return Parting(tuple(parties), (), "as many ranks did one as the other, and nothing before shows which is the usual one")
+    return Parting(
+        tuple(parties), (), "as many ranks did one as the other, and nothing before shows which is the usual one"
+    )
 
 
 def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:

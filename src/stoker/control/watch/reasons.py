@@ -20,30 +20,66 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if one.state == "t":
         return "debugged", frame, "a debugger or tracer holds its process"
     if one.state == "D":
-        return "disk", frame, f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or driver does not answer"
+        return (
+            "disk",
+            frame,
+            (
+                f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or"
+                " driver does not answer"
+            ),
+        )
     worker = _stuck_worker(one)
     if worker is not None:
         inner = stacks.users_frame(worker.frames)
-        how = "is stopped" if worker.state in "Tt" else "is in uninterruptible sleep" if worker.state == "D" else "spins" if worker.cpu > BUSY else "is stuck"
-        return "worker", inner or frame, f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
+        how = (
+            "is stopped"
+            if worker.state in "Tt"
+            else "is in uninterruptible sleep"
+            if worker.state == "D"
+            else "spins"
+            if worker.cpu > BUSY
+            else "is stuck"
+        )
+        return (
+            "worker",
+            inner or frame,
+            f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}",
+        )
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
     # Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything.
     computes = one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
     waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
-    if one.gpu_use is not None and one.gpu_use >= 90 and not waits:  # it makes no step, and its card is busy all the same
+    if (
+        one.gpu_use is not None and one.gpu_use >= 90 and not waits
+    ):  # it makes no step, and its card is busy all the same
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
         held = ", holding the GIL" if gil else ""
-        return "spin", frame, f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no collective"
+        return (
+            "spin",
+            frame,
+            (
+                f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no"
+                " collective"
+            ),
+        )
     if gil and not active:
-        return "gil", frame, f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
+        return (
+            "gil",
+            frame,
+            f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}",
+        )
     if one.syscall in _SLEEPS or "nanosleep" in one.wchan:
         return "sleep", frame, "it sleeps"
     if one.syscall in _CHILD or one.wchan == "do_wait":
         below = next((worker for worker in one.workers if worker.state != "Z"), None)
-        return "child", frame, f"it waits for a process it started{f': {below.command[:60]} (pid {below.pid})' if below else ''}"
+        return (
+            "child",
+            frame,
+            f"it waits for a process it started{f': {below.command[:60]} (pid {below.pid})' if below else ''}",
+        )
     if one.syscall in _IO or any(word in one.wchan for word in ("pipe", "sk_wait", "wait_woken", "partner", "poll")):
         return "io", frame, f"it waits in {one.syscall or one.wchan}"
     if one.syscall == "futex" or "futex" in one.wchan:
@@ -56,15 +92,23 @@ def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
     """(on the same line in every sample, ever seen running, holding the GIL in every sample)."""
     mains = [main for main in (main_thread(threads) for threads in one.samples) if main is not None]
     lines = {main.frames[:1] for main in mains}
-    return len(lines) == 1 and len(mains) > 1, any(main.active for main in mains), bool(mains) and all(main.gil for main in mains)
+    return (
+        len(lines) == 1 and len(mains) > 1,
+        any(main.active for main in mains),
+        bool(mains) and all(main.gil for main in mains),
+    )
 
 
 def _stuck_worker(one: Snapshot) -> Worker | None:
-    """The worker the main thread waits for: it is in its data loader, and one of the workers is not waiting for work itself."""
+    """The worker the main thread waits for: it is in its data loader, and one of the workers is not waiting for work
+    itself.
+    """
     if not stacks.in_loader(one.main):
         return None
     own = [worker for worker in one.workers if worker.frames or worker.state in "TtD"]
-    stuck = [worker for worker in own if worker.state in "TtD"] or [worker for worker in own if not _idle_worker(worker)]
+    stuck = [worker for worker in own if worker.state in "TtD"] or [
+        worker for worker in own if not _idle_worker(worker)
+    ]
     return stuck[0] if stuck else None
 
 

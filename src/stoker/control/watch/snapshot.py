@@ -1,4 +1,6 @@
-"""An agent's inspection of a rank, read back. Tolerant: a field that is missing or of the wrong kind is evidence we don't have."""
+"""An agent's inspection of a rank, read back. Tolerant: a field that is missing or of the wrong kind is evidence we
+don't have.
+"""
 
 from __future__ import annotations
 
@@ -117,14 +119,27 @@ def main_thread(threads: tuple[Thread, ...]) -> Thread | None:
 def read(rank: int, data: dict[str, Any]) -> Snapshot:
     gpu = data["gpu"] if isinstance(data.get("gpu"), dict) else {}
     return Snapshot(
-        rank=rank, state=str(data.get("state", "?")), cpu=_number(data, "cpu"), main_cpu=_number(data, "main_cpu"),
-        waiting_for_core=_number(data, "waiting_for_core"), faults=_number(data, "faults"), swap=int(_number(data, "swap")), cpus=int(_number(data, "cpus")),
-        wchan=str(data.get("wchan", "")), syscall=str(data.get("syscall", "")),
-        samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()), stacks_by=str(data.get("stacks_by", "")),
-        groups=groups(data.get("groups")), no_groups=str(data.get("no_groups", "")), workers=tuple(_worker(one) for one in data.get("workers") or ()),
-        message=str(data.get("message") or ""), peer=_whole(data.get("peer")), gpu_use=_whole(gpu.get("use")),
-        throttle=tuple(str(one) for one in gpu.get("throttle") or ()), lanes=tuple(_whole(one) for one in gpu.get("lanes") or ()),
-    )  # fmt: skip
+        rank=rank,
+        state=str(data.get("state", "?")),
+        cpu=_number(data, "cpu"),
+        main_cpu=_number(data, "main_cpu"),
+        waiting_for_core=_number(data, "waiting_for_core"),
+        faults=_number(data, "faults"),
+        swap=int(_number(data, "swap")),
+        cpus=int(_number(data, "cpus")),
+        wchan=str(data.get("wchan", "")),
+        syscall=str(data.get("syscall", "")),
+        samples=tuple(tuple(_thread(one) for one in threads) for threads in data.get("samples") or ()),
+        stacks_by=str(data.get("stacks_by", "")),
+        groups=groups(data.get("groups")),
+        no_groups=str(data.get("no_groups", "")),
+        workers=tuple(_worker(one) for one in data.get("workers") or ()),
+        message=str(data.get("message") or ""),
+        peer=_whole(data.get("peer")),
+        gpu_use=_whole(gpu.get("use")),
+        throttle=tuple(str(one) for one in gpu.get("throttle") or ()),
+        lanes=tuple(_whole(one) for one in gpu.get("lanes") or ()),
+    )
 
 
 def _operation(op: Any) -> Op:
@@ -135,11 +150,14 @@ def _operation(op: Any) -> Op:
 def groups(told: Any) -> tuple[Group, ...]:
     return tuple(
         Group(
-            str(one.get("group", "?")), str(one.get("backend", "")), str(one.get("about", "")), tuple(int(rank) for rank in one.get("ranks") or ()),
+            str(one.get("group", "?")),
+            str(one.get("backend", "")),
+            str(one.get("about", "")),
+            tuple(int(rank) for rank in one.get("ranks") or ()),
             tuple(_operation(op) for op in one.get("ops") or ()),
         )
         for one in told or ()
-    )  # fmt: skip
+    )
 
 
 def _number(data: dict[str, Any], key: str) -> float:
@@ -152,7 +170,9 @@ def _whole(value: Any) -> int | None:
 
 
 def _frames(told: Any) -> tuple[Frame, ...]:
-    return tuple(Frame(str(one[0]), str(one[1]), int(one[2]), tuple(one[3]) if len(one) > 3 else ()) for one in told or ())
+    return tuple(
+        Frame(str(one[0]), str(one[1]), int(one[2]), tuple(one[3]) if len(one) > 3 else ()) for one in told or ()
+    )
 
 
 def _thread(one: dict[str, Any]) -> Thread:
@@ -163,6 +183,11 @@ def _worker(one: dict[str, Any]) -> Worker:
     threads = tuple(_thread(thread) for thread in one.get("threads") or ())
     main = main_thread(threads)
     return Worker(
-        int(one.get("pid", 0)), str(one.get("name", "?")), str(one.get("state", "?")), _number(one, "cpu"), str(one.get("syscall", "")),
-        str(one.get("command", "")), main.frames if main else (),
-    )  # fmt: skip
+        int(one.get("pid", 0)),
+        str(one.get("name", "?")),
+        str(one.get("state", "?")),
+        _number(one, "cpu"),
+        str(one.get("syscall", "")),
+        str(one.get("command", "")),
+        main.frames if main else (),
+    )

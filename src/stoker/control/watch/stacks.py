@@ -9,7 +9,10 @@ from stoker.contract.stacktext import is_library
 from stoker.control.watch.snapshot import Frame, Snapshot
 
 # Not all of torch/distributed: elastic's decorators and FSDP's forward are around the script's own code.
-_COLLECTIVES = tuple(f"torch/distributed/{name}" for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/"))
+_COLLECTIVES = tuple(
+    f"torch/distributed/{name}"
+    for name in ("distributed_c10d.py", "_functional_collectives.py", "rendezvous.py", "nn/")
+)
 _LOADER = ("_next_data", "_try_get_data", "_get_data")
 
 
@@ -24,9 +27,13 @@ def users_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def in_collective(frames: Iterable[Frame]) -> bool:
-    """Its innermost frames, up to the script's own, are a call of torch.distributed, or the backward pass, where DDP and FSDP wait in C++."""
+    """Its innermost frames, up to the script's own, are a call of torch.distributed, or the backward pass, where DDP
+    and FSDP wait in C++.
+    """
     for frame in frames:
-        if any(part in frame.file for part in _COLLECTIVES) or (frame.function == "_engine_run_backward" and "torch/" in frame.file):
+        if any(part in frame.file for part in _COLLECTIVES) or (
+            frame.function == "_engine_run_backward" and "torch/" in frame.file
+        ):
             return True
         if is_users(frame):
             return False
@@ -34,7 +41,10 @@ def in_collective(frames: Iterable[Frame]) -> bool:
 
 
 def in_rendezvous(frames: Iterable[Frame]) -> bool:
-    return any(frame.function in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store") for frame in frames)
+    return any(
+        frame.function in ("init_process_group", "rendezvous", "_store_based_barrier", "_create_c10d_store")
+        for frame in frames
+    )
 
 
 def in_loader(frames: Iterable[Frame]) -> bool:
@@ -81,12 +91,18 @@ def _short(path: str) -> str:
 
 def full(snapshot: Snapshot) -> str:
     """A rank's stacks and its workers', for the record."""
-    lines = [f"rank {snapshot.rank}: state {snapshot.state}, {snapshot.cpu:.2f} cores, in {snapshot.syscall or snapshot.wchan or '?'}; by {snapshot.stacks_by}"]
+    lines = [
+        f"rank {snapshot.rank}: state {snapshot.state}, {snapshot.cpu:.2f} cores, in"
+        f" {snapshot.syscall or snapshot.wchan or '?'}; by {snapshot.stacks_by}"
+    ]
     for thread in snapshot.samples[-1] if snapshot.samples else ():
         lines.append(f"{'main thread' if thread.main else 'thread'}{', holds the GIL' if thread.gil else ''}:")
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in thread.frames]
     for worker in snapshot.workers:
-        lines.append(f"child {worker.pid} ({worker.name}): state {worker.state}, {worker.cpu:.2f} cores, in {worker.syscall or '?'}")
+        lines.append(
+            f"child {worker.pid} ({worker.name}): state {worker.state}, {worker.cpu:.2f} cores, in"
+            f" {worker.syscall or '?'}"
+        )
         lines += [f'  File "{frame.file}", line {frame.line} in {frame.name}' for frame in worker.frames]
     for group in snapshot.groups:
         for op in group.ops[-8:]:

@@ -1,7 +1,9 @@
-"""A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why. Pure.
+"""A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why.
+Pure.
 
-In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times of entry do:
-the last one in makes the others wait. It is asked in the first steps, when steps have become slower, and once a minute.
+In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times
+of entry do: the last one in makes the others wait. It is asked in the first steps, when steps have become slower, and
+once a minute.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ class Late:
 
 
 class Pace:
-    """One rank's seconds a step, per look. Kept in order as they come: of 512 ranks, sorting each anew would be a tenth of all the coordinator does."""
+    """One rank's seconds a step, per look. Kept in order as they come: of 512 ranks, sorting each anew would be a tenth
+    of all the coordinator does.
+    """
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
@@ -113,7 +117,11 @@ class Stragglers:
             late = self._suspect
             self._mode = "why"
             peer = next(one for one in sorted(steps) if one != late.rank)
-            return {"ranks": [late.rank, peer], "samples": SAMPLES, "gap": min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3)}
+            return {
+                "ranks": [late.rank, peer],
+                "samples": SAMPLES,
+                "gap": min(max(late.step_s * 1.5 / SAMPLES, 0.03), 0.3),
+            }
         slowest = min(steps.values())
         if any(slowest - since >= 2 for since in self._slow_since.values()):
             self._slow_since = {}
@@ -138,7 +146,11 @@ class Stragglers:
             before = self._first
             since, fewest = (before.when, AGAIN) if before else (0.0, FEWEST)
             found = (who_is_late(ranks, since, fewest) for ranks in self._timings.values())
-            late = max((one for one in found if one is not None and one.rank not in self._named), key=lambda one: one.wait_s, default=None)
+            late = max(
+                (one for one in found if one is not None and one.rank not in self._named),
+                key=lambda one: one.wait_s,
+                default=None,
+            )
             if late is None:
                 return  # no news, or too few: the next look will tell
             self._first = None
@@ -154,14 +166,26 @@ class Stragglers:
             if rank in answers and not (late.asynchronous and (peer is None or not waits_for_others(peer))):
                 cause, because, where = why(answers[rank], peer)
                 self._named[rank] = cause
-                self.found.append(Straggler(cause, rank, round(late.wait_s, 3), round(late.step_s, 3), because, where, self._steps.get(rank, 0)))
+                self.found.append(
+                    Straggler(
+                        cause,
+                        rank,
+                        round(late.wait_s, 3),
+                        round(late.step_s, 3),
+                        because,
+                        where,
+                        self._steps.get(rank, 0),
+                    )
+                )
 
 
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
-    """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those after `after`).
+    """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those
+    after `after`).
 
-    A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late once a step.
-    Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now this rank is last, now that.
+    A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late
+    once a step. Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now
+    this rank is last, now that.
     """
     if len(timings) < 2:
         return None
@@ -169,7 +193,9 @@ def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewe
     common = set.intersection(*(set(table) for table in tables.values()))
     events: list[tuple[float, int, float]] = []  # when, who came last, how long after the one before
     for key in common:
-        (_, before), (rank, last) = sorted(((rank, table[key]) for rank, table in tables.items()), key=lambda item: item[1])[-2:]
+        (_, before), (rank, last) = sorted(
+            ((rank, table[key]) for rank, table in tables.items()), key=lambda item: item[1]
+        )[-2:]
         if last - before > WORTH_S and last > after:
             events.append((last, rank, last - before))
     recent = sorted(events)[-NEWEST:]
@@ -191,11 +217,17 @@ def _median(values: list[float]) -> float:
 
 
 def waits_for_others(one: Snapshot) -> bool:
-    """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited for."""
+    """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited
+    for.
+    """
     inside = 0
     for threads in one.samples:
         main = main_thread(threads)
-        if main is not None and (stacks.in_collective(main.frames) or any(frame.function in _GPU_WAITS for frame in main.frames[:2]) or not main.active):
+        if main is not None and (
+            stacks.in_collective(main.frames)
+            or any(frame.function in _GPU_WAITS for frame in main.frames[:2])
+            or not main.active
+        ):
             inside += 1
     return 2 * inside > len(one.samples)
 
@@ -223,7 +255,11 @@ def why(one: Snapshot, peer: Snapshot | None) -> tuple[str, str, str]:
     if _narrow(one) and not (peer is not None and _narrow(peer)):
         return "slow.link", f"its GPU's PCIe link has {one.lanes[0]} of {one.lanes[1]} lanes", where
     if one.swap and one.faults > 20:
-        return "slow.swap", f"it swaps: {one.faults:.0f} page faults a second from the disk, {one.swap / 1e9:.1f} GB swapped out", where
+        return (
+            "slow.swap",
+            f"it swaps: {one.faults:.0f} page faults a second from the disk, {one.swap / 1e9:.1f} GB swapped out",
+            where,
+        )
     if one.waiting_for_core > 0.25 and (peer is None or one.waiting_for_core > 1.5 * peer.waiting_for_core):
         may = f"; it may run on {one.cpus} CPU{'s' if one.cpus != 1 else ''}" if one.cpus else ""
         return "slow.cpu", f"it waits for a CPU {one.waiting_for_core:.0%} of the time{may}", where

@@ -1,7 +1,8 @@
 """Who waits for whom, from the ranks' collectives. Pure.
 
-A rank waits in the first operation of a group that is not done. It waits for every member of that group that has not entered the
-operation, or has entered another one under the same number. Somebody many wait for, who waits for nobody, is the culprit.
+A rank waits in the first operation of a group that is not done. It waits for every member of that group that has not
+entered the operation, or has entered another one under the same number. Somebody many wait for, who waits for nobody,
+is the culprit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Waits:
 
 
 def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Waits:
-    """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will enter nothing."""
+    """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will
+    enter nothing.
+    """
     table: dict[tuple[str, str], dict[int, Group]] = {}
     for rank, one in snapshots.items():
         for group in one.groups:
@@ -107,7 +110,9 @@ def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wai
 
 
 def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot], everybody: tuple[int, ...]) -> list[Wait]:
-    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer. Its name counts ranks within the group."""
+    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer. Its name counts
+    ranks within the group.
+    """
     found = _PEER.search(op.name)
     if not found or max(int(found[1]), int(found[3])) >= len(everybody):
         return []
@@ -115,7 +120,9 @@ def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot], every
     if rank not in ends or len(ends) != 2:
         return []
     (peer,) = ends - {rank}
-    theirs = next((group for group in snapshots[peer].groups if group.name == name), None) if peer in snapshots else None
+    theirs = (
+        next((group for group in snapshots[peer].groups if group.name == name), None) if peer in snapshots else None
+    )
     for one in theirs.ops if theirs else ():
         if not one.done and one.p2p and _PEER.search(one.name) and kind_of(one.name) != kind_of(op.name):
             return []

@@ -1,5 +1,5 @@
-"""Watches one attempt: hears what agents say, and answers "what now?". Two tiers: a suspicion is explained in seconds and the job
-keeps running; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
+"""Watches one attempt: hears what agents say, and answers "what now?". Two tiers: a suspicion is explained in seconds
+and the job keeps running; it is stopped on proof, or when --hang-timeout is over. Decides; the coordinator acts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,15 @@ Action = Inspect | Suspect | Relieve | Stop
 
 
 class Watcher:
-    def __init__(self, world: int, hang_timeout: float, hosts: frozenset[str], now: float, first_ask: int = 0, ranks: range | None = None) -> None:
+    def __init__(
+        self,
+        world: int,
+        hang_timeout: float,
+        hosts: frozenset[str],
+        now: float,
+        first_ask: int = 0,
+        ranks: range | None = None,
+    ) -> None:
         """`ranks`: those that are heard here; None: all of the world's."""
         self._world = world
         self._timeout = hang_timeout
@@ -123,15 +131,20 @@ class Watcher:
         self._forget()
 
     def failed(self, rank: int, collectives: Sequence[Any], frames: Sequence[Any]) -> None:
-        """Its last operations, told with its exception, and its stack. torch calls an operation done that failed: the newest one did, and where several
+        """Its last operations, told with its exception, and its stack. torch calls an operation done that failed: the
+        newest one did, and where several
         were under way, those from the first that was not the usual one."""
         orders = {op.get("order", 0): op.get("usual") for group in collectives for op in group.get("ops") or ()}
         usual = max((order for order, was in orders.items() if was), default=0)
-        failed = min((order for order, was in orders.items() if was is False and order > usual), default=max(orders, default=0))
+        failed = min(
+            (order for order, was in orders.items() if was is False and order > usual), default=max(orders, default=0)
+        )
         for group in collectives:
             for op in group.get("ops") or ():
                 op["done"] = op.get("done") and op.get("order", 0) < failed
-        self._failed[rank] = snapshot.read(rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]})
+        self._failed[rank] = snapshot.read(
+            rank, {"state": "Z", "groups": collectives, "samples": [[{"main": True, "frames": frames}]]}
+        )
 
     def failing(self) -> None:
         """A rank has failed, perhaps as the echo of one that stands still: look at those that live, at once."""
@@ -161,7 +174,9 @@ class Watcher:
         overdue = self._overdue(now)
         if not overdue and not self._failing:
             actions = self._relieved(now)
-            order = self.stragglers.question(now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended})
+            order = self.stragglers.question(
+                now, {rank: one.steps for rank, one in self._ranks.items() if rank not in self._ended}
+            )
             return [*actions, self._ask(order, now)] if order else actions
         if now < self._next_look and self._for_failure == self._failing:
             return []
@@ -180,11 +195,17 @@ class Watcher:
     def _overdue(self, now: float) -> dict[int, float]:
         """Rank -> seconds of silence, of those that have been silent for longer than is usual for them."""
         alive = {rank: one for rank, one in self._ranks.items() if rank not in self._ended}
-        found = {rank: now - one.heard for rank, one in alive.items() if one.stopped_since and now - one.stopped_since >= STOPPED_S}
+        found = {
+            rank: now - one.heard
+            for rank, one in alive.items()
+            if one.stopped_since and now - one.stopped_since >= STOPPED_S
+        }
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
-        if starting and self._world > 1:  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
+        if (
+            starting and self._world > 1
+        ):  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
             idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
             if len(idle) == len(alive) or any(silence > progress.START_S for silence in idle.values()):
                 found |= idle
@@ -235,7 +256,9 @@ class Watcher:
             self._wait = min(self._wait * 2, MAX_WAIT_S)  # nothing new in it: looking costs stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
-        if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:  # said once, and again when it turns out worse
+        if (
+            not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]
+        ):  # said once, and again when it turns out worse
             self._said = stall.rank, stall.proof
             actions.append(Suspect(stall, self._stops_in(stall, now)))
         why = self._stop_reason(stall, now)
@@ -250,16 +273,29 @@ class Watcher:
         if not silent or self._failing:
             return []
         rank = max(silent, key=lambda one: silent[one])
-        stall = Stall("place", rank, (rank,), detail="what it does could not be seen", silent_s=round(silent[rank], 1), step=self._ranks[rank].steps)
+        stall = Stall(
+            "place",
+            rank,
+            (rank,),
+            detail="what it does could not be seen",
+            silent_s=round(silent[rank], 1),
+            step=self._ranks[rank].steps,
+        )
         self._next_look = min(self._next_look, self._deadline(stall, now))
         why = self._stop_reason(stall, now)
         return [Suspect(stall, 0.0), Stop(stall, why)] if why else []
 
     def _is_evidence(self, stall: Stall) -> bool:
-        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter that starts or ends never is."""
+        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter
+        that starts or ends never is.
+        """
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
-        if stall.rank is not None and not self._ranks[stall.rank].steps and not any(one.steps for one in self._ranks.values()):
+        if (
+            stall.rank is not None
+            and not self._ranks[stall.rank].steps
+            and not any(one.steps for one in self._ranks.values())
+        ):
             return bool(stall.waiting) or stall.proof
         return True
 
@@ -288,7 +324,9 @@ class Watcher:
         return max(now + 0.25, over - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """When the guilty rank last gave a sign: a step, a line it printed, a collective it went on to. Signs without a step count for a while only."""
+        """When the guilty rank last gave a sign: a step, a line it printed, a collective it went on to. Signs without a
+        step count for a while only.
+        """
         if stall.rank is None or stall.rank in self._ended:
             return now - stall.silent_s
         one = self._ranks[stall.rank]
@@ -308,16 +346,24 @@ class Watcher:
         return ""
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
-        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they were.
+        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they
+        were.
 
-        `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd one.
+        `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd
+        one.
         """
         if len(self._failed) > 1:
             seen = {**self.snapshots, **self._failed}
             stall = after_the_end(seen, self._members, self._world, sizes_differ)
             if stall is not None:
-                made = [self._ranks[rank].steps for rank in ((stall.rank,) if stall.rank is not None else self._failed) if rank in self._ranks]
-                return replace(stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values())))
+                made = [
+                    self._ranks[rank].steps
+                    for rank in ((stall.rank,) if stall.rank is not None else self._failed)
+                    if rank in self._ranks
+                ]
+                return replace(
+                    stall, step=min(made, default=0), evidence=(*stall.evidence, *stacks.told(seen.values()))
+                )
         return None if sizes_differ else self.stall
 
     def text_of_stacks(self) -> dict[int, str]:
@@ -325,7 +371,7 @@ class Watcher:
 
 
 def _identity(stall: Stall) -> tuple[Any, ...]:
-    """What makes two looks see the same: a proof must also be about the same operation, a suspicion may find its rank at another line."""
+    """What makes two looks see the same: a proof must also be about the same operation, a suspicion may find its rank
+    at another line.
+    """
     return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)
-
-

@@ -8,7 +8,10 @@ from typing import Protocol
 from stoker.training.balance.plan import Plan, Plans
 from stoker.training.balance.rule import NetworkRule, Proposal, Rule
 
-HELPS = "comm: bf16 halves it, powersgd or local:8 nearly end it (docs/balance.md: what they do to the loss), and a larger batch pays it less often"
+HELPS = (
+    "comm: bf16 halves it, powersgd or local:8 nearly end it (docs/balance.md: what they do to the loss), and a larger"
+    " batch pays it less often"
+)
 
 
 class Tell(Protocol):
@@ -16,12 +19,24 @@ class Tell(Protocol):
 
 
 class Balancer:
-    """`plans`: None where shares stay equal: then it only says what balance would gain. `ahead`: steps that may have been cut already.
+    """`plans`: None where shares stay equal: then it only says what balance would gain. `ahead`: steps that may have
+    been cut already.
 
     `lag`: how many steps old the seconds are that a step carries. `tell`: writes down that a step decided on a plan.
     """
 
-    def __init__(self, batch: int, ranks: int, plans: Plans | None, *, ahead: int, lag: int, comm: str, say: Callable[[str], None], tell: Tell) -> None:
+    def __init__(
+        self,
+        batch: int,
+        ranks: int,
+        plans: Plans | None,
+        *,
+        ahead: int,
+        lag: int,
+        comm: str,
+        say: Callable[[str], None],
+        tell: Tell,
+    ) -> None:
         self._plans, self._equal = plans, Plans(batch, ranks)
         self._rule, self._network = Rule(batch), NetworkRule()
         self._batch, self._ahead, self._lag, self._comm, self._say, self._tell = batch, ahead, lag, comm, say, tell
@@ -38,8 +53,9 @@ class Balancer:
         network = self._network.hear(compute, waiting)
         if network is not None:
             self._say(
-                f"the network is the limit, not the ranks: {network.share:.0%} of a step ({network.waiting:.3f} of {network.step:.3f} s) is the exchange"
-                f" of gradients{'' if self._comm == 'full' else f', with comm {self._comm}'}. What helps: {HELPS}"
+                f"the network is the limit, not the ranks: {network.share:.0%} of a step ({network.waiting:.3f} of"
+                f" {network.step:.3f} s) is the exchange of"
+                f" gradients{'' if self._comm == 'full' else f', with comm {self._comm}'}. What helps: {HELPS}"
             )
 
     def _act(self, step: int, found: Proposal) -> None:
@@ -47,12 +63,15 @@ class Balancer:
         if self._plans is None:
             if not self._advised:
                 self._advised = True
-                self._say(f"unlike ranks ({speeds} samples/s): --balance auto would compute {1 + found.gain:.2f} times as fast")
+                self._say(
+                    f"unlike ranks ({speeds} samples/s): --balance auto would compute {1 + found.gain:.2f} times as"
+                    " fast"
+                )
             return
         plan = Plan(step + self._ahead, found.shares)
         self._plans.add(plan)
         self._say(
-            f"balance: from step {plan.step} on the ranks take {', '.join(map(str, plan.shares))} of {self._batch} samples ({speeds} samples/s; "
-            f"the slowest took {found.imbalance:.0%} longer than the mean)"
+            f"balance: from step {plan.step} on the ranks take {', '.join(map(str, plan.shares))} of {self._batch}"
+            f" samples ({speeds} samples/s; the slowest took {found.imbalance:.0%} longer than the mean)"
         )
         self._tell(step, plan, found.imbalance)

@@ -1,7 +1,8 @@
 """How long a rank computes in a step, and how long it then waits for the gradients of the others.
 
-Compute ends when the model's first parameter has its gradient: backward reaches it last, and only then does DDP wait. No host sync: on GPUs
-events are recorded on the stream and read two steps later, when the loop has heard the step they belong to.
+Compute ends when the model's first parameter has its gradient: backward reaches it last, and only then does DDP wait.
+No host sync: on GPUs events are recorded on the stream and read two steps later, when the loop has heard the step they
+belong to.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How gradients travel: whole, in bf16, as PowerSGD's low-rank parts (torch's own hooks), or not at all for N steps (local SGD).
+"""How gradients travel: whole, in bf16, as PowerSGD's low-rank parts (torch's own hooks), or not at all for N steps
+(local SGD).
 
-The weight of each token stays exact in all of them: every rank's loss is already scaled by ranks ÷ tokens of all, and each of these takes a
-mean over the ranks. What is lost is precision: docs/balance.md has what it did to a loss.
+The weight of each token stays exact in all of them: every rank's loss is already scaled by ranks ÷ tokens of all, and
+each of these takes a mean over the ranks. What is lost is precision: docs/balance.md has what it did to a loss.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from stoker.training.balance.words import local_steps
 from stoker.training.parallel.group import Group, wrap
 
 POWERSGD_RANK = 4
-POWERSGD_AFTER = 20  # steps with whole gradients: the first ones have no low rank, and DDP rebuilds its buckets after one
-# PowerSGD exchanges from its callbacks, which gloo runs in threads: those of several buckets mix their collectives up, and ranks abort (torch 2.13).
-# It waits for the GPU after each bucket anyway: one bucket loses nothing.
+POWERSGD_AFTER = (
+    20  # steps with whole gradients: the first ones have no low rank, and DDP rebuilds its buckets after one
+)
+# PowerSGD exchanges from its callbacks, which gloo runs in threads: those of several buckets mix their collectives up,
+# and ranks abort (torch 2.13). It waits for the GPU after each bucket anyway: one bucket loses nothing.
 ONE_BUCKET = 2**20  # MB
 BUCKET = 8 * 2**20  # numbers that are averaged at once: memory for one bucket, not for a second model
 
@@ -26,7 +29,9 @@ BUCKET = 8 * 2**20  # numbers that are averaged at once: memory for one bucket, 
 def wrapped(model: nn.Module, group: Group, told: str) -> nn.Module:
     """The module to call. With local:N each rank's gradients are its own, and nothing is around the model."""
     if local_steps(told):
-        for parameter in model.parameters() if group.world > 1 else ():  # as DDP does: unlike cards draw unlike numbers from one seed
+        for parameter in (
+            model.parameters() if group.world > 1 else ()
+        ):  # as DDP does: unlike cards draw unlike numbers from one seed
             dist.broadcast(parameter.data, 0)
         return model
     module = wrap(model, group, ONE_BUCKET if told == "powersgd" else None)
@@ -44,15 +49,22 @@ def compress(ddp: nn.parallel.DistributedDataParallel, told: str) -> None:
     elif told == "powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-        state = PowerSGDState(None, matrix_approximation_rank=POWERSGD_RANK, start_powerSGD_iter=POWERSGD_AFTER, orthogonalization_epsilon=1e-8)
+        state = PowerSGDState(
+            None,
+            matrix_approximation_rank=POWERSGD_RANK,
+            start_powerSGD_iter=POWERSGD_AFTER,
+            orthogonalization_epsilon=1e-8,
+        )
         ddp.register_comm_hook(state, powerSGD_hook)
 
 
 class Meeting:
-    """Local SGD: every `every` steps the ranks take the mean of their parameters, weighted by the tokens each has learned since the last one.
+    """Local SGD: every `every` steps the ranks take the mean of their parameters, weighted by the tokens each has
+    learned since the last one.
 
-    The step decides, not a count since the start: a resumed run meets at the same steps. Moments stay each rank's own, but in a checkpoint,
-    which all ranks make together, they are averaged too: whoever goes on with it, with however many ranks, begins where all of them stood.
+    The step decides, not a count since the start: a resumed run meets at the same steps. Moments stay each rank's own,
+    but in a checkpoint, which all ranks make together, they are averaged too: whoever goes on with it, with however
+    many ranks, begins where all of them stood.
     """
 
     def __init__(self, group: Group, every: int) -> None:
@@ -69,7 +81,9 @@ class Meeting:
 
     @torch.no_grad()
     def meet(self, tensors: Sequence[Tensor], more: Sequence[Tensor] = (), bad: Tensor | None = None) -> None:
-        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before. `bad`: above 0 nothing is changed."""
+        """All ranks call it at the same step. `more`: what is averaged besides, though it did not need to meet before.
+        `bad`: above 0 nothing is changed.
+        """
         fresh = self._steps > 0
         if not fresh and not more:
             return

@@ -1,8 +1,9 @@
-"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch, and times its work.
+"""The drop-in for anybody's DDP loop: a hook in DDP's exchange weighs this rank's gradients by its part of the batch,
+and times its work.
 
-Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the count of all, is the
-gradient of one process. One small all-reduce a step carries the counts, everybody's seconds and how far everybody's loader is ahead; it is
-launched before the first bucket and nobody waits for it.
+Exact: a rank's loss is a mean over its own samples, so its gradient times its count, summed over ranks, divided by the
+count of all, is the gradient of one process. One small all-reduce a step carries the counts, everybody's seconds and
+how far everybody's loader is ahead; it is launched before the first bucket and nobody waits for it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from stoker.training.balance.rule import Rule
 from stoker.training.balance.sampler import Given, Sampler
 
 MARGIN = 3  # steps a loader may have run ahead since that was told
-LAG = 2  # steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them
+# steps between a rank's time and the step that carries it, and again until it is read: by then a GPU has long done them
+LAG = 2
 
 
 def _said(line: str) -> None:
@@ -58,8 +60,12 @@ class _Exchange:
         self._weight: Tensor | float = 1.0
         self._total: Any = None  # the small all-reduce of this step, under way
         self._times: deque[tuple[Given, Any, Any]] = deque(maxlen=LAG)  # this rank's, of the steps before
-        self._carried: tuple[Given | None, Tensor] | None = None  # whose seconds the step before carried, and what came of it
-        self._copy: tuple[Given | None, Tensor, Any] | None = None  # and of the step before that, on its way to the host
+        self._carried: tuple[Given | None, Tensor] | None = (
+            None  # whose seconds the step before carried, and what came of it
+        )
+        self._copy: tuple[Given | None, Tensor, Any] | None = (
+            None  # and of the step before that, on its way to the host
+        )
 
     def begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled() or not model.training:
@@ -70,7 +76,10 @@ class _Exchange:
             share = given.shares[self._sampler.rank]
             if args[0].shape[0] != share:
                 found = f"a batch of {args[0].shape[0]} rows where this rank's share of step {given.step} is {share}"
-                raise RuntimeError(f"balance: {found}: each batch of the Sampler needs one forward and one backward (rows=False: rows are no samples)")
+                raise RuntimeError(
+                    f"balance: {found}: each batch of the Sampler needs one forward and one backward (rows=False: rows"
+                    " are no samples)"
+                )
 
     def hook(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP reads the annotations, and refuses them as text
         if self._total is None:
@@ -102,7 +111,9 @@ class _Exchange:
         if len(self._times) == LAG:
             measured, begin, end = self._times[0]
             seconds[sampler.rank] = self._between(begin, end)
-        small = torch.tensor([0.0, *seconds, *ahead], dtype=torch.float64, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
+        small = torch.tensor([0.0, *seconds, *ahead], dtype=torch.float64, pin_memory=self._device.type == "cuda").to(
+            self._device, non_blocking=True
+        )
         small[0] = self._weight
         self._hear()
         if self._carried is not None:
@@ -131,7 +142,10 @@ class _Exchange:
         sampler.plans.add(plan)
         if sampler.rank == 0:
             speeds = ", ".join(f"{1 / one:.1f}" for one in found.seconds)
-            self._say(f"from step {plan.step} on the ranks take {', '.join(map(str, plan.shares))} of {sampler.batch} samples ({speeds} samples/s)")
+            self._say(
+                f"from step {plan.step} on the ranks take {', '.join(map(str, plan.shares))} of {sampler.batch} samples"
+                f" ({speeds} samples/s)"
+            )
             stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
 
     def _to_host(self, numbers: Tensor) -> tuple[Tensor, Any]:

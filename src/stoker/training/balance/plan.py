@@ -1,7 +1,7 @@
 """How many samples of a step each rank computes. Pure: measured seconds in, whole numbers out.
 
-A step's samples are the same whatever the plan says; it only cuts them. A plan is in force from a step that all ranks know, and is kept with
-the checkpoint, so what a rank computes is a function of (seed, step, plan).
+A step's samples are the same whatever the plan says; it only cuts them. A plan is in force from a step that all ranks
+know, and is kept with the checkpoint, so what a rank computes is a function of (seed, step, plan).
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def apportion(samples: int, weights: Sequence[float], most: Sequence[int] | None
     whole = sum(weights)
     ideal = [samples * one / whole for one in weights]
     for _ in range(samples - sum(found)):
-        # The next one goes where it is missed most, relative to what that rank should have: the slowest part of a step decides, not a sum.
+        # The next one goes where it is missed most, relative to what that rank should have: the slowest part of a step
+        # decides, not a sum.
         free = [n for n in range(count) if found[n] < limits[n]]
         found[min(free, key=lambda n: ((found[n] + 1) / ideal[n], n))] += 1
     return tuple(found)
@@ -87,7 +88,11 @@ class Plans:
         """What a checkpoint of `step` keeps: the plan in force, and one that is decided but not in force yet."""
         with self._lock:
             kept = [one for one in self._plans if one.step > step]
-            return {"ranks": self.ranks, "batch": self.batch, "plans": [as_json(one) for one in (self._at(step), *kept)]}
+            return {
+                "ranks": self.ranks,
+                "batch": self.batch,
+                "plans": [as_json(one) for one in (self._at(step), *kept)],
+            }
 
     def go_on(self, told: Mapping[str, Any] | None) -> bool:
         """Whether a checkpoint's plans hold here: another number of ranks or another batch begins with equal shares."""

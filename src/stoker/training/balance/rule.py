@@ -1,4 +1,6 @@
-"""When the shares are planned anew, and when the network is to blame rather than a rank. Pure: numbers of steps in, a decision out."""
+"""When the shares are planned anew, and when the network is to blame rather than a rank. Pure: numbers of steps in, a
+decision out.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Rule:
         self._seen.append((tuple(shares), tuple(seconds)))
         if len(self._seen) < STEPS or sum(imbalance(one) > IMBALANCE for _, one in self._seen) < LATE:
             return None
-        # Medians over the steps: where each step has another slowest rank (noise), they are near each other and nothing is gained.
+        # Medians over the steps: where each step has another slowest rank (noise), they are near each other and nothing
+        # is gained.
         per_sample = tuple(median(one[n] for _, one in self._seen) / shares[n] for n in range(len(shares)))
         self._seen.clear()
         now = [part * one for part, one in zip(shares, per_sample, strict=True)]
@@ -74,7 +77,13 @@ class NetworkRule:
         if self._said or min(compute) <= 0:
             return None
         exchange = min(waiting)
-        self._seen.append((exchange, max(compute) - sum(compute) / len(compute), max(one + two for one, two in zip(compute, waiting, strict=True))))
+        self._seen.append(
+            (
+                exchange,
+                max(compute) - sum(compute) / len(compute),
+                max(one + two for one, two in zip(compute, waiting, strict=True)),
+            )
+        )
         if len(self._seen) < STEPS:
             return None
         exchange, unlike, step = (median(one[n] for one in self._seen) for n in range(3))

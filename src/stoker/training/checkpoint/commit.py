@@ -1,4 +1,6 @@
-"""Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No collective anywhere."""
+"""Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No collective
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,10 @@ def gather(folder: str, world: int, patience: float, pause: Callable[[float], bo
         if not missing:
             return [read_part(folder, rank) for rank in range(world)]
         if time.monotonic() > deadline:
-            raise GivenUp(f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same {os.path.dirname(folder)}")
+            raise GivenUp(
+                f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same"
+                f" {os.path.dirname(folder)}"
+            )
         if pause(wait):
             raise GivenUp("the run ended before all ranks had written their parts")
         wait = min(wait * 1.5, 0.2)
@@ -57,7 +62,10 @@ def merge(parts: Sequence[Part]) -> tuple[dict[str, Sums], dict[str, Entry]]:
             if known is None:
                 tensors[name] = entry
             elif (known.shape, known.dtype, known.rank) != (entry.shape, entry.dtype, entry.rank):
-                raise GivenUp(f"rank {part.rank} has {name} as {entry.dtype} {list(entry.shape)}, others as {known.dtype} {list(known.shape)}")
+                raise GivenUp(
+                    f"rank {part.rank} has {name} as {entry.dtype} {list(entry.shape)}, others as {known.dtype}"
+                    f" {list(known.shape)}"
+                )
             else:
                 tensors[name] = replace(known, pieces=known.pieces + entry.pieces)
     return files, tensors
@@ -69,7 +77,10 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -
     problem = wrong[0] if wrong else disagreement(files, tensors)
     if problem:
         raise GivenUp(problem)
-    write_whole(os.path.join(unfinished, NAME), encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)))
+    write_whole(
+        os.path.join(unfinished, NAME),
+        encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
+    )
     for rank in range(wanted.world):
         os.unlink(os.path.join(unfinished, note_name(rank)))  # the manifest has what they said
     sync_folder(unfinished)

@@ -52,7 +52,9 @@ def remove(path: str) -> None:
 
 
 def put_in_place(fresh: str, final: str) -> None:
-    """Renames, where a checkpoint of this step may be there already: a crash between the two renames is mended by `mend`."""
+    """Renames, where a checkpoint of this step may be there already: a crash between the two renames is mended by
+    `mend`.
+    """
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
     replaces = os.path.isdir(final)
@@ -90,7 +92,9 @@ def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
 
 
 def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], keep_best: bool) -> None:
-    """Removes what is older than the newest `keep` complete ones (`scores` has those), but for the best. What is later than `step` stays."""
+    """Removes what is older than the newest `keep` complete ones (`scores` has those), but for the best. What is later
+    than `step` stays.
+    """
     complete = sorted((one for one in scores if one <= step), reverse=True)
     staying = {step, *complete[: max(keep, 1)]}
     scored = {one: score for one, score in scores.items() if score is not None}
@@ -110,15 +114,25 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
         os.makedirs(folder, exist_ok=True)
         fd = open_lock_file(os.path.join(folder, LOCK))
     except OSError as problem:
-        raise Refusal(f"checkpoints can't be written in {folder}: {problem.strerror}; give another place with --checkpoint.folder", EX_CANTCREAT) from problem
+        raise Refusal(
+            f"checkpoints can't be written in {folder}: {problem.strerror}; give another place with"
+            " --checkpoint.folder",
+            EX_CANTCREAT,
+        ) from problem
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as problem:
         holder = os.read(fd, 200).decode("utf-8", "replace").strip() or "another process"
         os.close(fd)
-        raise Refusal(f"{holder} is writing checkpoints in {folder}; stop it or give another place with --checkpoint.folder", EX_TEMPFAIL) from problem
+        raise Refusal(
+            f"{holder} is writing checkpoints in {folder}; stop it or give another place with --checkpoint.folder",
+            EX_TEMPFAIL,
+        ) from problem
     except OSError as problem:
-        say(f"{folder}: this file system can't lock ({problem.strerror}); see to it that only one job writes its checkpoints there")
+        say(
+            f"{folder}: this file system can't lock ({problem.strerror}); see to it that only one job writes its"
+            " checkpoints there"
+        )
         os.close(fd)
         return None
     try:

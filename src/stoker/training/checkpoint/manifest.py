@@ -1,4 +1,6 @@
-"""What a checkpoint's manifest.json says: which files with which checksums, and where each tensor's pieces lie. No torch here."""
+"""What a checkpoint's manifest.json says: which files with which checksums, and where each tensor's pieces lie. No
+torch here.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Piece:
 
 @shape
 class Entry:
-    """A whole tensor. `rank`: it belongs to that rank alone (its random state, say), and another world size does not miss it."""
+    """A whole tensor. `rank`: it belongs to that rank alone (its random state, say), and another world size does not
+    miss it.
+    """
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
@@ -79,9 +83,14 @@ def decode(data: bytes) -> Manifest:
     if score is not None and not isinstance(score, (int, float)):
         raise ValueError(f"score is {score!r}")
     manifest = Manifest(
-        step=_count(body.get("step"), "step"), world=_count(body.get("world"), "world"), token=str(body.get("token")),
-        files=decode_files(body.get("files")), tensors=decode_tensors(body.get("tensors")), meta=_mapping(body.get("meta"), "meta"), score=score,
-    )  # fmt: skip
+        step=_count(body.get("step"), "step"),
+        world=_count(body.get("world"), "world"),
+        token=str(body.get("token")),
+        files=decode_files(body.get("files")),
+        tensors=decode_tensors(body.get("tensors")),
+        meta=_mapping(body.get("meta"), "meta"),
+        score=score,
+    )
     problem = disagreement(manifest.files, manifest.tensors)
     if problem:
         raise ValueError(problem)
@@ -111,14 +120,21 @@ def decode_tensors(found: object) -> dict[str, Entry]:
             raise ValueError(f"{name}: pieces is {pieces!r}")
         rank = entry.get("rank")
         tensors[name] = Entry(
-            _counts(entry.get("shape"), f"{name}: shape"), str(entry.get("dtype")),
-            tuple(_piece(_mapping(piece, name), name) for piece in pieces), None if rank is None else _count(rank, f"{name}: rank"),
-        )  # fmt: skip
+            _counts(entry.get("shape"), f"{name}: shape"),
+            str(entry.get("dtype")),
+            tuple(_piece(_mapping(piece, name), name) for piece in pieces),
+            None if rank is None else _count(rank, f"{name}: rank"),
+        )
     return tensors
 
 
 def _piece(found: Mapping[str, Any], name: str) -> Piece:
-    return Piece(str(found.get("file")), str(found.get("key")), _counts(found.get("offset"), f"{name}: offset"), _counts(found.get("shape"), f"{name}: shape"))
+    return Piece(
+        str(found.get("file")),
+        str(found.get("key")),
+        _counts(found.get("offset"), f"{name}: offset"),
+        _counts(found.get("shape"), f"{name}: shape"),
+    )
 
 
 def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str | None:
@@ -129,7 +145,9 @@ def disagreement(files: Mapping[str, Sums], tensors: Mapping[str, Entry]) -> str
                 return f"{name} lies in {piece.file!r}, which is not among the files"
             if not len(piece.offset) == len(piece.shape) == len(entry.shape):
                 return f"{name}: a piece has another number of dimensions"
-            if any(start + size > whole for start, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)):
+            if any(
+                start + size > whole for start, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+            ):
                 return f"{name}: a piece lies outside of shape {list(entry.shape)}"
         if len(entry.shape) > MOST_DIMENSIONS:
             return f"{name} has {len(entry.shape)} dimensions"
@@ -146,12 +164,16 @@ def _overlap(pieces: Sequence[Piece]) -> bool:
         return False  # cut along the first dimension, as nearly always
     if len(ordered) > MOST_PIECES:
         return True  # all pairs of so many would take hours; no writer of ours cuts a tensor so along a later dimension
-    return any(overlap(one.offset, one.shape, two.offset, two.shape) for n, one in enumerate(ordered) for two in ordered[n + 1 :])
+    return any(
+        overlap(one.offset, one.shape, two.offset, two.shape)
+        for n, one in enumerate(ordered)
+        for two in ordered[n + 1 :]
+    )
 
 
 def overlap(
     offset: Sequence[int], shape: Sequence[int], other_offset: Sequence[int], other_shape: Sequence[int]
-) -> tuple[tuple[int, ...], tuple[int, ...]] | None:  # fmt: skip
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Where two blocks meet: (start, stop) per dimension; None where they don't."""
     start = tuple(map(max, offset, other_offset))
     stop = tuple(min(a + n, b + m) for a, n, b, m in zip(offset, shape, other_offset, other_shape, strict=True))

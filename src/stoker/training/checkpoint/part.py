@@ -1,4 +1,6 @@
-"""One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is there."""
+"""One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is
+there.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def failure_name(rank: int) -> str:
     return f"rank-{rank:05d}.failed"
 
 
-def write_part(folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]) -> Part:
+def write_part(
+    folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]
+) -> Part:
     """Leaves nothing of its own behind when it fails."""
     name, size = file_name(rank), max((one.stop for one in placed), default=0)
     _room_for(folder, name, size)
@@ -84,11 +88,15 @@ def note_failure(folder: str, rank: int, why: str) -> None:
 
 
 def _room_for(folder: str, name: str, size: int) -> None:
-    """Known too little room is refused before a byte is written: a disk filled to the brim takes logs and metrics down as well."""
+    """Known too little room is refused before a byte is written: a disk filled to the brim takes logs and metrics down
+    as well.
+    """
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
-        raise GivenUp(f"no space left: {name} needs {amount(size)}, {amount(free)} are free in {os.path.dirname(folder)}")
+        raise GivenUp(
+            f"no space left: {name} needs {amount(size)}, {amount(free)} are free in {os.path.dirname(folder)}"
+        )
 
 
 def _entry(one: Placed, file: str) -> Entry:
@@ -97,7 +105,9 @@ def _entry(one: Placed, file: str) -> Entry:
     return Entry(source.whole, source.dtype, pieces, source.rank)
 
 
-def _write_tensors(path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]) -> Sums:
+def _write_tensors(
+    path: str, step: int, placed: Sequence[Placed], buffers: Buffers, size: int, stopped: Callable[[], bool]
+) -> Sums:
     """The safetensors format: eight bytes of header length, a JSON header padded to eight, then the data without gaps."""
 
     def between(fd: int) -> None:
@@ -109,7 +119,11 @@ def _write_tensors(path: str, step: int, placed: Sequence[Placed], buffers: Buff
     header: dict[str, object] = {"__metadata__": {"format": "pt", "step": str(step)}}
     for one in placed:
         if one.source.block:
-            header[one.source.name] = {"dtype": one.source.dtype, "shape": list(one.source.block.data.shape), "data_offsets": [one.start, one.stop]}
+            header[one.source.name] = {
+                "dtype": one.source.dtype,
+                "shape": list(one.source.block.data.shape),
+                "data_offsets": [one.start, one.stop],
+            }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     out = SummedFile(path, between)

@@ -53,7 +53,9 @@ def local_block(name: str, tensor: torch.Tensor) -> tuple[Block, bool]:
         return Block((0,) * tensor.dim(), _here(tensor)), False
     for dim, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         if type(placement) is Shard:  # a strided shard is another class: its block is not one block of the whole
-            full = -(-size[placement.dim] // tensor.device_mesh.size(dim))  # as torch.chunk: the last ones are smaller, or empty
+            full = -(
+                -size[placement.dim] // tensor.device_mesh.size(dim)
+            )  # as torch.chunk: the last ones are smaller, or empty
             start = min(at * full, size[placement.dim])
             size[placement.dim] = min(full, size[placement.dim] - start)
             offset[placement.dim] += start
@@ -63,7 +65,10 @@ def local_block(name: str, tensor: torch.Tensor) -> tuple[Block, bool]:
             raise ValueError(f"{name}: a tensor placed as {placement} can't be saved; Shard and Replicate can")
     local = _here(tensor)
     if tuple(local.shape) != tuple(size):
-        raise ValueError(f"{name}: this rank holds {list(local.shape)} of {list(tensor.shape)} where {tensor.placements} gives {size}")
+        raise ValueError(
+            f"{name}: this rank holds {list(local.shape)} of {list(tensor.shape)} where {tensor.placements} gives"
+            f" {size}"
+        )
     return Block(tuple(offset), local), first
 
 
@@ -72,7 +77,9 @@ def _here(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local().detach()
 
 
-def sources(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Source]:
+def sources(
+    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, world: int
+) -> list[Source]:
     """What this rank writes. Every rank must come with the same `tensors`; `own` are this rank's alone."""
     twice = tensors.keys() & own.keys()
     if twice or "__metadata__" in tensors or "__metadata__" in own:
@@ -84,13 +91,21 @@ def sources(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
             shared.append((name, tensor.detach()))
             continue
         block, first = local_block(name, tensor)
-        found.append(Source(name, tuple(tensor.shape), dtype_of(name, tensor), block if first and block.data.numel() else None))
+        found.append(
+            Source(name, tuple(tensor.shape), dtype_of(name, tensor), block if first and block.data.numel() else None)
+        )
     rows = share([(tensor.shape, tensor.element_size()) for _, tensor in shared], rank, world)
     for (name, tensor), (start, stop) in zip(shared, rows, strict=True):
         mine = Block((start, *(0,) * (tensor.dim() - 1)), tensor[start:stop]) if tensor.dim() else Block((), tensor)
         found.append(Source(name, tuple(tensor.shape), dtype_of(name, tensor), mine if stop > start else None))
     found += [
-        Source(name, tuple(tensor.shape), dtype_of(name, tensor), Block((0,) * tensor.dim(), tensor.detach()) if tensor.numel() else None, rank)
+        Source(
+            name,
+            tuple(tensor.shape),
+            dtype_of(name, tensor),
+            Block((0,) * tensor.dim(), tensor.detach()) if tensor.numel() else None,
+            rank,
+        )
         for name, tensor in sorted(own.items())
     ]
     return found
@@ -99,7 +114,8 @@ def sources(tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -> list[tuple[int, int]]:
     """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes.
 
-    All tensors in a row are one stream of bytes, cut into equal parts; a cut moves to the nearest row of the tensor it falls into.
+    All tensors in a row are one stream of bytes, cut into equal parts; a cut moves to the nearest row of the tensor it
+    falls into.
     """
     total = sum(math.prod(size) * width for size, width in tensors)
     begin, end = total * rank // world, total * (rank + 1) // world
@@ -111,6 +127,8 @@ def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -
             found.append((0, 0))
             continue
         row = count // rows
-        found.append((min(max((begin - start + row // 2) // row, 0), rows), min(max((end - start + row // 2) // row, 0), rows)))
+        found.append(
+            (min(max((begin - start + row // 2) // row, 0), rows), min(max((end - start + row // 2) // row, 0), rows))
+        )
         start += count
     return found

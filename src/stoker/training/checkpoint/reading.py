@@ -49,7 +49,9 @@ class Checkpoint:
             if dtype_of(name, tensor) != entry.dtype and not cast:
                 raise self._other_model(f"{name} is {entry.dtype} there and {dtype_of(name, tensor)} here")
         if not partly:
-            more = next((name for name, entry in self.tensors.items() if entry.rank is None and name not in tensors), None)
+            more = next(
+                (name for name, entry in self.tensors.items() if entry.rank is None and name not in tensors), None
+            )
             if more is not None:
                 raise self._other_model(f"it holds {more}, which is not here")
         self._fill(tensors)
@@ -58,11 +60,19 @@ class Checkpoint:
         if name not in self.tensors:
             raise self._other_model(f"it has no {name}")
         if self.tensors[name].dtype not in _TORCH:
-            raise Refusal(f"{self.path}: {name} is of type {self.tensors[name].dtype!r}, which this torch ({torch.__version__}) does not have", EX_DATAERR)
+            raise Refusal(
+                f"{self.path}: {name} is of type {self.tensors[name].dtype!r}, which this torch ({torch.__version__})"
+                " does not have",
+                EX_DATAERR,
+            )
         return self.tensors[name]
 
     def _other_model(self, what: str) -> Refusal:
-        return Refusal(f"{self.path} is a checkpoint of another model or optimizer: {what}; resume with its own settings, or in another run", EX_DATAERR)
+        return Refusal(
+            f"{self.path} is a checkpoint of another model or optimizer: {what}; resume with its own settings, or in"
+            " another run",
+            EX_DATAERR,
+        )
 
     def _fill(self, tensors: Mapping[str, torch.Tensor]) -> None:
         work: dict[str, list[tuple[str, Piece, Block]]] = {}
@@ -82,7 +92,9 @@ class Checkpoint:
 def _copy(opened: Any, piece: Piece, block: Block, entry: Entry) -> None:
     source = opened.get_slice(piece.key)
     if tuple(source.get_shape()) != piece.shape or source.get_dtype() != entry.dtype:
-        raise ValueError(f"{piece.key} is {source.get_dtype()} {source.get_shape()} instead of {entry.dtype} {list(piece.shape)}")
+        raise ValueError(
+            f"{piece.key} is {source.get_dtype()} {source.get_shape()} instead of {entry.dtype} {list(piece.shape)}"
+        )
     if not piece.shape:
         block.data.copy_(opened.get_tensor(piece.key))
         return
@@ -123,8 +135,12 @@ def verify(path: str, threads: int = 0) -> list[str]:
         return [problem.line]
 
 
-def find(folder: str, say: Callable[[str], None], deep: bool = True, threads: int = 0, of_run: str = "") -> Checkpoint | None:
-    """The newest sound checkpoint. A damaged one is said, and the one before is taken. `of_run`: only what that run itself has saved."""
+def find(
+    folder: str, say: Callable[[str], None], deep: bool = True, threads: int = 0, of_run: str = ""
+) -> Checkpoint | None:
+    """The newest sound checkpoint. A damaged one is said, and the one before is taken. `of_run`: only what that run
+    itself has saved.
+    """
     try:
         mend(folder)
     except OSError as problem:  # a folder that may only be read

@@ -1,6 +1,8 @@
-"""Saves while training goes on: a snapshot now, the writing in a thread. A save that fails is said, and the last good one stays.
+"""Saves while training goes on: a snapshot now, the writing in a thread. A save that fails is said, and the last good
+one stays.
 
-In a loop: `prepare_buffers` once; `before_update` between backward and the optimizer's step; `save` after it; `close` at the end.
+In a loop: `prepare_buffers` once; `before_update` between backward and the optimizer's step; `save` after it; `close`
+at the end.
 """
 
 from __future__ import annotations
@@ -41,18 +43,31 @@ class Saver:
     """
 
     def __init__(
-        self, folder: str, *, rank: int, world: int, token: str, say: Callable[[str], None], keep: int = 2, keep_best: bool = True, patience: float = 300.0,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str,
+        *,
+        rank: int,
+        world: int,
+        token: str,
+        say: Callable[[str], None],
+        keep: int = 2,
+        keep_best: bool = True,
+        patience: float = 300.0,
+    ) -> None:
         self._store = Store(folder, rank, world, token, say)
         self._rank, self._world, self._token, self._say = rank, world, token, say
         self._keep, self._keep_best, self._patience = keep, keep_best, patience
         self._buffers = Buffers(say)
         self._streams: dict[torch.device, Any] = {}
         self._copying: Copying | None = None
-        self._serial = 0  # counts the calls of save(), which all ranks make alike: so they agree on a name without talking
+        self._serial = (
+            0  # counts the calls of save(), which all ranks make alike: so they agree on a name without talking
+        )
         self._job: _Job | None = None
         self._declined: list[tuple[int, int]] = []
-        self._written: tuple[int, int] | None = None  # serial and step of the newest save of which this rank did its share
+        self._written: tuple[int, int] | None = (
+            None  # serial and step of the newest save of which this rank did its share
+        )
         self._skips_said = False
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -60,18 +75,26 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
 
-    def prepare_buffers(self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor] | None = None) -> int:
-        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. Returns the bytes held."""
+    def prepare_buffers(
+        self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor] | None = None
+    ) -> int:
+        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. Returns the bytes
+        held.
+        """
         self._reserve(lay_out(sources(tensors, own or {}, self._rank, self._world)))
         return self._buffers.size
 
     def prepare_buffers_aside(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """The same in a thread: pinning takes half a second a GB, and the first step need not wait for it."""
-        self._preparing = threading.Thread(target=self.prepare_buffers, args=(tensors,), name="checkpoint buffers", daemon=True)
+        self._preparing = threading.Thread(
+            target=self.prepare_buffers, args=(tensors,), name="checkpoint buffers", daemon=True
+        )
         self._preparing.start()
 
     def busy(self) -> bool:
-        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree on it before you call `save`."""
+        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree on it before you call
+        `save`.
+        """
         return self._job is not None
 
     def problem(self) -> str | None:
@@ -85,12 +108,20 @@ class Saver:
             self._copying = None
 
     def save(
-        self, step: int, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], score: float | None = None, *,
-        own: Mapping[str, torch.Tensor] | None = None, wait: bool = False,
-    ) -> bool:  # fmt: skip
-        """Every rank calls this, in the same order. `tensors` are the job's (replicated, or DTensors), `own` this rank's alone.
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        meta: Mapping[str, Any],
+        score: float | None = None,
+        *,
+        own: Mapping[str, torch.Tensor] | None = None,
+        wait: bool = False,
+    ) -> bool:
+        """Every rank calls this, in the same order. `tensors` are the job's (replicated, or DTensors), `own` this
+        rank's alone.
 
-        Returns whether the save was taken up; with `wait`, whether the checkpoint is there. rank 0's `meta` and `score` count.
+        Returns whether the save was taken up; with `wait`, whether the checkpoint is there. rank 0's `meta` and `score`
+        count.
         """
         if self._closed:
             raise ValueError("this Saver is closed")
@@ -98,7 +129,11 @@ class Saver:
         self._serial += 1
         if wait:
             self._wait_idle()
-            if self._written is not None and self._written[1] == step and self._store.became_a_checkpoint(*self._written, self._patience):
+            if (
+                self._written is not None
+                and self._written[1] == step
+                and self._store.became_a_checkpoint(*self._written, self._patience)
+            ):
                 return True
         elif self.busy():
             self._decline(step)
@@ -109,11 +144,20 @@ class Saver:
         copying.start(placed, self._buffers, self._streams)
         self._copying = copying
         best = float(score) if score is not None and math.isfinite(score) else None
-        self._hand_over(_Job(self._serial, Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best), placed, copying))
+        self._hand_over(
+            _Job(
+                self._serial,
+                Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best),
+                placed,
+                copying,
+            )
+        )
         if not wait:
             return True
         self._wait_idle()
-        return self._written == (self._serial, step) and self._store.became_a_checkpoint(self._serial, step, self._patience)
+        return self._written == (self._serial, step) and self._store.became_a_checkpoint(
+            self._serial, step, self._patience
+        )
 
     def close(self, wait: bool = True) -> None:
         """With `wait` the save under way is finished, else given up."""
@@ -137,7 +181,10 @@ class Saver:
             self._declined.append((self._serial, step))
         if not self._skips_said:
             self._skips_said = True
-            self._say(f"the checkpoint of step {step} is skipped: the one before is still being written; save less often, or to a faster disk")
+            self._say(
+                f"the checkpoint of step {step} is skipped: the one before is still being written; save less often, or"
+                " to a faster disk"
+            )
 
     def _reserve(self, placed: list[Placed]) -> None:
         on_gpu = any(one.source.block is not None and one.source.block.data.is_cuda for one in placed)
@@ -165,7 +212,9 @@ class Saver:
             self._thread.join(seconds)
 
     def _at_exit(self, pid: int) -> None:
-        """The interpreter ends without close(), after an exception say: a moment to finish, then the thread must be out of torch."""
+        """The interpreter ends without close(), after an exception say: a moment to finish, then the thread must be out
+        of torch.
+        """
         if os.getpid() != pid:
             return
         deadline = time.monotonic() + _LINGER_S

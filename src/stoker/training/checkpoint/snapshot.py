@@ -12,9 +12,11 @@ from stoker.contract.quantities import gb
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.pieces import Source
 
-# torch's pinned allocator rounds up to a power of two: slabs of one waste nothing, where a single 9 GB buffer would take 16.
+# torch's pinned allocator rounds up to a power of two: slabs of one waste nothing, where a single 9 GB buffer would
+# take 16.
 _SLAB = 128 << 20
-# A thousand separate copies fill the driver's queue and hold up the host until the GPU has caught up; small ones are joined on the GPU.
+# A thousand separate copies fill the driver's queue and hold up the host until the GPU has caught up; small ones are
+# joined on the GPU.
 _SMALL, _TOGETHER = 64 << 10, 512
 _cuda: Any = torch.cuda  # whose classes carry no types in some of the torch versions we run with
 
@@ -56,7 +58,10 @@ class Buffers:
                 if not pinned:
                     raise
                 why = str(problem).splitlines()[0]
-                self._say(f"{gb(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and each save stalls training longer")
+                self._say(
+                    f"{gb(size)} of host memory for checkpoints can't be pinned ({why}); ordinary memory is taken, and"
+                    " each save stalls training longer"
+                )
                 pinned = False
                 continue
             self._slabs[-1].zero_()  # touched now, not while training waits for the first snapshot
@@ -120,7 +125,12 @@ class Copying:
                 following = here[n + 1].source.block if n + 1 < len(here) else None
                 if row.numel() <= _SMALL:
                     small.append(row)
-                    if following is not None and following.data.device == data.device and following.data.nbytes <= _SMALL and len(small) < _TOGETHER:
+                    if (
+                        following is not None
+                        and following.data.device == data.device
+                        and following.data.nbytes <= _SMALL
+                        and len(small) < _TOGETHER
+                    ):
                         continue
                     row = torch.cat(small) if len(small) > 1 else row
                     self._alive.append(row)

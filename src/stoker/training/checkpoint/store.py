@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 
 from stoker.contract.names import Refusal
 from stoker.training.checkpoint.commit import Wanted, commit, gather
-from stoker.training.checkpoint.folders import LOCK, hold, mend, name_of, remove, retire, steps_in, sweep, unfinished_name
+from stoker.training.checkpoint.folders import (
+    LOCK,
+    hold,
+    mend,
+    name_of,
+    remove,
+    retire,
+    steps_in,
+    sweep,
+    unfinished_name,
+)
 from stoker.training.checkpoint.part import GivenUp, note_failure, write_part
 from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.checkpoint.snapshot import Buffers, Placed
@@ -34,7 +44,15 @@ class Store:
             os.close(self._lock)
             self._lock = None
 
-    def write(self, serial: int, wanted: Wanted, placed: Sequence[Placed], buffers: Buffers, patience: float, stop: threading.Event) -> None:
+    def write(
+        self,
+        serial: int,
+        wanted: Wanted,
+        placed: Sequence[Placed],
+        buffers: Buffers,
+        patience: float,
+        stop: threading.Event,
+    ) -> None:
         """This rank's part; on rank 0 then all ranks' parts become a checkpoint."""
         unfinished = self._unfinished(wanted.step, serial)
         self._make(unfinished)
@@ -82,7 +100,9 @@ class Store:
         """Asked by a rank whose part is written; others than rank 0 see the rest in the folder."""
         deadline = time.monotonic() + patience
         while self._rank != 0:
-            pending = os.path.isdir(self._unfinished(step, serial))  # asked first: from there to the final name is one rename
+            pending = os.path.isdir(
+                self._unfinished(step, serial)
+            )  # asked first: from there to the final name is one rename
             line = "rank 0 gave it up"
             try:
                 if open_checkpoint(os.path.join(self.folder, name_of(step))).manifest.token == self._token:

@@ -1,7 +1,8 @@
 """Checksummed files: written in one pass, checked again in parallel.
 
-CRC-32 per 16 MiB: it finds every single flipped bit and every burst up to 32 bits, and it is what the hardware does fastest of what
-Python has (one core of a 2.8 GHz Xeon: crc32 1.40 GB/s, sha256 with SHA-NI 0.88, blake2b 0.54). zlib lets go of the GIL while it counts.
+CRC-32 per 16 MiB: it finds every single flipped bit and every burst up to 32 bits, and it is what the hardware does
+fastest of what Python has (one core of a 2.8 GHz Xeon: crc32 1.40 GB/s, sha256 with SHA-NI 0.88, blake2b 0.54). zlib
+lets go of the GIL while it counts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ CHUNK = 16 << 20
 
 
 class SummedFile:
-    """A new file of which no second pass is needed to know the checksums. `between` runs before each chunk and may raise."""
+    """A new file of which no second pass is needed to know the checksums. `between` runs before each chunk and may
+    raise.
+    """
 
     def __init__(self, path: str, between: Callable[[int], None]) -> None:
         self.path = path
@@ -45,7 +48,9 @@ class SummedFile:
             while len(left):
                 left = left[os.write(self._fd, left) :]
         except OSError as problem:
-            raise OSError(problem.errno, problem.strerror, self.path) from problem  # a write does not know its file's name
+            raise OSError(
+                problem.errno, problem.strerror, self.path
+            ) from problem  # a write does not know its file's name
 
     def finish(self) -> Sums:
         try:
@@ -62,10 +67,16 @@ class SummedFile:
 
 def wrong_in(folder: str, files: dict[str, Sums], threads: int = 0) -> list[str]:
     """What is wrong with these files, one line each, in the order of the files; every byte is read."""
-    problems: dict[str, str | None] = {name: _wrong_size(os.path.join(folder, name), sums) for name, sums in files.items()}
+    problems: dict[str, str | None] = {
+        name: _wrong_size(os.path.join(folder, name), sums) for name, sums in files.items()
+    }
     chunks = [(name, n) for name, sums in files.items() if problems[name] is None for n in range(len(sums.crc32))]
     with ThreadPoolExecutor(max_workers=threads or min(16, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
-        for (name, _), problem in zip(chunks, pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks), strict=True):
+        for (name, _), problem in zip(
+            chunks,
+            pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks),
+            strict=True,
+        ):
             problems[name] = problems[name] or problem
     return [f"{name} {problem}" for name, problem in problems.items() if problem]
 

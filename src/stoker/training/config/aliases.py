@@ -25,10 +25,17 @@ RENAMED = {
     "log_interval": "train.log_every", "logging_steps": "train.log_every", "eval_interval": "train.eval_every",
     "save_interval": "checkpoint.every_steps", "save_steps": "checkpoint.every_steps",
 }  # fmt: skip
-# The notes' sections, and which of ours each is first of all. In them any name that is clear without its section is understood.
+# The notes' sections, and which of ours each is first of all. In them any name that is clear without its section is
+# understood.
 NOTES_SECTIONS = {"system": "parallel", "training": "train", "model": "model", "optimizer": "optim", "data": "data"}
 # A section that is given a plain value instead of keys: --data PATH, `tokenizer: bytes`.
-SECTION_VALUES = {"data": "data.path", "tokenizer": "tokenizer.path", "model": "model.load", "optimizer": "optim.kind", "optim": "optim.kind"}
+SECTION_VALUES = {
+    "data": "data.path",
+    "tokenizer": "tokenizer.path",
+    "model": "model.load",
+    "optimizer": "optim.kind",
+    "optim": "optim.kind",
+}
 
 
 def _use_amp(value: Any) -> dict[str, Any]:
@@ -68,7 +75,9 @@ def names() -> list[str]:
 
 
 def meaning(name: str, value: Any) -> dict[str, Any] | None:
-    """The keys (or PRESET, GPU) a name stands for, their values read; None if nobody knows it. Raises ValueError for a value that can't be."""
+    """The keys (or PRESET, GPU) a name stands for, their values read; None if nobody knows it. Raises ValueError for a
+    value that can't be.
+    """
     if name in KEYS:
         found = {name: value}
     elif name in BARE or name in RENAMED:
@@ -85,12 +94,16 @@ def meaning(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def in_section(section: str, name: str) -> str | None:
-    """What `name` below `section` is called without it: a dotted key, or one of `names()`. None where it has no business there."""
+    """What `name` below `section` is called without it: a dotted key, or one of `names()`. None where it has no
+    business there.
+    """
     ours = NOTES_SECTIONS.get(section, section)
     if f"{ours}.{name}" in KEYS:
         return f"{ours}.{name}"
     target = BARE.get(name) or RENAMED.get(name, "")
-    if target.startswith(f"{ours}.") or (section in NOTES_SECTIONS and (target or name in TRANSLATED or name in LEAVES)):
+    if target.startswith(f"{ours}.") or (
+        section in NOTES_SECTIONS and (target or name in TRANSLATED or name in LEAVES)
+    ):
         return name
     return "warmup" if name == "warmup" and ours == "optim" else None
 

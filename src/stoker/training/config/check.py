@@ -1,4 +1,6 @@
-"""What no training can be made of: numbers out of range, combinations that exclude each other. Pure: a configuration in, a refusal out."""
+"""What no training can be made of: numbers out of range, combinations that exclude each other. Pure: a configuration
+in, a refusal out.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,11 @@ class Range:
     below: bool = False  # high itself is out
 
     def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.above else self.low <= value) and (value < self.high if self.below else value <= self.high) and math.isfinite(value)
+        return (
+            (self.low < value if self.above else self.low <= value)
+            and (value < self.high if self.below else value <= self.high)
+            and math.isfinite(value)
+        )
 
     def __str__(self) -> str:
         if self.high == math.inf:
@@ -39,7 +45,13 @@ class Range:
 
 MANY = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
 _ANY, _POSITIVE, _SHARE, _LESS_THAN_ALL = Range(0), Range(0, above=True), Range(0, 1), Range(0, 1, below=True)
-_COUNT, _ONE, _TWO, _LARGE, _SEED = Range(0, MANY), Range(1, MANY), Range(2, MANY), Range(0, MANY * 10**6), Range(0, 2**63 - 1)
+_COUNT, _ONE, _TWO, _LARGE, _SEED = (
+    Range(0, MANY),
+    Range(1, MANY),
+    Range(2, MANY),
+    Range(0, MANY * 10**6),
+    Range(0, 2**63 - 1),
+)
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("model.depth", "model.head_dim", "model.vocab_size", "data.num_workers", "batch.micro", "optim.warmup_steps", "train.max_steps",
                      "train.epochs", "train.eval_every", "checkpoint.every_steps", "generate.top_k", "grpo.breaker_steps", "evaluate.most", "evaluate.draws",
@@ -68,7 +80,10 @@ class _Checking:
     def refuse(self, names: Sequence[str], line: str) -> NoReturn:
         """`names`: the keys that make it impossible; the one that was given is to blame."""
         origin = next((self.given[name] for name in names if name in self.given), None)
-        raise Refusal(f"{origin.words if origin else f'preset {self.config.preset}'}: {line}", origin.code if origin else EX_CONFIG)
+        raise Refusal(
+            f"{origin.words if origin else f'preset {self.config.preset}'}: {line}",
+            origin.code if origin else EX_CONFIG,
+        )
 
 
 def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: bool | None = None) -> None:
@@ -92,25 +107,44 @@ def _shape(checking: _Checking) -> None:
         names = ("model.heads", "model.dim", "model.depth")
         fits = [count for count in range(1, min(model.dim, 1024) + 1) if model.dim % (2 * count) == 0]
         if not fits:
-            checking.refuse(names, f"model.dim {model.dim} is odd: no heads of an even width make it; give an even one, or model.head_dim")
+            checking.refuse(
+                names,
+                f"model.dim {model.dim} is odd: no heads of an even width make it; give an even one, or model.head_dim",
+            )
         near = ", ".join(map(str, sorted(sorted(fits, key=lambda count: abs(count - model.heads))[:4])))
-        checking.refuse(names, f"model.heads {model.heads} does not divide model.dim {model.dim}: heads of {near} do, or give model.head_dim")
+        checking.refuse(
+            names,
+            f"model.heads {model.heads} does not divide model.dim {model.dim}: heads of {near} do, or give"
+            " model.head_dim",
+        )
     if model.head_dim % 2:
         names = ("model.head_dim", "model.heads", "model.dim")
-        checking.refuse(names, f"model.head_dim {model.head_dim} is odd (dim {model.dim}, heads {model.heads}): the rotary embedding turns pairs")
+        checking.refuse(
+            names,
+            f"model.head_dim {model.head_dim} is odd (dim {model.dim}, heads {model.heads}): the rotary embedding turns"
+            " pairs",
+        )
     if model.heads % model.kv_heads:
         legal = ", ".join(str(count) for count in range(1, min(model.heads, 1024) + 1) if model.heads % count == 0)
-        checking.refuse(("model.kv_heads", "model.heads"), f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}: {legal} do")
+        checking.refuse(
+            ("model.kv_heads", "model.heads"),
+            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}: {legal} do",
+        )
 
 
 def _run_length_and_batch(checking: _Checking) -> None:
     train, batch, context = checking.config.train, checking.config.batch, checking.config.data.context_length
     if not train.max_steps and not train.epochs:
-        checking.refuse(("train.max_steps", "train.epochs"), "neither train.max_steps nor train.epochs says how long to train")
+        checking.refuse(
+            ("train.max_steps", "train.epochs"), "neither train.max_steps nor train.epochs says how long to train"
+        )
     if batch.tokens % context:
         low = batch.tokens // context * context
         legal = f"{low} or {low + context}" if low else f"{context}"
-        checking.refuse(("batch.tokens", "data.context_length"), f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is")
+        checking.refuse(
+            ("batch.tokens", "data.context_length"),
+            f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is",
+        )
 
 
 def _words(checking: _Checking) -> None:
@@ -120,9 +154,15 @@ def _words(checking: _Checking) -> None:
         checking.refuse(["train.log_to"], f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}")
     percent = _PERCENT.fullmatch(config.data.validation)
     if percent:
-        checking.refuse(["data.validation"], f"data.validation {config.data.validation} is a percentage: write the share, {float(percent[1]) / 100:g}")
+        checking.refuse(
+            ["data.validation"],
+            f"data.validation {config.data.validation} is a percentage: write the share, {float(percent[1]) / 100:g}",
+        )
     if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in _LESS_THAN_ALL:
-        checking.refuse(["data.validation"], f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path")
+        checking.refuse(
+            ["data.validation"],
+            f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path",
+        )
 
 
 def _drill(checking: _Checking) -> None:
@@ -134,7 +174,10 @@ def _drill(checking: _Checking) -> None:
     if told is None:
         return
     if train.max_steps and told.step >= train.max_steps:
-        checking.refuse(("nan.inject", "train.max_steps"), f"nan.inject {text}: there is no step {told.step}: the run's are 0 to {train.max_steps - 1}")
+        checking.refuse(
+            ("nan.inject", "train.max_steps"),
+            f"nan.inject {text}: there is no step {told.step}: the run's are 0 to {train.max_steps - 1}",
+        )
     problem = "" if model.load else misplaced(told, model.layers)
     if problem:
         checking.refuse(["nan.inject"], f"nan.inject {text}: {problem}")
@@ -147,10 +190,16 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
         line = "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
         checking.refuse(("compute.cuda_graphs", "parallel.strategy"), line)
     if strategy == "fsdp" and config.optim.kind != "adamw":
-        line = f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or optim.kind adamw"
+        line = (
+            f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them:"
+            " use ddp, or optim.kind adamw"
+        )
         checking.refuse(("optim.kind", "parallel.strategy"), line)
     if compute.compile == "fused" and compute.fp8 != "off":
-        line = f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto compiles the blocks for it"
+        line = (
+            f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto"
+            " compiles the blocks for it"
+        )
         checking.refuse(("compute.compile", "compute.fp8"), line)
     _exchange(checking)
     if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
@@ -158,8 +207,12 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
         checking.refuse(("compute.attention", "compute.dtype", "data.kind"), line)
     if not on_cpu:
         return
-    only_gpu = {"compute.fp8": (compute.fp8, "tensorwise"), "compute.cuda_graphs": (compute.cuda_graphs, "on"),
-                "compute.loss": (compute.loss, "liger"), "compute.attention": (compute.attention, "cudnn")}  # fmt: skip
+    only_gpu = {
+        "compute.fp8": (compute.fp8, "tensorwise"),
+        "compute.cuda_graphs": (compute.cuda_graphs, "on"),
+        "compute.loss": (compute.loss, "liger"),
+        "compute.attention": (compute.attention, "cudnn"),
+    }
     for name, (value, needs_gpu) in only_gpu.items():
         if value == needs_gpu:
             checking.refuse([name, "parallel.device"], f"{name} {value} needs a GPU, and this would train on the CPU")
@@ -168,13 +221,22 @@ def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
 def _exchange(checking: _Checking) -> None:
     told, kind = checking.config.parallel, checking.config.optim.kind
     if told.strategy == "fsdp" and told.balance != "off":
-        line = "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and nobody's own speed shows"
+        line = (
+            "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and"
+            " nobody's own speed shows"
+        )
         checking.refuse(("parallel.balance", "parallel.strategy"), line)
     if told.strategy == "fsdp" and told.comm != "full":
-        line = f"parallel.comm {told.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its own way"
+        line = (
+            f"parallel.comm {told.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its"
+            " own way"
+        )
         checking.refuse(("parallel.comm", "parallel.strategy"), line)
     if told.comm.startswith("local") and kind == "adamw8bit":
-        line = f"parallel.comm {told.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit has codes instead: use adamw or muon"
+        line = (
+            f"parallel.comm {told.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit has"
+            " codes instead: use adamw or muon"
+        )
         checking.refuse(("parallel.comm", "optim.kind"), line)
 
 
@@ -184,7 +246,8 @@ def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None =
         least = ranks * config.data.context_length
         _Checking(config, given or {}).refuse(
             ("batch.tokens", "data.context_length"),
-            f"batch.tokens {config.batch.tokens} is {samples} samples of {config.data.context_length} tokens: too few for {ranks} ranks; {least} is enough",
+            f"batch.tokens {config.batch.tokens} is {samples} samples of {config.data.context_length} tokens: too few"
+            f" for {ranks} ranks; {least} is enough",
         )
 
 
@@ -193,17 +256,31 @@ def check_drill(config: Config, ranks: int, given: Mapping[str, Origin] | None =
     told = parse(config.nan.inject)
     if told is not None and told.rank is not None and told.rank >= ranks:
         there = f"the run's are 0 to {ranks - 1}" if ranks > 1 else "the run has one, 0"
-        _Checking(config, given or {}).refuse(["nan.inject"], f"nan.inject {config.nan.inject}: there is no rank {told.rank}: {there}")
+        _Checking(config, given or {}).refuse(
+            ["nan.inject"], f"nan.inject {config.nan.inject}: there is no rank {told.rank}: {there}"
+        )
 
 
-def check_data(config: Config, train_tokens: int, vocab_size: int, given: Mapping[str, Origin] | None = None, packed: int | None = None) -> None:
+def check_data(
+    config: Config,
+    train_tokens: int,
+    vocab_size: int,
+    given: Mapping[str, Origin] | None = None,
+    packed: int | None = None,
+) -> None:
     """What only the prepared data can tell. `packed`: samples of chats; of a stream, the context decides."""
     context, rows = config.data.context_length, config.model.vocab_size
     if train_tokens < context + 1:
-        line = f"data.context_length {context} is longer than the data: {train_tokens} tokens to train on; give more data or a shorter context"
+        line = (
+            f"data.context_length {context} is longer than the data: {train_tokens} tokens to train on; give more data"
+            " or a shorter context"
+        )
         raise Refusal(line, EX_DATAERR)
     if rows and rows < vocab_size:
-        line = f"model.vocab_size {rows} is too small for the tokenizer's {vocab_size} tokens: leave it out, or give that many"
+        line = (
+            f"model.vocab_size {rows} is too small for the tokenizer's {vocab_size} tokens: leave it out, or give that"
+            " many"
+        )
         _Checking(config, given or {}).refuse(["model.vocab_size"], line)
     _check_step(_Checking(config, given or {}), (train_tokens - 1) // context if packed is None else packed)
 
@@ -215,7 +292,10 @@ def _check_step(checking: _Checking, samples: int) -> None:
     a_step = batch.tokens // data.context_length or max(batch.micro, 1) * batch.accumulation
     names = ("batch.tokens",) if batch.tokens else ("batch.micro", "batch.accumulation")
     if a_step > MOST_EPOCHS_A_STEP * samples and any(name in checking.given for name in names):
-        line = f"a step of {a_step:,} samples or more is {a_step // samples:,} epochs of the data's {samples:,}: at most {MOST_EPOCHS_A_STEP} make sense"
+        line = (
+            f"a step of {a_step:,} samples or more is {a_step // samples:,} epochs of the data's {samples:,}: at most"
+            f" {MOST_EPOCHS_A_STEP} make sense"
+        )
         checking.refuse(names, f"{line}; give a smaller batch")
 
 
@@ -227,11 +307,21 @@ def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[
         return f"{origins[name].words}: " if name in origins else ""
 
     if len(cards) < needs.gpus:
-        raise Refusal(f"{blame('needs.gpus')}it needs {needs.gpus} GPUs, this machine has {len(cards) or 'none'}", EX_UNAVAILABLE, cause="gpu.too-few")
+        raise Refusal(
+            f"{blame('needs.gpus')}it needs {needs.gpus} GPUs, this machine has {len(cards) or 'none'}",
+            EX_UNAVAILABLE,
+            cause="gpu.too-few",
+        )
     count = max(needs.gpus, 1)
     large = [memory for memory in cards if memory is None or memory >= needs.vram]
     if needs.vram and len(large) < count:
         largest = sorted((memory for memory in cards if memory is not None), reverse=True)[:count]
-        found = f"the largest here have {', '.join(gb(memory) for memory in largest)}" if cards else "this machine has none"
+        found = (
+            f"the largest here have {', '.join(gb(memory) for memory in largest)}" if cards else "this machine has none"
+        )
         wanted = f"{count} GPUs" if count > 1 else "a GPU"
-        raise Refusal(f"{blame('needs.vram')}it needs {wanted} with {gb(needs.vram)} of memory, {found}", EX_UNAVAILABLE, cause="gpu.too-few")
+        raise Refusal(
+            f"{blame('needs.vram')}it needs {wanted} with {gb(needs.vram)} of memory, {found}",
+            EX_UNAVAILABLE,
+            cause="gpu.too-few",
+        )

@@ -1,8 +1,10 @@
-"""Settings that follow from the stage, the model's size and the amount of data, where nobody gave them. docs/pipeline.md has the rule and a table.
+"""Settings that follow from the stage, the model's size and the amount of data, where nobody gave them.
+docs/pipeline.md has the rule and a table.
 
 key default < preset < derived < config file < environment < flags
 
-A preset is written for pretraining: what a stage derives lies over it. `debug` alone keeps its 10 steps and its batch in every stage.
+A preset is written for pretraining: what a stage derives lies over it. `debug` alone keeps its 10 steps and its batch
+in every stage.
 """
 
 from __future__ import annotations
@@ -25,7 +27,11 @@ CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as 
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
-RATES, LENGTH, BATCH = ("optim.learning_rate", "optim.muon_learning_rate"), ("train.max_steps", "train.epochs"), ("batch.tokens", "batch.accumulation")
+RATES, LENGTH, BATCH = (
+    ("optim.learning_rate", "optim.muon_learning_rate"),
+    ("train.max_steps", "train.epochs"),
+    ("batch.tokens", "batch.accumulation"),
+)
 
 
 @shape
@@ -41,7 +47,11 @@ class Learning:
     prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
 
 
-GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = 100, 1000, 10  # wanted; at most; and the passes that few prompts are asked for it
+GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = (
+    100,
+    1000,
+    10,
+)  # wanted; at most; and the passes that few prompts are asked for it
 
 
 @shape
@@ -65,7 +75,9 @@ def derive(learning: Learning, config: Config, given: Collection[str], at: Situa
     if not set(BATCH) & set(given) and config.preset not in KEEPS_ITS_LENGTH and config.batch.tokens:
         samples = _samples(learning, config, at)
         found["batch.tokens"] = samples * config.data.context_length
-    if free_length and not (learning.most_steps and config.train.max_steps * samples <= learning.passes * at.amount.samples):
+    if free_length and not (
+        learning.most_steps and config.train.max_steps * samples <= learning.passes * at.amount.samples
+    ):
         found |= {"train.max_steps": 0, "train.epochs": learning.passes}
     return found
 
@@ -142,16 +154,28 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
     packed = {name: learning for name, learning in stages.items() if not learning.prompts}
     if dotted == "optim.learning_rate":
         rates = ", ".join(f"{name} {learning.rate * RATE:g}" for name, learning in stages.items() if learning.rate)
-        return f"{rates} for 1 billion parameters; smaller models more, larger ones less (docs/pipeline.md), at most {CEILING:g}"
+        return (
+            f"{rates} for 1 billion parameters; smaller models more, larger ones less (docs/pipeline.md), at most"
+            f" {CEILING:g}"
+        )
     if dotted == "optim.muon_learning_rate":
         return "the AdamW rate × √dim in all but pretrain"
     if dotted == "train.epochs":
-        return ", ".join(f"{name} {learning.passes:g}{' at most' if learning.most_steps else ''}" for name, learning in packed.items())
+        return ", ".join(
+            f"{name} {learning.passes:g}{' at most' if learning.most_steps else ''}"
+            for name, learning in packed.items()
+        )
     if dotted == "train.max_steps":
-        grpo = f"grpo one pass over the prompts, up to {GRPO_PASSES} to make {GRPO_STEPS} steps, {GRPO_MOST_STEPS:,} steps at most"
+        grpo = (
+            f"grpo one pass over the prompts, up to {GRPO_PASSES} to make {GRPO_STEPS} steps, {GRPO_MOST_STEPS:,} steps"
+            " at most"
+        )
         return f"{grpo}; others 0, so that epochs counts (pretrain: where the data is small)"
     if dotted == "batch.tokens":
         most = ", ".join(f"{name} {learning.samples}" for name, learning in packed.items() if learning.samples)
         least = ", ".join(f"{name} {learning.steps_a_pass}" for name, learning in packed.items())
-        return f"{most} samples, more where a pass has over {MOST_STEPS_A_PASS:,} steps, fewer where it has under: {least}; never above the preset's"
+        return (
+            f"{most} samples, more where a pass has over {MOST_STEPS_A_PASS:,} steps, fewer where it has under:"
+            f" {least}; never above the preset's"
+        )
     return ""

@@ -1,4 +1,6 @@
-"""The depth dial: one number, the rest of the model's shape from it. What was given wins, and what follows from it follows."""
+"""The depth dial: one number, the rest of the model's shape from it. What was given wins, and what follows from it
+follows.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
 
 
 def derive(model: ModelConfig, given: Collection[str]) -> ModelConfig:
-    """Every number filled in. `given`: dotted keys that were asked for. head_dim stays 0 where no width fits: `check` says so."""
+    """Every number filled in. `given`: dotted keys that were asked for. head_dim stays 0 where no width fits: `check`
+    says so.
+    """
     may_be_zero = ("kv_heads", "head_dim", "ff")
     own = {name for name in SHAPE if f"model.{name}" in given and (getattr(model, name) or name not in may_be_zero)}
     dial = model.depth > 0

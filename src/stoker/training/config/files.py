@@ -14,7 +14,8 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
 
 _NAMED = os.path.join(os.path.dirname(os.path.abspath(__file__)), "named")
 _LONGEST = 1 << 20
-# A string or comment that does not end goes to the end of the text: looking for each of them again from the next sign on would be quadratic.
+# A string or comment that does not end goes to the end of the text: looking for each of them again from the next sign
+# on would be quadratic.
 _STRING = r'"(?:\\.|[^"\\])*(?:"|\Z)'
 _COMMENT = re.compile(_STRING + r"|//[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _LAST_COMMA = re.compile(_STRING + r"|,(?=\s*[}\]])", re.DOTALL)
@@ -34,7 +35,9 @@ def load(path: str) -> dict[str, Any]:
         text = read_text(path, _LONGEST)
     except FileNotFoundError as problem:
         names = ", ".join(shipped())
-        raise Refusal(f"{where} is not there{suggest(path, shipped())}; by name there are {names}", EX_NOINPUT) from problem
+        raise Refusal(
+            f"{where} is not there{suggest(path, shipped())}; by name there are {names}", EX_NOINPUT
+        ) from problem
     except OSError as problem:
         raise Refusal(f"{where} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:  # not UTF-8, or a path with a NUL in it
@@ -46,7 +49,10 @@ def load(path: str) -> dict[str, Any]:
         raise Refusal(f"{where} holds a {type(data).__name__}, not keys and values", EX_DATAERR)
     bad = _no_name(data)
     if bad is not None:
-        raise Refusal(f"{where}: {bad!r} holds a NUL character or half of a surrogate pair, which no path and no name has", EX_DATAERR)
+        raise Refusal(
+            f"{where}: {bad!r} holds a NUL character or half of a surrogate pair, which no path and no name has",
+            EX_DATAERR,
+        )
     return data
 
 
@@ -65,7 +71,11 @@ def _parse(text: str, path: str, where: str) -> Any:
             return parse_json(without_comments(text.removeprefix("\ufeff")), unique=True)
         except ValueError as problem:
             if as_json:
-                at = f" at line {problem.lineno}, column {problem.colno}: {problem.msg}" if isinstance(problem, json.JSONDecodeError) else f": {problem}"
+                at = (
+                    f" at line {problem.lineno}, column {problem.colno}: {problem.msg}"
+                    if isinstance(problem, json.JSONDecodeError)
+                    else f": {problem}"
+                )
                 raise Refusal(f"{where} is not JSON{at}", EX_DATAERR) from problem
             # else YAML, which has {a: 1} too
     try:
@@ -75,7 +85,9 @@ def _parse(text: str, path: str, where: str) -> Any:
 
 
 def without_comments(text: str) -> str:
-    """Blanks in their place, so that an error's line and column stay true. Strings are left alone: "https://x" is no comment."""
+    """Blanks in their place, so that an error's line and column stay true. Strings are left alone: "https://x" is no
+    comment.
+    """
 
     def blank(match: re.Match[str]) -> str:
         endless = match[0].startswith("/*") and (len(match[0]) < 4 or not match[0].endswith("*/"))

@@ -28,7 +28,13 @@ class Flag:
 class _Collect(argparse.Action):
     """All in one list, in the order given; read only once it is known what lies below."""
 
-    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         found = getattr(namespace, "keys", ())
         texts = values if isinstance(values, list) else [values]
         namespace.keys = (*found, *(Flag(self.name, option_string or "", text) for text in texts))
@@ -38,8 +44,22 @@ class _Collect(argparse.Action):
 
 def add_key_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("config")
-    _add(group, "preset", ["--preset"], "where to begin: " + "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items()), "NAME", False)
-    _add(group, "config", ["--config"], "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`", "FILE", False)
+    _add(
+        group,
+        "preset",
+        ["--preset"],
+        "where to begin: " + "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items()),
+        "NAME",
+        False,
+    )
+    _add(
+        group,
+        "config",
+        ["--config"],
+        "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`",
+        "FILE",
+        False,
+    )
     _add(group, "data", ["--data"], "the same as --data.path: one or several", "PATH", False)
     _add(group, "debug", ["--debug"], "the same as --preset debug", None, True)
     sections: dict[str, Any] = {}
@@ -50,11 +70,22 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
         differs = presets.differing(dotted)
         default = "none" if key.default in ((), "") else key.text(key.default)
         derived = about(dotted, LEARNING)
-        text = f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''}{f'; stages: {derived}' if derived else ''})"
-        metavar = key.spec.metavar or ("|".join(key.spec.choices) if key.spec.choices else None if alone else key.name.split("_")[-1].upper())
+        text = (
+            f"{key.spec.help} (default:"
+            f" {default}{f'; {differs}' if differs else ''}{f'; stages: {derived}' if derived else ''})"
+        )
+        metavar = key.spec.metavar or (
+            "|".join(key.spec.choices) if key.spec.choices else None if alone else key.name.split("_")[-1].upper()
+        )
         _add(sections[key.section], dotted, [f"--{dotted}"], text, metavar, alone)
         _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
-    for name in [*BARE, *(leaf for leaf, many in LEAVES.items() if len(many) > 1), *RENAMED, *TRANSLATED, *SECTION_VALUES]:
+    for name in [
+        *BARE,
+        *(leaf for leaf, many in LEAVES.items() if len(many) > 1),
+        *RENAMED,
+        *TRANSLATED,
+        *SECTION_VALUES,
+    ]:
         alone = name in STANDS_ALONE or (name in BARE and KEYS[BARE[name]].kind == "bool")
         if name not in ("debug", "data"):
             _add(parser, name, _spellings(name), None, None, alone)
@@ -72,7 +103,15 @@ def _add(where: Any, name: str, spellings: list[str], text: str | None, metavar:
     more: dict[str, Any] = {"nargs": "?", "const": "true"} if alone else {}
     if SECTION_VALUES.get(name, name) == "data.path":
         more = {"nargs": "+"}  # what a shell makes of --data texts/*.txt
-    action = where.add_argument(*spellings, action=_Collect, dest="keys", default=argparse.SUPPRESS, help=shown, metavar=metavar or "true|false", **more)
+    action = where.add_argument(
+        *spellings,
+        action=_Collect,
+        dest="keys",
+        default=argparse.SUPPRESS,
+        help=shown,
+        metavar=metavar or "true|false",
+        **more,
+    )
     action.name = name
 
 

@@ -55,7 +55,9 @@ class Key:
         except ValueError as problem:
             said = str(problem)
             if said.startswith(("invalid literal", "could not convert")):  # Python's own words
-                said = f"{text!r} is not a {'whole ' if self.kind == 'int' else ''}number" + (" or auto" if self.dotted == "batch.micro" else "")
+                said = f"{text!r} is not a {'whole ' if self.kind == 'int' else ''}number" + (
+                    " or auto" if self.dotted == "batch.micro" else ""
+                )
             raise ValueError(said) from problem
 
     def text(self, value: Any) -> str:
@@ -107,7 +109,9 @@ def _leaves() -> dict[str, tuple[str, ...]]:
 
 
 LEAVES = _leaves()
-BARE = {name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1}  # names that say which key they mean without their section
+BARE = {
+    name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1
+}  # names that say which key they mean without their section
 DEFAULTS = {dotted: key.default for dotted, key in KEYS.items()}
 
 
@@ -116,5 +120,8 @@ def values_of(config: Config) -> dict[str, Any]:
 
 
 def config_of(preset: str, values: dict[str, Any]) -> Config:
-    parts = {section: part(**{name: values[f"{section}.{name}"] for name in fields_of(part)}) for section, part in SECTIONS.items()}
+    parts = {
+        section: part(**{name: values[f"{section}.{name}"] for name in fields_of(part)})
+        for section, part in SECTIONS.items()
+    }
     return Config(preset=preset, **parts)

@@ -13,7 +13,8 @@ from stoker.training.config.keys import DEFAULTS, config_of, values_of
 from stoker.training.config.schema import Config
 from stoker.training.model import hf_hub
 
-# A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what is learned.
+# A run started again with another of these goes on: they change what is said and kept, or how the work is cut, not what
+# is learned.
 PASSING = ("train.log_every", "train.log_to", "train.profile", "train.profile_steps", "train.eval_every", "train.eval_first", "train.eval_tokens",
            "checkpoint.every_steps", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_best", "checkpoint.resume", "data.num_workers", "data.cache",
            "parallel.timeout", "parallel.strategy", "parallel.balance", "batch.micro", "compute.compile", "compute.recompute", "compute.cuda_graphs",
@@ -40,7 +41,9 @@ def _pinned(value: Any) -> Any:
     if not os.path.islink(link):
         return value
     root = os.path.dirname(link)
-    if os.path.exists(link) and not ownership.is_mine(os.stat(link).st_uid, root):  # of another user, in a folder that several share
+    if os.path.exists(link) and not ownership.is_mine(
+        os.stat(link).st_uid, root
+    ):  # of another user, in a folder that several share
         return os.path.join(reader.find(None, root or ".").dir, *parts[parts.index(layout.LATEST) + 1 :])
     return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
 

@@ -1,4 +1,6 @@
-"""What was asked for, layer by layer: config file < environment < flags. Each value is read here and remembers where it was said."""
+"""What was asked for, layer by layer: config file < environment < flags. Each value is read here and remembers where it
+was said.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ class Layers:
 
     def told(self, name: str) -> tuple[Any, Origin] | None:
         """The value that wins, if it was given at all."""
-        return next(((layer.values[name], layer.origins[name]) for layer in reversed(self.all) if name in layer.values), None)
+        return next(
+            ((layer.values[name], layer.origins[name]) for layer in reversed(self.all) if name in layer.values), None
+        )
 
 
 class _Gathering:
@@ -119,7 +123,10 @@ def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
             raise Refusal(f"{where}: unknown key {shown!r}{aliases.near(section, name)}", EX_CONFIG)
         twice = next((dotted for dotted in before if before[dotted] != found.values[dotted]), None)
         if twice:
-            raise Refusal(f"{where}: {shown} says {twice} is {_shown(twice, found)}, and it was {_shown(twice, before)} before", EX_CONFIG)
+            raise Refusal(
+                f"{where}: {shown} says {twice} is {_shown(twice, found)}, and it was {_shown(twice, before)} before",
+                EX_CONFIG,
+            )
 
     for key, value in load(path).items():
         name = str(key).replace("-", "_")
@@ -139,7 +146,10 @@ def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
                     raise Refusal(f"{where}: unknown key {f'{key}.{inner}'!r}{aliases.near(name, leaf)}", EX_CONFIG)
                 take(f"{key}.{inner}", meant, one, name)
         elif isinstance(value, dict) and name not in KEYS and name not in aliases.names():
-            raise Refusal(f"{where}: unknown section {str(key)!r}{suggest(name, [*SECTIONS, *aliases.NOTES_SECTIONS, 'run'])}", EX_CONFIG)
+            raise Refusal(
+                f"{where}: unknown section {str(key)!r}{suggest(name, [*SECTIONS, *aliases.NOTES_SECTIONS, 'run'])}",
+                EX_CONFIG,
+            )
         else:
             section, _, leaf = name.rpartition(".")
             take(str(key), (section and aliases.in_section(section, leaf)) or name, value, "")

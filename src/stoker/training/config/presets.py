@@ -1,4 +1,6 @@
-"""Named starting points. A file, the environment and flags lie on top; the shape comes from the dial, so that a single key given besides fits in."""
+"""Named starting points. A file, the environment and flags lie on top; the shape comes from the dial, so that a single
+key given besides fits in.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "model.depth": 4, "tokenizer.vocab_size": 4096, "tokenizer.train_megabytes": 32, "data.context_length": 256, "batch.tokens": 4096, "batch.micro": 8,
         "optim.learning_rate": 1e-3, "optim.warmup_ratio": 0.05, "train.max_steps": 500, "train.eval_every": 100, "train.eval_tokens": 65_536,
     },
-    # Each of these alone has cured runs: a lower peak reached later, a smaller start, a tighter clip, queries and keys that can't grow, no rounding to bf16.
+    # Each of these alone has cured runs: a lower peak reached later, a smaller start, a tighter clip, queries and keys
+    # that can't grow, no rounding to bf16.
     "stable": {
         "model.depth": 12, "model.qk_norm": True, "model.init_std": 0.01, "data.context_length": 1024, "batch.tokens": 131_072, "batch.micro": 4,
         "optim.learning_rate": 1e-4, "optim.warmup_ratio": 0.1, "optim.max_grad_norm": 0.5, "compute.dtype": "fp32",
@@ -39,4 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 def differing(dotted: str) -> str:
     """Where presets have another value than the key's default: `small 0.001, stable 0.0001`."""
     key = KEYS[dotted]
-    return ", ".join(f"{name} {key.text(values[dotted])}" for name, values in PRESETS.items() if dotted in values and values[dotted] != key.default)
+    return ", ".join(
+        f"{name} {key.text(values[dotted])}"
+        for name, values in PRESETS.items()
+        if dotted in values and values[dotted] != key.default
+    )

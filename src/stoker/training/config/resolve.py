@@ -1,4 +1,6 @@
-"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make exactly this one."""
+"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make exactly this
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,17 @@ from stoker.training.config.schema import Config
 from stoker.training.model.config import ModelConfig
 
 # The left key counts only where the right one is 0: who gives the left and not the right means the left.
-DISPLACES = {"train.epochs": "train.max_steps", "optim.warmup_ratio": "optim.warmup_steps", "batch.accumulation": "batch.tokens"}
+DISPLACES = {
+    "train.epochs": "train.max_steps",
+    "optim.warmup_ratio": "optim.warmup_steps",
+    "batch.accumulation": "batch.tokens",
+}
 # Keys whose value follows from others, those that follow first.
-COUPLED = ("batch.tokens", *(f"model.{name}" for name in ("ff", "head_dim", "kv_heads", "heads", "dim", "layers", "depth")), *DISPLACES.values())
+COUPLED = (
+    "batch.tokens",
+    *(f"model.{name}" for name in ("ff", "head_dim", "kv_heads", "heads", "dim", "layers", "depth")),
+    *DISPLACES.values(),
+)
 
 
 @shape
@@ -48,10 +58,16 @@ def settle(layers: Layers, gpus_present: bool, defaults: Mapping[str, Any] | Non
     given = {name: origin for layer in layers.all for name, origin in layer.origins.items() if name in KEYS}
     lines = [line]
     if "batch.tokens" not in given and values["batch.tokens"] not in (0, PRESETS[preset].get("batch.tokens")):
-        lines.append(f"batch.tokens {values['batch.tokens']}: the preset's, as a multiple of data.context_length {values['data.context_length']}")
+        lines.append(
+            f"batch.tokens {values['batch.tokens']}: the preset's, as a multiple of data.context_length"
+            f" {values['data.context_length']}"
+        )
     for left, right in DISPLACES.items():
         if left in given and right in given and values[right]:
-            lines.append(f"{left} {KEYS[left].text(values[left])} has no effect: {right} {KEYS[right].text(values[right])} counts")
+            lines.append(
+                f"{left} {KEYS[left].text(values[left])} has no effect: {right} {KEYS[right].text(values[right])}"
+                " counts"
+            )
     run = dict(layers.run)
     gpu = layers.told(aliases.GPU)
     if gpu is not None and values["parallel.device"] != "cpu":
@@ -68,7 +84,10 @@ def _preset(layers: Layers, cpu: bool) -> tuple[str, str]:
         return name, f"preset {name}: {why} (--preset: {others})"
     name, origin = told
     if name not in PRESETS:
-        raise Refusal(f"{origin.words}: no preset {name!r}{suggest(name, PRESETS) or '; there are ' + ', '.join(PRESETS)}", origin.code)
+        raise Refusal(
+            f"{origin.words}: no preset {name!r}{suggest(name, PRESETS) or '; there are ' + ', '.join(PRESETS)}",
+            origin.code,
+        )
     return name, f"preset {name} ({origin.words})"
 
 
@@ -93,7 +112,9 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
-    """For the ranks: no file and no environment needed, and two equal configurations give equal words. `keep`: said in any case, being a stage's defaults."""
+    """For the ranks: no file and no environment needed, and two equal configurations give equal words. `keep`: said in
+    any case, being a stage's defaults.
+    """
     wanted = values_of(config)
     base = combine(config.preset, [])
     told = {name: wanted[name] for name in KEYS if name in COUPLED or wanted[name] != base[name]}
@@ -116,10 +137,15 @@ def on_cpu(config: Config, gpus_present: bool) -> bool:
 
 
 def recipe_settings(
-    argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None,
+    argv: Sequence[str],
+    gpus_present: bool,
+    environment: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
-) -> Resolved:  # fmt: skip
-    """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker run` have no meaning here."""
+) -> Resolved:
+    """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker
+    run` have no meaning here.
+    """
     told = parse(argv)
     layers = gather(told, os.environ if environment is None else environment)
     found = settle(layers, gpus_present, defaults)
@@ -131,7 +157,10 @@ def recipe_settings(
 
 
 def recipe_config(
-    argv: Sequence[str], gpus_present: bool, environment: Mapping[str, str] | None = None, say: Callable[[str], None] | None = None,
+    argv: Sequence[str],
+    gpus_present: bool,
+    environment: Mapping[str, str] | None = None,
+    say: Callable[[str], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
-) -> Config:  # fmt: skip
+) -> Config:
     return recipe_settings(argv, gpus_present, environment, say, defaults).config

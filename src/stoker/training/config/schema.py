@@ -25,7 +25,9 @@ from stoker.training.tokenizer.config import TokenizerConfig
 @shape
 class NeedsConfig:
     gpus: int = option("refuse to start on a machine with fewer GPUs", default=0)
-    vram: int = option("refuse to start where GPUs with this much memory are missing, e.g. 40GB", default=0, parse=size, metavar="SIZE")
+    vram: int = option(
+        "refuse to start where GPUs with this much memory are missing, e.g. 40GB", default=0, parse=size, metavar="SIZE"
+    )
 
 
 @shape

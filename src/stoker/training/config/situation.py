@@ -1,4 +1,6 @@
-"""What the derived defaults look at, read from the model's folder and the data's files; then the settings with them, and the block that says so. No torch."""
+"""What the derived defaults look at, read from the model's folder and the data's files; then the settings with them,
+and the block that says so. No torch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def situation(stage: str, config: Config, ranks: int | None, ready: Prepared | N
     return Situation(model, counted, ranks)
 
 
-def with_defaults(stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool) -> tuple[Config, dict[str, Any], list[str]]:
+def with_defaults(
+    stage: str, config: Config, given: Collection[str], at: Situation, on_cpu: bool
+) -> tuple[Config, dict[str, Any], list[str]]:
     """The settings, the keys that were derived, and the block to print."""
     learning = STAGES[stage].learning
     assert isinstance(learning, Learning), f"stage {stage} does not train"
@@ -48,7 +52,9 @@ def _model(config: Config, ready: Prepared | None) -> ModelConfig:
     if config.model.load:
         loaded = hf_config.shape_of(hf_hub.folder_of(config.model.load, _nothing))
         return replace(loaded, vocab_size=config.model.vocab_size or loaded.vocab_size)
-    return with_rows(config.model, ready.vocab_size if ready is not None else config.model.vocab_size or _vocabulary(config))
+    return with_rows(
+        config.model, ready.vocab_size if ready is not None else config.model.vocab_size or _vocabulary(config)
+    )
 
 
 def _vocabulary(config: Config) -> int:
@@ -59,5 +65,3 @@ def _vocabulary(config: Config) -> int:
 
 def _nothing(line: str) -> None:
     """The launcher has said where the model comes from."""
-
-

@@ -1,4 +1,6 @@
-"""The block that a training stage prints before it starts: what was chosen, by whom, and the flag that changes it. Pure."""
+"""The block that a training stage prints before it starts: what was chosen, by whom, and the flag that changes it.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,37 @@ class Choice:
     keys: tuple[str, ...]
 
 
-def block(stage: str, learning: Learning, config: Config, given: Collection[str], derived: Mapping[str, Any], at: Situation, on_cpu: bool) -> list[str]:
+def block(
+    stage: str,
+    learning: Learning,
+    config: Config,
+    given: Collection[str],
+    derived: Mapping[str, Any],
+    at: Situation,
+    on_cpu: bool,
+) -> list[str]:
     """A line each; the last may be a warning."""
     choices = list(_choices(learning, config, given, at, on_cpu))
     wide = max(len(choice.chosen) for choice in choices)
     lines = [f"{stage}: {_millions(parameters(at.model))} parameters, {_amount(at)}"]
     for choice in choices:
-        lines.append(f"  {choice.what:<14} {choice.chosen:<{wide}}  {_source(choice.keys, stage, config, given, derived)}; {choice.flags}")
+        lines.append(
+            f"  {choice.what:<14} {choice.chosen:<{wide}}  {_source(choice.keys, stage, config, given, derived)};"
+            f" {choice.flags}"
+        )
     _, passes = steps_and_passes(learning, config, at)
     if passes > MANY_PASSES and at.amount is not None:
-        line = f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model learns them by heart"
+        line = (
+            f"warning: {passes:,.0f} passes over your {at.amount.count:,} {at.amount.unit}: above {MANY_PASSES} a model"
+            " learns them by heart"
+        )
         lines.append(f"{line}; {_fewer(learning, given)}")
     return lines
 
 
-def _choices(learning: Learning, config: Config, given: Collection[str], at: Situation, on_cpu: bool) -> Iterator[Choice]:
+def _choices(
+    learning: Learning, config: Config, given: Collection[str], at: Situation, on_cpu: bool
+) -> Iterator[Choice]:
     steps, passes = steps_and_passes(learning, config, at)
     if at.amount is None and not set(LENGTH) & set(given):
         steps = 0  # the preset's, which the data will change
@@ -51,13 +69,19 @@ def _choices(learning: Learning, config: Config, given: Collection[str], at: Sit
     else:
         samples = samples_a_step(config, at.ranks)
         whole = config.batch.tokens or config.batch.micro
-        words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}" if whole else "as many tokens a step as fit"
+        words = (
+            f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
+            if whole
+            else "as many tokens a step as fit"
+        )
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
     yield Choice("length", _length(steps, passes, at), "--epochs or --max-steps", ("train.max_steps", "train.epochs"))
     yield Choice("row length", f"{context:,} tokens", "--context-length", ("data.context_length",))
-    dtype = {"auto": "fp32" if on_cpu else "bf16, or fp32 on a card without it"}.get(config.compute.dtype, config.compute.dtype)
+    dtype = {"auto": "fp32" if on_cpu else "bf16, or fp32 on a card without it"}.get(
+        config.compute.dtype, config.compute.dtype
+    )
     yield Choice("precision", dtype, "--dtype", ("compute.dtype",))
 
 
@@ -66,7 +90,10 @@ def _length(steps: int, passes: float, at: Situation) -> str:
         return f"{steps:,} steps" if steps else "known once the data is here"
     shown = f"{passes:,.0f}" if passes >= 10 else f"{passes:.2g}"
     about = "" if at.amount.exact else "about "
-    return f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,} {at.amount.unit}"
+    return (
+        f"{about}{steps:,} steps, {shown} pass{'' if shown == '1' else 'es'} over your {at.amount.count:,}"
+        f" {at.amount.unit}"
+    )
 
 
 def _amount(at: Situation) -> str:
@@ -77,7 +104,9 @@ def _amount(at: Situation) -> str:
     return f"{'' if at.amount.exact else 'about '}{at.amount.count:,} {at.amount.unit}{tokens}{rows}"
 
 
-def _source(keys: Collection[str], stage: str, config: Config, given: Collection[str], derived: Mapping[str, Any]) -> str:
+def _source(
+    keys: Collection[str], stage: str, config: Config, given: Collection[str], derived: Mapping[str, Any]
+) -> str:
     if any(key in given for key in keys):
         return "you set it"
     return f"{stage}'s default" if any(key in derived for key in keys) else f"preset {config.preset}"
@@ -86,12 +115,14 @@ def _source(keys: Collection[str], stage: str, config: Config, given: Collection
 def _fewer(learning: Learning, given: Collection[str]) -> str:
     if learning.prompts:
         return "give more prompts, or --max-steps"
-    return f"--epochs {learning.passes:g} is the default" if {"train.max_steps", "train.epochs"} & set(given) else "give more data, or --epochs"
+    return (
+        f"--epochs {learning.passes:g} is the default"
+        if {"train.max_steps", "train.epochs"} & set(given)
+        else "give more data, or --epochs"
+    )
 
 
 def _millions(count: int) -> str:
     if count >= 1e9:
         return f"{count / 1e9:.2f} billion"
     return f"{count / 1e6:.2f} million" if count >= 10_000 else str(count)
-
-

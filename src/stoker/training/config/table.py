@@ -12,9 +12,15 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import parameters, with_rows
 
 BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"
-_CPU = ModelConfig(load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768)  # what the speedrun trains on a CPU
-_QWEN_06 = ModelConfig(load="hf", layers=28, dim=1024, heads=16, kv_heads=8, head_dim=128, ff=3072, vocab_size=151_936, qk_norm=True)
-_LLAMA_8 = ModelConfig(load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False)
+_CPU = ModelConfig(
+    load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768
+)  # what the speedrun trains on a CPU
+_QWEN_06 = ModelConfig(
+    load="hf", layers=28, dim=1024, heads=16, kv_heads=8, head_dim=128, ff=3072, vocab_size=151_936, qk_norm=True
+)
+_LLAMA_8 = ModelConfig(
+    load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False
+)
 _CHAT, _SHORT_CHAT, _PAIR, _SHORT_PAIR = 300, 45, 600, 90  # tokens: of real ones, and of the built-in data set's
 
 
@@ -64,9 +70,22 @@ def _row(case: Case) -> str:
     at = Situation(model, Amount(samples, case.count, _UNITS[case.stage]), case.ranks)
     config, _ = settled(learning, config, (), at)
     steps, passes = steps_and_passes(learning, config, at)
-    batch = f"{config.grpo.prompts_per_step} prompts × {config.grpo.group}" if learning.prompts else f"{samples_a_step(config, case.ranks) * context:,}"
-    cells = (case.stage, _size(parameters(model)), case.preset, str(case.ranks), f"{case.count:,} {_UNITS[case.stage]}",
-             f"{config.optim.learning_rate:.1e}", batch, f"{steps:,}", f"{passes:.2g}")  # fmt: skip
+    batch = (
+        f"{config.grpo.prompts_per_step} prompts × {config.grpo.group}"
+        if learning.prompts
+        else f"{samples_a_step(config, case.ranks) * context:,}"
+    )
+    cells = (
+        case.stage,
+        _size(parameters(model)),
+        case.preset,
+        str(case.ranks),
+        f"{case.count:,} {_UNITS[case.stage]}",
+        f"{config.optim.learning_rate:.1e}",
+        batch,
+        f"{steps:,}",
+        f"{passes:.2g}",
+    )
     return f"| {' | '.join(cells)} |"
 
 

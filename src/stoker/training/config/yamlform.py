@@ -38,9 +38,21 @@ def scalar(name: str, value: Any) -> str:
 
 def _needs_quotes(text: str) -> bool:
     """A plain word that YAML reads as itself: letters first, and none of its words for true, false and null."""
-    return not (text.isascii() and text.isalnum() and text[:1].isalpha()) or text.lower() in ("true", "false", "yes", "no", "on", "off", "null", "y", "n")
+    return not (text.isascii() and text.isalnum() and text[:1].isalpha()) or text.lower() in (
+        "true",
+        "false",
+        "yes",
+        "no",
+        "on",
+        "off",
+        "null",
+        "y",
+        "n",
+    )
 
 
 def _quoted(text: str) -> str:
     """As JSON has it; what can't be printed in the form YAML reads."""
-    return "".join(char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False))
+    return "".join(
+        char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False)
+    )

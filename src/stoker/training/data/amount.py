@@ -1,4 +1,6 @@
-"""How much there is to learn from: exactly, once the data is prepared; before that from the files' sizes. No numpy: a dry run asks, too."""
+"""How much there is to learn from: exactly, once the data is prepared; before that from the files' sizes. No numpy: a
+dry run asks, too.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,11 @@ from stoker.training.data.prepared import Prepared
 from stoker.training.data.sources import FORMS, local_files, share_of
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
-SMALL_VOCABULARY, ITS_BYTES, OTHERS_BYTES = 8192, 3.0, 4.0  # bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536
+SMALL_VOCABULARY, ITS_BYTES, OTHERS_BYTES = (
+    8192,
+    3.0,
+    4.0,
+)  # bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536
 PARQUET = 2.5  # times as large once it is unpacked
 CHAT_TEXT = 0.75  # of a chat's row is text, the rest JSON
 FILL = 0.95  # of packed rows is not padding
@@ -50,7 +56,9 @@ def estimated(config: Config, vocabulary: int) -> Amount | None:
         return None
     chat = config.data.kind == "chat"
     held_out = share_of(config.data.validation) or 0.0
-    size = sum(os.path.getsize(path) * (PARQUET if _form(path) == "parquet" else 1.0) for path in files) * (1 - held_out)
+    size = sum(os.path.getsize(path) * (PARQUET if _form(path) == "parquet" else 1.0) for path in files) * (
+        1 - held_out
+    )
     tokens = int(size * (CHAT_TEXT if chat else 1.0) / _bytes_per_token(config, vocabulary))
     context = config.data.context_length
     samples = max(int(tokens / context / (FILL if chat else 1.0)), 1)
@@ -98,4 +106,3 @@ def _bytes_per_token(config: Config, vocabulary: int) -> float:
     if config.tokenizer.path == "bytes":
         return 1.0
     return ITS_BYTES if vocabulary < SMALL_VOCABULARY else OTHERS_BYTES
-

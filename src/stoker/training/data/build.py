@@ -1,4 +1,6 @@
-"""Builds prepared data in a temporary folder and puts it in place whole; one builder at a time, the others wait and use what it made."""
+"""Builds prepared data in a temporary folder and puts it in place whole; one builder at a time, the others wait and use
+what it made.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -75,7 +78,13 @@ def whole(folder: str) -> Iterator[str]:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def build(folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: int, pad: int, about: dict[str, Any], say: Say) -> None:
+def _part_name(folder: str, split: str, number: int) -> str:
+    return os.path.join(folder, f"{split}-{number:07d}")
+
+
+def build(
+    folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: int, pad: int, about: dict[str, Any], say: Say
+) -> None:
     """Tokens of each split into `folder`, the manifest last."""
     began = time.monotonic()
     parts_folder = os.path.join(folder, "parts")
@@ -86,11 +95,18 @@ def build(folder: str, splits: dict[str, Sequence[Span]], work: Work, workers: i
     with Crew(work, workers) as crew:
         for name, spans in splits.items():
             jobs = jobs_of(spans)
-            parts = crew.run(jobs, lambda number, name=name: os.path.join(parts_folder, f"{name}-{number:07d}"), progress.tick)  # type: ignore[misc]
-            made[name] = _chat(folder, name, list(parts), work, pad) if work.kind == "chat" else _stream(folder, name, parts, work)
+            parts = crew.run(jobs, partial(_part_name, parts_folder, name), progress.tick)
+            made[name] = (
+                _chat(folder, name, list(parts), work, pad)
+                if work.kind == "chat"
+                else _stream(folder, name, parts, work)
+            )
     progress.end()
     shutil.rmtree(parts_folder)
-    write_json(os.path.join(folder, shards.MANIFEST), {"schema": shards.SCHEMA, **about, "splits": made, "seconds": round(time.monotonic() - began, 3)})
+    write_json(
+        os.path.join(folder, shards.MANIFEST),
+        {"schema": shards.SCHEMA, **about, "splits": made, "seconds": round(time.monotonic() - began, 3)},
+    )
 
 
 def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[str, Any]:
@@ -107,9 +123,16 @@ def _stream(folder: str, name: str, parts: Iterator[Part], work: Work) -> dict[s
 
 
 def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> dict[str, Any]:
-    told = {key: sum(getattr(part, key) for part in parts) for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")}
+    told = {
+        key: sum(getattr(part, key) for part in parts)
+        for key in ("bytes", "documents", "learned", "cut", "dropped", "wrong")
+    }
     told["first_wrong"] = [line for part in parts for line in part.first_wrong][:NAMED]
-    lengths = np.concatenate([np.fromfile(lengths_path(part.path), dtype="<i8") for part in parts]) if parts else np.empty(0, np.int64)
+    lengths = (
+        np.concatenate([np.fromfile(lengths_path(part.path), dtype="<i8") for part in parts])
+        if parts
+        else np.empty(0, np.int64)
+    )
     if not len(lengths):
         return {**told, "tokens": 0, "samples": 0, "fill": 0.0, "inked": False, "shards": [], "masks": []}
     capacity = work.longest
@@ -118,7 +141,10 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
     masks = _joined([mask_path(part.path) for part in parts], "u1")
     begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])
     order = np.lexsort((packing.start, packing.row))
-    writers = shards.ShardWriter(folder, name, np.dtype(work.dtype).itemsize), shards.ShardWriter(folder, f"{name}-mask", 1)
+    writers = (
+        shards.ShardWriter(folder, name, np.dtype(work.dtype).itemsize),
+        shards.ShardWriter(folder, f"{name}-mask", 1),
+    )
     block = max(1, (1 << 22) // capacity)  # rows made at once: a few megabytes
     edges = np.searchsorted(packing.row[order], np.arange(0, packing.rows + block, block))
     for number, first_row in enumerate(range(0, packing.rows, block)):
@@ -129,11 +155,20 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
             out[row, start : start + length] = tokens(begin, length)
             bits[row, start : start + length] = masks(begin, length)
             if start + length < capacity:
-                bits[row, start + length] = BEGIN  # of what follows: the next conversation says so itself, the padding can't
+                bits[row, start + length] = (
+                    BEGIN  # of what follows: the next conversation says so itself, the padding can't
+                )
         writers[0].put(out.tobytes())
         writers[1].put(bits.tobytes())
-    return {**told, "tokens": packing.rows * capacity, "samples": packing.rows, "fill": round(packing.fill, 4), "inked": True,
-            "shards": writers[0].close(), "masks": writers[1].close()}  # fmt: skip
+    return {
+        **told,
+        "tokens": packing.rows * capacity,
+        "samples": packing.rows,
+        "fill": round(packing.fill, 4),
+        "inked": True,
+        "shards": writers[0].close(),
+        "masks": writers[1].close(),
+    }
 
 
 def _joined(paths: list[str], dtype: str) -> Callable[[int, int], Any]:

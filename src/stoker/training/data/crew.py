@@ -1,4 +1,6 @@
-"""Processes that do jobs, as many as there are cores. They speak JSON lines; results come back in the order of the jobs."""
+"""Processes that do jobs, as many as there are cores. They speak JSON lines; results come back in the order of the
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,18 @@ class Crew:
         self.work = work
         self._processes: list[subprocess.Popen[bytes]] = []
         root = os.path.dirname(os.path.dirname(os.path.abspath(stoker.__file__)))
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
         environment |= {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         for _ in range(count):  # from this thread: a worker dies with the thread that made it
             made = subprocess.Popen(
-                [sys.executable, "-P", "-m", "stoker.training.data.work"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, bufsize=0
+                [sys.executable, "-P", "-m", "stoker.training.data.work"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                bufsize=0,
             )
             self._processes.append(made)
         for process in self._processes:
@@ -43,7 +52,9 @@ class Crew:
     def __enter__(self) -> Crew:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
@@ -51,7 +62,9 @@ class Crew:
                 assert pipe is not None
                 pipe.close()
 
-    def run(self, jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]) -> Iterator[Part]:
+    def run(
+        self, jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]
+    ) -> Iterator[Part]:
         """`tick` is told the bytes of each job when it is done, in whatever order."""
         if not self._processes:
             tokenizer = prepared_tokenizer(self.work)
@@ -66,7 +79,11 @@ class _Round:
     """A thread per process hands out jobs and takes answers; the caller's thread gives them on in order."""
 
     def __init__(
-        self, processes: list[subprocess.Popen[bytes]], jobs: Sequence[list[Span]], path_of: Callable[[int], str], tick: Callable[[int], None]
+        self,
+        processes: list[subprocess.Popen[bytes]],
+        jobs: Sequence[list[Span]],
+        path_of: Callable[[int], str],
+        tick: Callable[[int], None],
     ) -> None:
         self.jobs, self.path_of, self.tick = jobs, path_of, tick
         self.next = 0

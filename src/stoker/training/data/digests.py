@@ -17,7 +17,9 @@ from stoker.contract.wholefile import write_json
 
 BLOCK = 32 << 20
 SCHEMA = 1
-SETTLED_NS = 2_000_000_000  # a file changed just now may change again within the clock's grain: its digest is not remembered
+SETTLED_NS = (
+    2_000_000_000  # a file changed just now may change again within the clock's grain: its digest is not remembered
+)
 
 
 def _stat(path: str) -> list[int]:
@@ -42,7 +44,9 @@ def digest_files(paths: Sequence[str], cache: str, workers: int, say: Callable[[
     for one, (path, _) in zip(sums, blocks, strict=True):
         wholes[path].update(one)
     found.update({path: whole.hexdigest() for path, whole in wholes.items()})
-    settled: dict[str, list[object]] = {os.path.abspath(path): [stats[path], found[path]] for path in fresh if stats[path][1] < now - SETTLED_NS}
+    settled: dict[str, list[object]] = {
+        os.path.abspath(path): [stats[path], found[path]] for path in fresh if stats[path][1] < now - SETTLED_NS
+    }
     if settled:
         _remember(index, settled)
     return [found[path] for path in paths]

@@ -1,4 +1,6 @@
-"""Rows of a jsonl file, as publishers write them: with a byte-order mark, with U+2028 inside a text, with half of a surrogate pair. No torch."""
+"""Rows of a jsonl file, as publishers write them: with a byte-order mark, with U+2028 inside a text, with half of a
+surrogate pair. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from stoker.training.data.read import LONG_LINE, utf8
 
 
 def lines(path: str) -> Iterator[tuple[int, str]]:
-    """(number, line) of those that are not blank. A line ends with a newline and nothing else. ValueError: not UTF-8, or an endless line."""
+    """(number, line) of those that are not blank. A line ends with a newline and nothing else. ValueError: not UTF-8,
+    or an endless line.
+    """
     for number, line in enumerate(lines_of(path), 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
@@ -20,7 +24,9 @@ def lines(path: str) -> Iterator[tuple[int, str]]:
 
 
 def row(line: str) -> Any:
-    """Half a surrogate pair is legal JSON and no character: it becomes U+FFFD here, before something that writes UTF-8 meets it. ValueError: not JSON."""
+    """Half a surrogate pair is legal JSON and no character: it becomes U+FFFD here, before something that writes UTF-8
+    meets it. ValueError: not JSON.
+    """
     try:
         found = json.loads(line) if len(line) < LONG_LINE else parse_json(line)
         return _sound(found) if "\\ud" in line.lower() else found

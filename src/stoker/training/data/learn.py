@@ -22,7 +22,9 @@ from stoker.training.tokenizer.tokenizer import Tokenizer, load, segments
 from stoker.training.tokenizer.train import VERSION, check_size, train
 
 
-def trained(told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable[[], Sequence[Span]], data: DataConfig, say: Say) -> Tokenizer:
+def trained(
+    told: TokenizerConfig, learned_from: dict[str, Any], spans: Callable[[], Sequence[Span]], data: DataConfig, say: Say
+) -> Tokenizer:
     check_size(told.vocab_size)
     parts = {**learned_from, "vocab_size": told.vocab_size, "megabytes": told.train_megabytes, "version": VERSION}
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]

@@ -31,7 +31,10 @@ def refuse_binary(path: str, head: bytes, at: int = 0) -> None:
     if zero >= 0:
         raise Refusal(f"{path} is binary, not text: a NUL byte at offset {at + zero}", EX_DATAERR)
     if control > CONTROL_SHARE * len(head):
-        raise Refusal(f"{path} is binary, not text: {control} of {len(head)} bytes at offset {at} are control characters", EX_DATAERR)
+        raise Refusal(
+            f"{path} is binary, not text: {control} of {len(head)} bytes at offset {at} are control characters",
+            EX_DATAERR,
+        )
 
 
 def _is_text(head: bytes) -> bool:
@@ -68,5 +71,7 @@ def as_text(path: str, data: bytes, at: int) -> None:
         byte = data[problem.start]
         guess = "latin-1" if byte >= 0xA0 else "windows-1252"
         raise Refusal(
-            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at + problem.start}; if it is {guess}, `iconv -f {guess} -t UTF-8` makes it so", EX_DATAERR
+            f"{path} is not UTF-8: byte 0x{byte:02x} at offset {at + problem.start}; if it is {guess}, `iconv -f"
+            f" {guess} -t UTF-8` makes it so",
+            EX_DATAERR,
         ) from problem

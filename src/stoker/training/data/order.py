@@ -1,7 +1,8 @@
-"""The order of the samples: a permutation per epoch that is computed, not stored. A position is one number, whatever the ranks.
+"""The order of the samples: a permutation per epoch that is computed, not stored. A position is one number, whatever
+the ranks.
 
-A Feistel network permutes the smallest even number of bits that holds `count`; what lands outside walks on until it is inside
-(fewer than four rounds on average). Each epoch has keys of its own.
+A Feistel network permutes the smallest even number of bits that holds `count`; what lands outside walks on until it is
+inside (fewer than four rounds on average). Each epoch has keys of its own.
 """
 
 from __future__ import annotations

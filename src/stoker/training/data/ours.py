@@ -8,7 +8,10 @@ from collections.abc import Callable, Iterator
 from stoker.contract import layout
 
 TAG = "CACHEDIR.TAG"  # of the cache directory tagging specification: backups leave such a folder out, too
-_SIGNATURE = "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of Stoker's: prepared data, tokenizers and compiled code. It may be removed.\n"
+_SIGNATURE = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of Stoker's: prepared data, tokenizers and compiled code."
+    " It may be removed.\n"
+)
 _MARKS = (TAG, layout.RUN, "chain.json")
 
 
@@ -22,7 +25,9 @@ def tag(cache: str) -> None:
 
 
 def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
-    """Sorted folder by folder; hidden ones and Stoker's own, runs and caches, left out. `folder` itself may be one: it was named."""
+    """Sorted folder by folder; hidden ones and Stoker's own, runs and caches, left out. `folder` itself may be one: it
+    was named.
+    """
     ours = []
     for place, folders, names in os.walk(folder):
         if place != folder and any(mark in names for mark in _MARKS):
@@ -32,4 +37,7 @@ def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (os.path.join(place, name) for name in sorted(names) if not name.startswith("."))
     if ours:
-        say(f"left out, being Stoker's own: {', '.join(ours[:3])}{f' and {len(ours) - 3} more' if len(ours) > 3 else ''}")
+        say(
+            "left out, being Stoker's own:"
+            f" {', '.join(ours[:3])}{f' and {len(ours) - 3} more' if len(ours) > 3 else ''}"
+        )

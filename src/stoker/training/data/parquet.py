@@ -1,4 +1,6 @@
-"""Parquet files, in bounded memory. A small file can unfold to any size: pages of zeros, or a dictionary's one long text in a million rows."""
+"""Parquet files, in bounded memory. A small file can unfold to any size: pages of zeros, or a dictionary's one long
+text in a million rows.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def open_parquet(path: str) -> Any:
-    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # its mimalloc maps a gigabyte in advance, within which no limit is seen
+    os.environ.setdefault(
+        "ARROW_DEFAULT_MEMORY_POOL", "system"
+    )  # its mimalloc maps a gigabyte in advance, within which no limit is seen
     try:
         parquet = import_module("pyarrow.parquet")
     except ImportError as problem:
@@ -27,7 +31,9 @@ def open_parquet(path: str) -> Any:
             raise ValueError("not a regular file")
         table = parquet.ParquetFile(path)
         groups = [table.metadata.row_group(number) for number in range(table.metadata.num_row_groups)]
-        if sum(group.num_rows for group in groups) != table.metadata.num_rows or any(min(group.num_rows, group.total_byte_size) < 0 for group in groups):
+        if sum(group.num_rows for group in groups) != table.metadata.num_rows or any(
+            min(group.num_rows, group.total_byte_size) < 0 for group in groups
+        ):
             raise ValueError("its row groups do not add up")
         return table
     except (OSError, ValueError) as problem:  # pyarrow's ArrowInvalid is a ValueError
@@ -49,13 +55,17 @@ def read_rows(path: str, table: Any, group: int, columns: Sequence[str]) -> Iter
                 batch = next(batches, None)
             if batch is None:
                 return
-            step = 1 if "dictionary" in str(batch.schema) else AT_ONCE  # a text that many rows share is there once, and becomes many
+            step = (
+                1 if "dictionary" in str(batch.schema) else AT_ONCE
+            )  # a text that many rows share is there once, and becomes many
             for place in range(0, len(batch), step):
                 with _Bounded(ROOM):
                     some = batch.slice(place, step).to_pylist()
                 yield some
     except MemoryError as problem:
-        line = f"{path}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
+        line = (
+            f"{path}, row group {group + 1}: {count:,} rows of {', '.join(columns)} unfold to more than {ROOM >> 20} MB"
+        )
         raise Refusal(f"{line}: leave them out, or cut them into shorter ones", EX_DATAERR) from problem
     except (OSError, ValueError, import_module("pyarrow").lib.ArrowException) as problem:
         raise Refusal(f"{path}, row group {group + 1} can't be read: {_first_line(problem)}", EX_DATAERR) from problem

@@ -75,7 +75,13 @@ def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: boo
     tag(data.cache)
     found = digest_files([source.path for source in (*train, *held)], data.cache, workers, say)
     given = Given(train, held, share or 0.0, tuple(found[: len(train)]), tuple(found[len(train) :]))
-    learned_from = {"digests": given.digests, "text_key": data.text_key, "kind": data.kind, "share": given.share, "packing": PACKING}
+    learned_from = {
+        "digests": given.digests,
+        "text_key": data.text_key,
+        "kind": data.kind,
+        "share": given.share,
+        "packing": PACKING,
+    }
     if tokenizer.path:
         words = load(tokenizer.path)
     else:
@@ -99,9 +105,17 @@ def _about(data: DataConfig, words: Tokenizer, given: Given) -> dict[str, Any]:
     context = data.context_length if data.kind == "chat" else None
     rows = [source.form for source in (*given.train, *given.held)]
     parts = {
-        "packing": PACKING, "schema": shards.SCHEMA, "tokenizer": words.digest, "sources": given.digests, "forms": rows, "held": given.held_digests,
-        "share": given.share, "kind": data.kind, "text_key": data.text_key if set(rows) - {"text"} and data.kind == "stream" else None, "context": context,
-    }  # fmt: skip
+        "packing": PACKING,
+        "schema": shards.SCHEMA,
+        "tokenizer": words.digest,
+        "sources": given.digests,
+        "forms": rows,
+        "held": given.held_digests,
+        "share": given.share,
+        "kind": data.kind,
+        "text_key": data.text_key if set(rows) - {"text"} and data.kind == "stream" else None,
+        "context": context,
+    }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     return {"key": key, "kind": data.kind, "context": context, "packing": PACKING, "tokenizer_digest": words.digest}
 
@@ -119,7 +133,9 @@ def _usable(folder: str, verify: bool, say: Say) -> dict[str, Any] | None:
     return told
 
 
-def _make(folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer, given: Given, workers: int, say: Say) -> dict[str, Any]:
+def _make(
+    folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer, given: Given, workers: int, say: Say
+) -> dict[str, Any]:
     spans = given.spans()
     pad = words.end_id
     if data.kind == "chat":
@@ -128,7 +144,14 @@ def _make(folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer
     with whole(folder) as temporary:
         words.save(os.path.join(temporary, TOKENIZER))
         unreachable = _plan(words, spans["train"], data, say)
-        work = Work(os.path.join(temporary, TOKENIZER), unreachable, data.kind, data.text_key, shards.dtype_for(words.vocab_size), data.context_length + 1)
+        work = Work(
+            os.path.join(temporary, TOKENIZER),
+            unreachable,
+            data.kind,
+            data.text_key,
+            shards.dtype_for(words.vocab_size),
+            data.context_length + 1,
+        )
         total = sum(source.size for source in (*given.train, *given.held))
         jobs = sum(len(jobs_of(of)) for of in spans.values())
         count = 0 if total < ALONE and data.num_workers <= 1 else min(workers, jobs)
@@ -142,7 +165,9 @@ def _make(folder: str, about: dict[str, Any], data: DataConfig, words: Tokenizer
 
 
 def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -> tuple[int, ...] | None:
-    """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the data."""
+    """For tiktoken, if it gives the ids of tokenizers here: proved for the merges, probed on texts from all over the
+    data.
+    """
     if words.is_bytes:
         return None
     if isinstance(words.plan, str):
@@ -151,7 +176,10 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
     slow = slow_encoder(words.data)
     for text in _probes(spans, data):
         if words.array(text).tolist() != slow(text.decode()).tolist():
-            say(f"tokenizer {words.where}: tiktoken and tokenizers differ on {text[:60]!r}; `tokenizers` encodes, some 8 times slower")
+            say(
+                f"tokenizer {words.where}: tiktoken and tokenizers differ on {text[:60]!r}; `tokenizers` encodes, some"
+                " 8 times slower"
+            )
             return None
     return words.plan.unreachable
 
@@ -166,14 +194,24 @@ def _probes(spans: Sequence[Span], data: DataConfig) -> Iterator[bytes]:
 
 
 def _check_content(told: dict[str, Any], data: DataConfig, given: Given, say: Say) -> None:
-    names = ", ".join(source.path for source in given.train[:3]) + (f" and {len(given.train) - 3} more" if len(given.train) > 3 else "")
+    names = ", ".join(source.path for source in given.train[:3]) + (
+        f" and {len(given.train) - 3} more" if len(given.train) > 3 else ""
+    )
     train = told["splits"]["train"]
     for part in told["splits"].values():
         _tolerate(part, say)
     if train.get("dropped") and not train["documents"]:
-        raise Refusal(f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to learn", EX_DATAERR)
+        raise Refusal(
+            f"{names}: no conversation has words of the assistant within {data.context_length} tokens: nothing to"
+            " learn",
+            EX_DATAERR,
+        )
     if not train["tokens"] and told["splits"]["validation"]["tokens"]:
-        raise Refusal(f"{names}: all of it is held out by data.validation={data.validation}; it is too small for that share: data.validation=0", EX_DATAERR)
+        raise Refusal(
+            f"{names}: all of it is held out by data.validation={data.validation}; it is too small for that share:"
+            " data.validation=0",
+            EX_DATAERR,
+        )
     if not train["inked"]:
         raise Refusal(f"{names}: there is no text in it", EX_DATAERR)
 
@@ -183,7 +221,10 @@ def _tolerate(split: dict[str, Any], say: Say) -> None:
     wrong, rows = split.get("wrong", 0), split.get("wrong", 0) + split["documents"] + split.get("dropped", 0)
     if not wrong:
         return
-    line = f"{wrong:,} of {rows:,} rows can't be used: {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
+    line = (
+        f"{wrong:,} of {rows:,} rows can't be used:"
+        f" {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
+    )
     if wrong >= TOLERATED * rows:
         raise Refusal(f"{line}; below 1 % they would be left out: mend the file", EX_DATAERR)
     say(f"{line}; left out")
@@ -194,8 +235,9 @@ def _check(told: dict[str, Any], data: DataConfig, say: Say) -> None:
     train, held = told["splits"]["train"], told["splits"]["validation"]
     if told["kind"] == "stream" and train["tokens"] <= data.context_length:
         raise Refusal(
-            f"data.context_length is {data.context_length}, longer than the data, which has {train['tokens']:,} tokens to train on: "
-            f"at most {max(train['tokens'] - 1, 0)}, or more data", EX_DATAERR,
-        )  # fmt: skip
+            f"data.context_length is {data.context_length}, longer than the data, which has {train['tokens']:,} tokens"
+            f" to train on: at most {max(train['tokens'] - 1, 0)}, or more data",
+            EX_DATAERR,
+        )
     if data.validation not in ("", "0") and held["tokens"] < 2:
         say(f"data.validation={data.validation} holds nothing out: the data is too small")

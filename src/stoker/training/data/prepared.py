@@ -49,7 +49,26 @@ def open_prepared(folder: str) -> Prepared:
 def from_manifest(folder: str, told: dict[str, Any], fresh: bool = False) -> Prepared:
     train, held = told["splits"]["train"], told["splits"]["validation"]
     return Prepared(
-        folder, told["key"], told["kind"], told["context"], os.path.join(folder, TOKENIZER), told["tokenizer_digest"], told["vocab_size"], told["end_id"],
-        train["tokens"], train["bytes"], train["documents"], held["tokens"], held["bytes"], held["documents"], train.get("samples"), held.get("samples"),
-        train.get("fill"), train.get("cut", 0), train.get("dropped", 0), len(train["shards"]) + len(held["shards"]), told["seconds"], fresh,
-    )  # fmt: skip
+        folder,
+        told["key"],
+        told["kind"],
+        told["context"],
+        os.path.join(folder, TOKENIZER),
+        told["tokenizer_digest"],
+        told["vocab_size"],
+        told["end_id"],
+        train["tokens"],
+        train["bytes"],
+        train["documents"],
+        held["tokens"],
+        held["bytes"],
+        held["documents"],
+        train.get("samples"),
+        held.get("samples"),
+        train.get("fill"),
+        train.get("cut", 0),
+        train.get("dropped", 0),
+        len(train["shards"]) + len(held["shards"]),
+        told["seconds"],
+        fresh,
+    )

@@ -29,7 +29,10 @@ class Progress:
         self.said = now
         rate = self.done / (now - self.began)
         left = span((self.total - self.done) / rate) if rate else "n/a"
-        line = f"{self.what}: {self.done / 1e6:.0f}/{self.total / 1e6:.0f} MB, {100 * self.done / max(self.total, 1):.0f} %, {rate / 1e6:.1f} MB/s, ETA {left}"
+        line = (
+            f"{self.what}: {self.done / 1e6:.0f}/{self.total / 1e6:.0f} MB, {100 * self.done / max(self.total, 1):.0f}"
+            f" %, {rate / 1e6:.1f} MB/s, ETA {left}"
+        )
         if self.terminal:
             terminal.draw(line)
             self.shown = True

@@ -1,4 +1,6 @@
-"""The documents of a span: bytes of text that are UTF-8, or conversations. Whatever is wrong is refused with its file and place."""
+"""The documents of a span: bytes of text that are UTF-8, or conversations. Whatever is wrong is refused with its file
+and place.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from stoker.training.data.units import Span
 from stoker.training.tokenizer.chat import LEARNED, ROLES
 
 LONGEST_LINE = 64 << 20
-LONG_LINE = 1 << 20  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
+LONG_LINE = (
+    1 << 20
+)  # from here on its parts are counted before it is parsed: 64 MB of [[],[],[] … would become gigabytes
 REPLACEMENT = "\ufffd"
 MESSAGES = "messages"
 NAMED = 3  # rows that a message names
@@ -34,9 +38,13 @@ def texts(span: Span, text_key: str) -> Iterator[tuple[bytes, bool]]:
 
 
 def conversations(span: Span, wrong: list[str]) -> Iterator[list[Message]]:
-    """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the caller to say."""
+    """`wrong`: gets a line for each row that is no conversation with an answer in it; how many there may be is for the
+    caller to say.
+    """
     if span.form == "text":
-        raise Refusal(f"{span.path} is plain text; data.kind=chat takes jsonl or parquet rows with {MESSAGES}", EX_DATAERR)
+        raise Refusal(
+            f"{span.path} is plain text; data.kind=chat takes jsonl or parquet rows with {MESSAGES}", EX_DATAERR
+        )
     found = 0
     for row, place in rows(span, MESSAGES):
         try:
@@ -85,7 +93,11 @@ def _line(file: BinaryIO, path: str) -> bytes:
     place = file.tell()
     line = file.readline(LONGEST_LINE + 1)
     if len(line) > LONGEST_LINE:
-        raise Refusal(f"{at(f'{path}' + chr(0) + str(place))}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per line?", EX_DATAERR)
+        raise Refusal(
+            f"{at(f'{path}' + chr(0) + str(place))}: the line is longer than {LONGEST_LINE >> 20} MB: is this a row per"
+            " line?",
+            EX_DATAERR,
+        )
     return line
 
 
@@ -98,7 +110,9 @@ def _row(line: bytes, path: str, place: int) -> dict[str, Any]:
         raise Refusal(f"{at(where)} is not UTF-8: {problem}", EX_DATAERR) from problem
     except (ValueError, RecursionError) as problem:
         why = f"{problem.msg}, column {problem.colno}" if isinstance(problem, json.JSONDecodeError) else problem
-        raise Refusal(f"{at(where)} is not JSON: {why}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR) from problem
+        raise Refusal(
+            f"{at(where)} is not JSON: {why}; it begins {line[:40].decode('utf-8', 'replace')!r}", EX_DATAERR
+        ) from problem
     if not isinstance(found, dict):
         raise Refusal(f"{at(where)} is a JSON {type(found).__name__}, not an object with keys", EX_DATAERR)
     return found
@@ -108,7 +122,10 @@ def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
     table = open_parquet(span.path)
     names = list(table.schema_arrow.names)
     if column not in names:
-        raise Refusal(f"{span.path} has no column {column!r}{_did_you_mean(column, names)}; its columns: {', '.join(names)}", EX_DATAERR)
+        raise Refusal(
+            f"{span.path} has no column {column!r}{_did_you_mean(column, names)}; its columns: {', '.join(names)}",
+            EX_DATAERR,
+        )
     before = sum(table.metadata.row_group(group).num_rows for group in range(span.group))
     place = 0
     for some in read_rows(span.path, table, span.group, (column,)):
@@ -124,10 +141,15 @@ def _parquet(span: Span, column: str) -> Iterator[tuple[dict[str, Any], str]]:
 def _text(row: dict[str, Any], key: str, place: str) -> bytes:
     if key not in row:
         hint = "; rows with messages are chats: data.kind=chat" if MESSAGES in row else _did_you_mean(key, row)
-        raise Refusal(f"{at(place)} has no {key!r}; its keys: {', '.join(map(str, row)) or 'none'}{hint} (data.text_key)", EX_DATAERR)
+        raise Refusal(
+            f"{at(place)} has no {key!r}; its keys: {', '.join(map(str, row)) or 'none'}{hint} (data.text_key)",
+            EX_DATAERR,
+        )
     value = row[key]
     if not isinstance(value, str):
-        raise Refusal(f"{at(place)}: {key!r} is {'null' if value is None else type(value).__name__}, not text", EX_DATAERR)
+        raise Refusal(
+            f"{at(place)}: {key!r} is {'null' if value is None else type(value).__name__}, not text", EX_DATAERR
+        )
     return utf8(value)
 
 
@@ -145,10 +167,14 @@ class _NotAChat(ValueError):
 
 def _messages(row: dict[str, Any]) -> list[Message]:
     if MESSAGES not in row:
-        raise _NotAChat(f" has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}")
+        raise _NotAChat(
+            f" has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}"
+        )
     told = row[MESSAGES]
     if not isinstance(told, list) or not told:
-        raise _NotAChat(f": {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content")
+        raise _NotAChat(
+            f": {MESSAGES!r} is {'empty' if told == [] else type(told).__name__}, not a list of role and content"
+        )
     found: list[Message] = []
     for number, one in enumerate(told, 1):
         role, content = (one.get("role"), one.get("content")) if isinstance(one, dict) else (None, None)

@@ -24,7 +24,9 @@ class Batch:
 
 
 class Samples:
-    """Stream: sample i is tokens[i*T : i*T + T + 1]; of validation the last one may be shorter, its rest is not learned. Chat: sample i is row i."""
+    """Stream: sample i is tokens[i*T : i*T + T + 1]; of validation the last one may be shorter, its rest is not
+    learned. Chat: sample i is row i.
+    """
 
     def __init__(self, prepared: Prepared | str, split: str, context_length: int) -> None:
         folder = prepared if isinstance(prepared, str) else prepared.folder
@@ -32,13 +34,18 @@ class Samples:
         if told is None:
             raise Refusal(f"{folder} holds no prepared data; `stoker prepare` makes it", EX_DATAERR)
         if told["kind"] == "chat" and told["context"] != context_length:
-            raise Refusal(f"{folder} is packed for a context of {told['context']}, not {context_length}: prepare it again", EX_CONFIG)
+            raise Refusal(
+                f"{folder} is packed for a context of {told['context']}, not {context_length}: prepare it again",
+                EX_CONFIG,
+            )
         self.split, self.context = split, context_length
         self.chat = told["kind"] == "chat"
         self.end_id = int(told["end_id"])
         about = told["splits"][split]
         self.tokens = int(about["tokens"])
-        self.bytes_per_target = int(about["bytes"]) / max(int(about.get("learned") or self.tokens) if self.chat else self.tokens, 1)
+        self.bytes_per_target = int(about["bytes"]) / max(
+            int(about.get("learned") or self.tokens) if self.chat else self.tokens, 1
+        )
         self._shards = [_map(folder, one["file"], told["dtype"], one["bytes"]) for one in about["shards"]]
         self._masks = [_map(folder, one["file"], "u1", one["bytes"]) for one in about.get("masks", ())]
         self._starts = np.cumsum([0, *(len(one) for one in self._shards)], dtype=np.int64)
@@ -75,7 +82,9 @@ class Samples:
         segments = np.cumsum((bits[:, :-1] & BEGIN) != 0, axis=1, dtype=np.int32) - 1
         return Batch(inputs, targets, segments.astype(np.int32))
 
-    def _fill(self, row: NDArray[np.int64] | NDArray[np.uint8], begin: int, files: list[NDArray[np.generic]], rest: int) -> None:
+    def _fill(
+        self, row: NDArray[np.int64] | NDArray[np.uint8], begin: int, files: list[NDArray[np.generic]], rest: int
+    ) -> None:
         """One slice of one shard, but for the few samples that cross an edge."""
         done = 0
         file = int(np.searchsorted(self._starts, begin, side="right")) - 1
@@ -95,7 +104,11 @@ def _map(folder: str, name: str, dtype: str, size: int) -> NDArray[np.generic]:
     try:
         found: NDArray[np.generic] = np.memmap(path, dtype=np.dtype(dtype), mode="r")
     except (OSError, ValueError) as problem:
-        raise Refusal(f"{path} can't be opened: {problem}; `stoker prepare --verify` finds and mends damage", EX_DATAERR) from problem
+        raise Refusal(
+            f"{path} can't be opened: {problem}; `stoker prepare --verify` finds and mends damage", EX_DATAERR
+        ) from problem
     if found.nbytes != size:
-        raise Refusal(f"{path} has {found.nbytes} bytes instead of {size}; `stoker prepare --verify` mends it", EX_DATAERR)
+        raise Refusal(
+            f"{path} has {found.nbytes} bytes instead of {size}; `stoker prepare --verify` mends it", EX_DATAERR
+        )
     return found

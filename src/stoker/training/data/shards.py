@@ -1,7 +1,7 @@
 """Shards: raw little-endian tokens of one width, 100 million to a file, and a manifest with their checksums.
 
-CRC-32, because zlib's runs at 3.3 GB/s a core (SHA-256: 1.0): a second call can check a gigabyte in a third of a second. It finds every
-damage that is no attack.
+CRC-32, because zlib's runs at 3.3 GB/s a core (SHA-256: 1.0): a second call can check a gigabyte in a third of a
+second. It finds every damage that is no attack.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ def read_manifest(folder: str) -> dict[str, Any] | None:
 
 
 def _plain(manifest: dict[str, Any]) -> bool:
-    """Its shards are files of its own folder, with sizes and sums. One that came with somebody's cache may name anything."""
+    """Its shards are files of its own folder, with sizes and sums. One that came with somebody's cache may name
+    anything.
+    """
     splits = manifest.get("splits")
     if not isinstance(splits, dict) or not all(isinstance(split, dict) for split in splits.values()):
         return False
@@ -99,7 +101,11 @@ def _is_shard(about: Any) -> bool:
     if not isinstance(about, dict):
         return False
     name, sizes = about.get("file"), (about.get("bytes"), about.get("crc32"))
-    return isinstance(name, str) and _SHARD.fullmatch(name) is not None and all(isinstance(size, int) and size >= 0 for size in sizes)
+    return (
+        isinstance(name, str)
+        and _SHARD.fullmatch(name) is not None
+        and all(isinstance(size, int) and size >= 0 for size in sizes)
+    )
 
 
 def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -109,7 +115,9 @@ def shard_files(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
-    """What is wrong with the first damaged shard; None if all is well. Checksums are taken if asked for, for small data, or for changed files."""
+    """What is wrong with the first damaged shard; None if all is well. Checksums are taken if asked for, for small
+    data, or for changed files.
+    """
     files = list(shard_files(manifest))
     stats: dict[str, list[int]] = {}
     for about in files:
@@ -126,7 +134,11 @@ def damage(folder: str, manifest: dict[str, Any], verify: bool) -> str | None:
     total = sum(about["bytes"] for about in files)
     beside = os.path.join(folder, CHECKED)
     known = _known(beside)
-    to_check = files if verify or total < SMALL else [about for about in files if known.get(about["file"]) != stats[about["file"]]]
+    to_check = (
+        files
+        if verify or total < SMALL
+        else [about for about in files if known.get(about["file"]) != stats[about["file"]]]
+    )
     with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
         sums = list(pool.map(lambda about: _checksum(os.path.join(folder, about["file"])), to_check))
     for about, found_sum in zip(to_check, sums, strict=True):

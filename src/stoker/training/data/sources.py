@@ -29,12 +29,19 @@ class Source:
     size: int
 
 
-def find_sources(paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path") -> tuple[Source, ...]:
+def find_sources(
+    paths: Sequence[str], cache: str, say: Callable[[str], None], what: str = "data.path"
+) -> tuple[Source, ...]:
     """In the order given; what a folder or a glob holds is sorted. Refuses what can't be read before anything is done."""
     if not paths:
-        raise Refusal(f"{what} is empty: name text, jsonl or parquet files, folders of them, or a hub id (--data PATH)", EX_NOINPUT)
+        raise Refusal(
+            f"{what} is empty: name text, jsonl or parquet files, folders of them, or a hub id (--data PATH)",
+            EX_NOINPUT,
+        )
     files = [found for path in paths for found in _files(path, cache, say)]
-    twice = next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
+    twice = (
+        next((path for place, path in enumerate(files) if path in files[:place]), None) if len(files) < 10_000 else None
+    )
     if twice:
         say(f"{twice} is named twice: it is read twice")
     return tuple(_source(path) for path in files)
@@ -44,14 +51,19 @@ def _source(path: str) -> Source:
     ending = os.path.splitext(path)[1].lower()
     if ending in PACKED:
         raise Refusal(
-            f"{path} is packed: unpack it first, e.g. `{'gunzip -k' if ending == '.gz' else 'unzip' if ending == '.zip' else 'unxz -k'} {path}`", EX_DATAERR
+            f"{path} is packed: unpack it first, e.g."
+            f" `{'gunzip -k' if ending == '.gz' else 'unzip' if ending == '.zip' else 'unxz -k'} {path}`",
+            EX_DATAERR,
         )
     form = FORMS.get(ending, "text")
     check_head(path, text=form != "parquet")
     if form == "jsonl":
         with open(path, "rb") as file:
             if file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
-                raise Refusal(f"{path} is one JSON array, not a row per line; `jq -c '.[]' {path} > rows.jsonl` makes it so", EX_DATAERR)
+                raise Refusal(
+                    f"{path} is one JSON array, not a row per line; `jq -c '.[]' {path} > rows.jsonl` makes it so",
+                    EX_DATAERR,
+                )
     return Source(path, form, os.path.getsize(path))
 
 
@@ -74,7 +86,11 @@ def share_of(text: str) -> float | None:
     except ValueError:
         return None
     if not 0 <= share < 1:
-        raise Refusal(f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not a number", EX_CONFIG)
+        raise Refusal(
+            f"data.validation is {text}: a share of the data lies between 0 and 1 (0.01 is one percent), a path is not"
+            " a number",
+            EX_CONFIG,
+        )
     return share
 
 

@@ -26,7 +26,9 @@ _LINE = re.compile(rb"\n(?=\S)")
 
 @shape
 class Span:
-    """A stretch of a file. text: from `begin` to `end`; jsonl: the lines that begin there; parquet: rows of one row group."""
+    """A stretch of a file. text: from `begin` to `end`; jsonl: the lines that begin there; parquet: rows of one row
+    group.
+    """
 
     path: str
     form: str
@@ -71,7 +73,11 @@ def _spans(source: Source, begin: int, end: int) -> list[Span]:
     if source.form == "text":
         places = [begin, *(min(_cut(source, place, LOOK), end) for place in places[1:])]
     ends = [*places[1:], end]
-    return [Span(source.path, source.form, a, b, 0, b == source.size, b - a) for a, b in zip(places, ends, strict=True) if a < b]
+    return [
+        Span(source.path, source.form, a, b, 0, b == source.size, b - a)
+        for a, b in zip(places, ends, strict=True)
+        if a < b
+    ]
 
 
 def _cut(source: Source, place: int, look: int) -> int:
@@ -98,11 +104,15 @@ def _row_groups(source: Source, share: float) -> tuple[list[Span], list[Span]]:
     for group in range(table.metadata.num_row_groups):
         about = table.metadata.row_group(group)
         parts = max(1, min(-(-about.total_byte_size // ROW_GROUP_UNIT), MOST_PARTS))
-        marks = {about.num_rows * part // parts for part in range(parts + 1)} | {min(max(border - before, 0), about.num_rows)}
+        marks = {about.num_rows * part // parts for part in range(parts + 1)} | {
+            min(max(border - before, 0), about.num_rows)
+        }
         places = sorted(marks)
         for begin, end in pairwise(places):
             size = source.size * (end - begin) // max(rows, 1)
-            (train if before + begin < border else held).append(Span(source.path, "parquet", begin, end, group, True, size))
+            (train if before + begin < border else held).append(
+                Span(source.path, "parquet", begin, end, group, True, size)
+            )
         before += about.num_rows
     return train, held
 

@@ -1,6 +1,7 @@
 """One job: spans in, a part file of tokens out. Runs in a process of its own, or here for a few megabytes.
 
-python -m stoker.training.data.work: one JSON line on stdin says what the work is, then a line per job; a line per job comes back.
+python -m stoker.training.data.work: one JSON line on stdin says what the work is, then a line per job; a line per job
+comes back.
 """
 
 from __future__ import annotations
@@ -113,7 +114,9 @@ def _chats(tokenizer: Tokenizer, work: Work, spans: list[Span], path: str) -> Pa
                 learned += len(mine)
                 size += int(tokenizer.lengths[mine[mine != tokenizer.special[chat.STOP]]].sum())
     np.array(lengths, dtype="<i8").tofile(lengths_path(path))
-    return Part(path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped, len(wrong), tuple(wrong[:NAMED]))
+    return Part(
+        path, sum(lengths), size, len(lengths), bool(lengths), learned, cut, dropped, len(wrong), tuple(wrong[:NAMED])
+    )
 
 
 def main() -> None:

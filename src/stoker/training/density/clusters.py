@@ -31,7 +31,9 @@ def clusters(vectors: Vectors, k: int, seed: int) -> NDArray[np.int64]:
 
 
 def _spread_out(points: NDArray[np.float64], k: int, draw: np.random.Generator) -> NDArray[np.float64]:
-    """k-means++: each next middle is a point, drawn by its squared distance to those that are there (Arthur and Vassilvitskii 2007)."""
+    """k-means++: each next middle is a point, drawn by its squared distance to those that are there (Arthur and
+    Vassilvitskii 2007).
+    """
     chosen = [int(draw.integers(len(points)))]
     nearest = _squares(points, points[chosen]).min(1)
     while len(chosen) < k and nearest.sum() > 0:

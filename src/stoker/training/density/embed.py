@@ -15,7 +15,9 @@ from stoker.training.parallel.group import Group
 
 @torch.no_grad()
 def embed(model: Decoder, rows: Sequence[Sequence[int]]) -> Vectors:
-    """[rows, width]. A row longer than the context counts by its beginning; equal rows are computed once and are exactly equal."""
+    """[rows, width]. A row longer than the context counts by its beginning; equal rows are computed once and are
+    exactly equal.
+    """
     room = model.context_length
     different = list(dict.fromkeys(tuple(row[:room]) for row in rows))
     device = model.embed.weight.device

@@ -15,7 +15,9 @@ def unit(vectors: Vectors) -> Vectors:
 
 
 def centred(vectors: Vectors) -> Vectors:
-    """Without what all have in common, again of length 1: hidden states lie in a narrow cone (cosines above 0.9), where neighbours are hard to tell."""
+    """Without what all have in common, again of length 1: hidden states lie in a narrow cone (cosines above 0.9), where
+    neighbours are hard to tell.
+    """
     moved = vectors - vectors.mean(0, keepdims=True, dtype=np.float64).astype(np.float32)
     alike = np.linalg.norm(moved, axis=1) < ALIKE
     moved[alike] = 0.0

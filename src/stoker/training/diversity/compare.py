@@ -43,10 +43,12 @@ class Compared:
 
 
 def compare(baseline: Counted, compared: Counted, rounds: int, seed: int) -> list[Compared]:
-    """The same prompts are sampled for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around what was measured.
+    """The same prompts are sampled for both in each round of the bootstrap. Intervals are ± 1.96 standard errors around
+    what was measured.
 
-    A round has some two thirds of the prompts, some of them twice. Words that are counted once however often they come vary less between such rounds
-    than between sets of prompts (two equal models differed in vocabulary in a quarter of all comparisons), so for those each prompt in turn is left
+    A round has some two thirds of the prompts, some of them twice. Words that are counted once however often they come
+    vary less between such rounds than between sets of prompts (two equal models differed in vocabulary in a quarter of
+    all comparisons), so for those each prompt in turn is left
     out instead: the jackknife, whose error is never too small on average (Efron and Stein 1981)."""
     count = len(baseline.clusters)
     every = np.arange(count)
@@ -75,7 +77,10 @@ def overall(found: list[Compared]) -> str:
     more = [one.name for one in stands if (one.difference > 0) == (METRICS[one.name].varied > 0)]
     less = [one.name for one in stands if one.name not in more]
     parts = [f"{word} varied by {', '.join(names)}" for word, names in (("more", more), ("less", less)) if names]
-    return f"the compared model's answers are {' and '.join(parts)} ({len(stands)} of {len(about)} measures of variety, Holm-corrected, 5 %)"
+    return (
+        f"the compared model's answers are {' and '.join(parts)} ({len(stands)} of {len(about)} measures of variety,"
+        " Holm-corrected, 5 %)"
+    )
 
 
 def told(found: list[Compared]) -> dict[str, Any]:

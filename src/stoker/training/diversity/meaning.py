@@ -18,7 +18,9 @@ def spread(vectors: Vectors) -> float:
 
 
 def vendi(vectors: Vectors) -> float:
-    """How many different ones they amount to: exp of the entropy of the eigenvalues of the similarities ÷ n (Friedman and Dieng 2023)."""
+    """How many different ones they amount to: exp of the entropy of the eigenvalues of the similarities ÷ n (Friedman
+    and Dieng 2023).
+    """
     points = vectors.astype(np.float64)
     values = np.linalg.eigvalsh(points @ points.T / len(points))
     values = values[values > 1e-12]

@@ -1,6 +1,8 @@
-"""What is measured of a model's answers: a value per prompt where a prompt has one, and of the whole set where only that has one. Pure.
+"""What is measured of a model's answers: a value per prompt where a prompt has one, and of the whole set where only
+that has one. Pure.
 
-A set is measured again for every round of the bootstrap, so what can be counted once per prompt is, and a round only adds it up.
+A set is measured again for every round of the bootstrap, so what can be counted once per prompt is, and a round only
+adds it up.
 """
 
 from __future__ import annotations
@@ -30,7 +32,14 @@ class Metric:
 class Counted:
     """One model's answers, counted: [prompts] means and tables."""
 
-    def __init__(self, answers: Sequence[Sequence[str]], vectors: Sequence[Vectors], labels: Sequence[NDArray[np.int64]], k: int, seed: int) -> None:
+    def __init__(
+        self,
+        answers: Sequence[Sequence[str]],
+        vectors: Sequence[Vectors],
+        labels: Sequence[NDArray[np.int64]],
+        k: int,
+        seed: int,
+    ) -> None:
         split = [[words(text) for text in one] for one in answers]
         self.means: dict[str, Floats] = {
             **{f"distinct_{n}": np.array([distinct(one, n) for one in split]) for n in (1, 2, 3)},

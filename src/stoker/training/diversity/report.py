@@ -12,31 +12,62 @@ ANSWERS = 3  # of each model
 
 
 def report(
-    found: dict[str, Any], prompts: Sequence[str], baseline: Sequence[Sequence[str]], compared: Sequence[Sequence[str]], names: tuple[str, str], rounds: int
-) -> str:  # fmt: skip
+    found: dict[str, Any],
+    prompts: Sequence[str],
+    baseline: Sequence[Sequence[str]],
+    compared: Sequence[Sequence[str]],
+    names: tuple[str, str],
+    rounds: int,
+) -> str:
     lines = ["# Diversity", "", f"**{found['verdict'][0].upper()}{found['verdict'][1:]}.**", ""]
-    lines += [f"Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])} answers to each from both.", ""]
+    lines += [
+        (
+            f"Baseline: {_inline(names[0])}. Compared: {_inline(names[1])}. {len(prompts)} prompts, {len(baseline[0])}"
+            " answers to each from both."
+        ),
+        "",
+    ]
     if len(prompts) < 20:
         lines += [f"Only {len(prompts)} prompts: take the intervals as rough.", ""]
     varied = [name for name in found["difference"] if METRICS[name].varied]
-    lines += [f"{len(varied)} measures of variety:", "", *_table(found, varied), "", "Not a measure of variety, for comparison:", ""]
+    lines += [
+        f"{len(varied)} measures of variety:",
+        "",
+        *_table(found, varied),
+        "",
+        "Not a measure of variety, for comparison:",
+        "",
+    ]
     lines += _table(found, [name for name in found["difference"] if name not in varied])
     lines += [
         "",
         "## Method",
         "",
-        "1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more varied.",
-        "2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above single words. Embeddings: mean hidden states "
-        "of one third model, centred over both sets; clusters: k-means on both sets together.",
-        f"3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's verdict is its own interval's; the verdict on "
-        "top is corrected for the number of measures of variety (Holm).",
+        (
+            "1. Both models answer the same prompts with the same seeds. ↑: higher is more varied, ↓: lower is more"
+            " varied."
+        ),
+        (
+            "2. Self-BLEU: up to 4-grams against at most 8 other answers of the prompt, one added to counts above"
+            " single words. Embeddings: mean hidden states of one third model, centred over both sets; clusters:"
+            " k-means on both sets together."
+        ),
+        (
+            f"3. Intervals: ± 1.96 standard errors of a bootstrap over prompts, paired, {rounds} rounds. Each row's"
+            " verdict is its own interval's; the verdict on top is corrected for the number of measures of variety"
+            " (Holm)."
+        ),
         "",
         "## Examples",
         "",
     ]
     for prompt, ours, theirs in list(zip(prompts, baseline, compared, strict=True))[:EXAMPLES]:
         lines += [f"**{_inline(prompt)}**", ""]
-        lines += [f"- {who}: {_inline(text)}" for who, texts in (("baseline", ours), ("compared", theirs)) for text in texts[:ANSWERS]] + [""]
+        lines += [
+            f"- {who}: {_inline(text)}"
+            for who, texts in (("baseline", ours), ("compared", theirs))
+            for text in texts[:ANSWERS]
+        ] + [""]
     return "\n".join(lines)
 
 

@@ -37,12 +37,18 @@ def self_bleu(answers: Sequence[Words], seed: int = 0) -> float:
     for place in range(len(answers)):
         others = [other for other in range(len(answers)) if other != place]
         others = draw.sample(others, _REFERENCES) if len(others) > _REFERENCES else others
-        found.append(_bleu(answers[place], counts[place], [answers[other] for other in others], [counts[other] for other in others]))
+        found.append(
+            _bleu(
+                answers[place], counts[place], [answers[other] for other in others], [counts[other] for other in others]
+            )
+        )
     return sum(found) / len(found)
 
 
 def _bleu(answer: Words, counts: Grams, references: Sequence[Words], theirs: Sequence[Grams]) -> float:
-    """Up to 4-grams, fewer where the answer has fewer words; above single words one is added to both counts (Lin and Och 2004)."""
+    """Up to 4-grams, fewer where the answer has fewer words; above single words one is added to both counts (Lin and
+    Och 2004).
+    """
     if not answer:
         return 1.0 if any(not reference for reference in references) else 0.0
     logs = []

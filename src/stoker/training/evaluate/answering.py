@@ -1,4 +1,6 @@
-"""Questions to answers: the engine writes open ones, choices are compared by their likelihood. Ranks share the questions."""
+"""Questions to answers: the engine writes open ones, choices are compared by their likelihood. Ranks share the
+questions.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,25 @@ from stoker.training.generate.config import GenerateConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-BLOCK = 64  # questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of rows
+# questions whose answers are sampled in one call: part of what an answer depends on, unlike the number of ranks and of
+# rows
+BLOCK = 64
 
 
 class Writer(Protocol):
     """generate.Engine."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        stop: Collection[int],
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
         seed: int = 0,
-    ) -> list[list[int]]: ...  # fmt: skip
+    ) -> list[list[int]]: ...
 
 
 @shape
@@ -53,7 +64,9 @@ class Written:
 
 @shape
 class Marked:
-    """An answer and its marks. `correct`: by content; `in_form`: in the expected form, right or wrong; `strict`: right in that form, as GRPO rewards it."""
+    """An answer and its marks. `correct`: by content; `in_form`: in the expected form, right or wrong; `strict`: right
+    in that form, as GRPO rewards it.
+    """
 
     completion: str
     correct: bool
@@ -90,12 +103,18 @@ class Marker:
         return Marked(text, correct, in_form(text, question.answer), right_in_form(text, question.answer), written.cut)
 
     def _others(self, question: Question) -> Alternatives:
-        return alternatives(question.alternatives) if question.alternatives else Alternatives(self._of_kind[question.kind], words(question.text))
+        return (
+            alternatives(question.alternatives)
+            if question.alternatives
+            else Alternatives(self._of_kind[question.kind], words(question.text))
+        )
 
 
 def put(task: Task, tokenizer: Tokenizer, manner: Manner, context: int, new_tokens: int) -> Asked:
     asked, what = as_asked(task.questions, tokenizer, manner, new_tokens), f"task {task.name}, with room for the answer"
-    return Asked(task, tuple(tuple(ids) for ids, _ in asked), tuple(refuse_long([length for _, length in asked], context, what)))
+    return Asked(
+        task, tuple(tuple(ids) for ids, _ in asked), tuple(refuse_long([length for _, length in asked], context, what))
+    )
 
 
 def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Tokenizer, manner: Manner) -> list[Outcome]:
@@ -113,22 +132,38 @@ def choose(asked: Asked, places: Sequence[int], model: Decoder, tokenizer: Token
     return [_chosen(asked, place, scores[place]) for place in places]
 
 
-def write(asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig) -> list[Outcome]:
+def write(
+    asked: Asked, places: Sequence[int], writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig
+) -> list[Outcome]:
     """The greedy answers."""
     stop, marker = stop_ids(tokenizer, manner), Marker(asked.task)
-    answers = writer.generate([asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0) if places else []
+    answers = (
+        writer.generate(
+            [asked.prompts[place] for place in places], new_tokens=how.new_tokens, stop=stop, temperature=0.0
+        )
+        if places
+        else []
+    )
     outcomes = []
     for place, ids in zip(places, answers, strict=True):
         question = asked.task.questions[place]
         greedy = marker(written(tokenizer, ids, manner, stop), place)
-        outcomes.append(Outcome(asked.task.name, place, question.kind, question.text, question.answer, greedy, open=True))
+        outcomes.append(
+            Outcome(asked.task.name, place, question.kind, question.text, question.answer, greedy, open=True)
+        )
     return outcomes
 
 
 def sample(
-    prompts: Sequence[Sequence[int]], count: int, writer: Writer, tokenizer: Tokenizer, manner: Manner, how: GenerateConfig, seed: int,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    writer: Writer,
+    tokenizer: Tokenizer,
+    manner: Manner,
+    how: GenerateConfig,
+    seed: int,
     mine: Callable[[int], bool],
-) -> dict[int, list[Written]]:  # fmt: skip
+) -> dict[int, list[Written]]:
     """`count` sampled answers to each prompt of the blocks that are `mine`, by the prompt's place."""
     stop = stop_ids(tokenizer, manner)
     answers: dict[int, list[Written]] = {}
@@ -137,9 +172,14 @@ def sample(
             continue
         places = range(begin, min(begin + BLOCK, len(prompts)))
         ids = writer.generate(
-            [prompts[place] for place in places for _ in range(count)], new_tokens=how.new_tokens, stop=stop, temperature=how.temperature,
-            top_k=how.top_k, top_p=how.top_p, seed=seed * 1_000_003 + block,
-        )  # fmt: skip
+            [prompts[place] for place in places for _ in range(count)],
+            new_tokens=how.new_tokens,
+            stop=stop,
+            temperature=how.temperature,
+            top_k=how.top_k,
+            top_p=how.top_p,
+            seed=seed * 1_000_003 + block,
+        )
         texts = [written(tokenizer, answer, manner, stop) for answer in ids]
         answers |= {place: texts[number * count : (number + 1) * count] for number, place in enumerate(places)}
     return answers
@@ -152,6 +192,16 @@ def written(tokenizer: Tokenizer, ids: Sequence[int], manner: Manner, stop: Coll
 def _chosen(asked: Asked, place: int, scores: Sequence[float]) -> Outcome:
     question = asked.task.questions[place]
     best = question.labels[max(range(len(scores)), key=scores.__getitem__)]
-    shown = question.text + "".join(f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True))
+    shown = question.text + "".join(
+        f"\n{label}. {text}" for label, text in zip(question.labels, question.choices, strict=True)
+    )
     correct = best == question.answer
-    return Outcome(asked.task.name, place, question.kind, shown, question.answer, Marked(best, correct, in_form=True, strict=correct), open=False)
+    return Outcome(
+        asked.task.name,
+        place,
+        question.kind,
+        shown,
+        question.answer,
+        Marked(best, correct, in_form=True, strict=correct),
+        open=False,
+    )

@@ -1,4 +1,6 @@
-"""How a question is put to a model: the ids it sees, and at which ids its answer ends. A chat, or plain text for a base model."""
+"""How a question is put to a model: the ids it sees, and at which ids its answer ends. A chat, or plain text for a base
+model.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ class Manner:
 
 
 def lettered(question: Question, manner: Manner) -> bool:
-    """A chat is shown the choices and names one; a base model completes the question by each choice's text, unless it is MMLU, whose way is letters."""
+    """A chat is shown the choices and names one; a base model completes the question by each choice's text, unless it
+    is MMLU, whose way is letters.
+    """
     return bool(question.labels) and (manner.chat or question.lettered)
 
 
-def prompt_ids(tokenizer: Tokenizer, question: Question, manner: Manner, examples: Sequence[Question] = ()) -> list[int]:
+def prompt_ids(
+    tokenizer: Tokenizer, question: Question, manner: Manner, examples: Sequence[Question] = ()
+) -> list[int]:
     if manner.chat:
         *before, (role, text) = question.messages
         shown = text + _listed(question) + "\nAnswer with the letter only." if question.labels else text
@@ -38,7 +44,10 @@ def prompt_ids(tokenizer: Tokenizer, question: Question, manner: Manner, example
             before = [("system", manner.system), *before]
         return chat_prompt(tokenizer, [(who, what.encode()) for who, what in (*before, (role, shown))])
     shots = "".join(f"{_plain(one, manner)} {_solution(one, manner)}\n\n" for one in examples)
-    return [tokenizer.end_id, *tokenizer.encode(shots + _plain(question, manner))]  # a text begins where another ended, as in training
+    return [
+        tokenizer.end_id,
+        *tokenizer.encode(shots + _plain(question, manner)),
+    ]  # a text begins where another ended, as in training
 
 
 def choice_ids(tokenizer: Tokenizer, question: Question, manner: Manner) -> list[list[int]]:
@@ -73,11 +82,15 @@ def examples_for(place: int, questions: Sequence[Question], shots: int) -> list[
     return [questions[other] for other in first if other != place][:shots]
 
 
-def as_asked(questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int) -> list[tuple[list[int], int]]:
+def as_asked(
+    questions: Sequence[Question], tokenizer: Tokenizer, manner: Manner, new_tokens: int
+) -> list[tuple[list[int], int]]:
     """Each question's ids, and how many there are with room for its answer."""
     found = []
     for place, question in enumerate(questions):
-        ids = prompt_ids(tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots))
+        ids = prompt_ids(
+            tokenizer, question, manner, examples_for(place, questions, 0 if manner.chat else manner.shots)
+        )
         more = max(map(len, choice_ids(tokenizer, question, manner))) if question.labels else new_tokens
         found.append((ids, len(ids) + more))
     return found
@@ -88,9 +101,10 @@ def refuse_long(lengths: Sequence[int], room: int, what: str) -> list[int]:
     long = [place for place, length in enumerate(lengths) if length > room]
     if long and len(long) >= TOLERATED * len(lengths):
         raise Refusal(
-            f"{what}: {len(long)} of {len(lengths)} are longer than {room} tokens (question {long[0] + 1} has {lengths[long[0]]}): "
-            "raise data.context_length or lower generate.new_tokens", EX_DATAERR,
-        )  # fmt: skip
+            f"{what}: {len(long)} of {len(lengths)} are longer than {room} tokens (question {long[0] + 1} has"
+            f" {lengths[long[0]]}): raise data.context_length or lower generate.new_tokens",
+            EX_DATAERR,
+        )
     return [place for place, length in enumerate(lengths) if length <= room]
 
 
@@ -109,5 +123,7 @@ def _listed(question: Question) -> str:
 def _solution(question: Question, manner: Manner) -> str:
     """On one line, for a line is where a plain answer ends."""
     if question.labels:
-        return question.answer if lettered(question, manner) else question.choices[question.labels.index(question.answer)]
+        return (
+            question.answer if lettered(question, manner) else question.choices[question.labels.index(question.answer)]
+        )
     return " ".join(_CALCULATOR.sub("", question.answer).split())

@@ -1,4 +1,5 @@
-"""Is an answer right by what it says, whatever its form? "The cow says moo." is right where "moo" is expected. No torch.
+"""Is an answer right by what it says, whatever its form? "The cow says moo." is right where "moo" is expected. No
+torch.
 
 The rule, which docs/pipeline.md explains. It rather calls a right answer wrong than a wrong one right:
 - What is right in the expected form (marking.py) is right.
@@ -40,7 +41,9 @@ _ARTICLES = ("a", "an", "the")
 
 @shape
 class Alternatives:
-    """Other answers the question might have had, as words. `asked`: those that stand in the question are no contradiction, but part of saying it."""
+    """Other answers the question might have had, as words. `asked`: those that stand in the question are no
+    contradiction, but part of saying it.
+    """
 
     phrases: frozenset[tuple[str, ...]] = frozenset()
     asked: tuple[str, ...] = ()
@@ -64,7 +67,9 @@ def alternatives(answers: Collection[str], question: str = "") -> Alternatives:
 def phrases(answers: Collection[str]) -> frozenset[tuple[str, ...]]:
     """Numbers are left out: how many pears Anna has does not contradict that it is Anna who has them."""
     given = [stated(answer) for answer in answers]
-    return frozenset(_phrase(answer) for answer in given if _only_number(answer) is None and not _LIST.fullmatch(answer)) - {()}
+    return frozenset(
+        _phrase(answer) for answer in given if _only_number(answer) is None and not _LIST.fullmatch(answer)
+    ) - {()}
 
 
 def right(completion: str, answer: str, others: Alternatives = NO_OTHERS, *, cut: bool = False) -> bool:
@@ -94,14 +99,19 @@ def _says(line: str, wanted: str, others: Alternatives, cut: bool) -> bool:
         return False  # a letter is also a word: it counts alone, which right_in_form has seen to
     against = {word for word in said if word in _DENIES or word.endswith(("n't", "n’t"))} - set(phrase)
     taken_back = bool(rest) and words(rest[0])[:1] != () and words(rest[0])[0] in _TAKES_BACK
-    return not against and not taken_back and not others.named_in(said, phrase) and not _joined(sentence.lower(), phrase)
+    return (
+        not against and not taken_back and not others.named_in(said, phrase) and not _joined(sentence.lower(), phrase)
+    )
 
 
 def _joined(sentence: str, phrase: tuple[str, ...]) -> bool:
     """Whether the answer is one of several: "Anna and Ben", "in the park and in the garden"."""
     pattern = r"\b" + r"\W+".join(map(re.escape, phrase)) + r"\b"
     places = list(re.finditer(pattern, sentence))
-    return any(_JOINED_BEFORE.search(sentence[: place.start()]) or _JOINED_AFTER.search(sentence[place.end() :]) for place in places)
+    return any(
+        _JOINED_BEFORE.search(sentence[: place.start()]) or _JOINED_AFTER.search(sentence[place.end() :])
+        for place in places
+    )
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -43,7 +43,9 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
     for batch in batches([len(given) + len(asked) for given, asked in rows]):
         whole = [[*rows[place][0], *rows[place][1]] for place in batch]
         hidden = model.hidden(padded([one[:-1] for one in whole], device))
-        places = [(row, at) for row, place in enumerate(batch) for at in range(len(rows[place][0]) - 1, len(whole[row]) - 1)]
+        places = [
+            (row, at) for row, place in enumerate(batch) for at in range(len(rows[place][0]) - 1, len(whole[row]) - 1)
+        ]
         if not places:
             continue
         index = torch.tensor(places, device=device)
@@ -51,17 +53,25 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
         picked = hidden[index[:, 0], index[:, 1]]
         step = chunk_rows(len(picked), len(weight), 4)
         losses = [
-            F.cross_entropy(F.linear(picked[begin : begin + step], weight).float(), wanted[begin : begin + step], reduction="none")
+            F.cross_entropy(
+                F.linear(picked[begin : begin + step], weight).float(), wanted[begin : begin + step], reduction="none"
+            )
             for begin in range(0, len(picked), step)
         ]
-        totals = torch.zeros(len(batch), dtype=torch.float64, device=device).index_add_(0, index[:, 0], torch.cat(losses).double())
+        totals = torch.zeros(len(batch), dtype=torch.float64, device=device).index_add_(
+            0, index[:, 0], torch.cat(losses).double()
+        )
         for place, total in zip(batch, totals.tolist(), strict=True):
             found[place] = -total
     return found
 
 
-def windows(tokenizer: Tokenizer, texts: Iterable[bytes], context: int, tokens: int) -> tuple[list[Continuation], list[int]]:
-    """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when `tokens` (0: all) are there."""
+def windows(
+    tokenizer: Tokenizer, texts: Iterable[bytes], context: int, tokens: int
+) -> tuple[list[Continuation], list[int]]:
+    """Every token of every text once, after what comes before it in its window, and the bytes of each window; ends when
+    `tokens` (0: all) are there.
+    """
     found: list[Continuation] = []
     sizes: list[int] = []
     count = 0

@@ -1,4 +1,6 @@
-"""Is an answer in the expected form, and right in that form? This strict rule is GRPO's reward. content.py has the rule that evaluation counts by. No torch."""
+"""Is an answer in the expected form, and right in that form? This strict rule is GRPO's reward. content.py has the rule
+that evaluation counts by. No torch.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ def marked_part(text: str) -> str | None:
 
 
 def stated(text: str) -> str:
-    """What a text gives as its answer: the part after its last mark, else the whole; the first line of that, bare and in lowercase."""
+    """What a text gives as its answer: the part after its last mark, else the whole; the first line of that, bare and
+    in lowercase.
+    """
     part = marked_part(text)
     line = first_line(text if part is None else part)
     return _bare(without_thousands(_bare(line).lower().replace("$", "")))
 
 
 def right_in_form(completion: str, answer: str) -> bool:
-    """The stated answer is the same text or the same number. An answer that states nothing is wrong, whatever was asked."""
+    """The stated answer is the same text or the same number. An answer that states nothing is wrong, whatever was
+    asked.
+    """
     said, wanted = stated(completion), stated(answer)
     if not said:
         return False
@@ -43,7 +49,9 @@ def right_in_form(completion: str, answer: str) -> bool:
 
 
 def in_form(completion: str, answer: str) -> bool:
-    """Right or wrong, the answer stands alone where the strict rule looks for it: a number, or no more words than the expected answer has."""
+    """Right or wrong, the answer stands alone where the strict rule looks for it: a number, or no more words than the
+    expected answer has.
+    """
     said = stated(completion)
     return bool(said) and (_number(said) is not None or len(words(said)) <= max(len(words(stated(answer))), 1))
 

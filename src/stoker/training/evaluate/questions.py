@@ -1,6 +1,7 @@
 """A row of a question file, whatever its publisher calls the columns, becomes a Question. Pure; no torch.
 
-Each form is one function: it gives a Question, or raises Unusable with what is wrong, or None where a row is not of its form.
+Each form is one function: it gives a Question, or raises Unusable with what is wrong, or None where a row is not of its
+form.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def prompt_and_answer(row: Row, kind: str) -> Question | None:
         return None
     others = _list(row["alternatives"], "alternatives") if row.get("alternatives") else []
     kind = _text(row.get("kind", kind), "kind")
-    return Question(messages_of(row["prompt"]), _answer(row["answer"]), kind, alternatives=tuple(_answer(other) for other in others))
+    return Question(
+        messages_of(row["prompt"]), _answer(row["answer"]), kind, alternatives=tuple(_answer(other) for other in others)
+    )
 
 
 def gsm8k(row: Row, kind: str) -> Question | None:
@@ -77,7 +80,14 @@ def mmlu(row: Row, kind: str) -> Question | None:
             raise Unusable(f"answer {place} is none of its {len(texts)} choices")
         place = LETTERS[place]
     subject = row.get("subject")
-    return _choice(row["question"], list(LETTERS[: len(texts)]), texts, place, subject if isinstance(subject, str) and subject else kind, lettered=True)
+    return _choice(
+        row["question"],
+        list(LETTERS[: len(texts)]),
+        texts,
+        place,
+        subject if isinstance(subject, str) and subject else kind,
+        lettered=True,
+    )
 
 
 def mmlu_cells(cells: Sequence[str], kind: str) -> Question:
@@ -126,11 +136,17 @@ def _answer(value: Any) -> str:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Unusable(f"{what} is {'empty' if isinstance(value, str) else 'null' if value is None else type(value).__name__}, not text")
+        raise Unusable(
+            f"{what} is {'empty' if isinstance(value, str) else 'null' if value is None else type(value).__name__}, not"
+            " text"
+        )
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise Unusable(f"{what} is {'empty' if value in ([], ()) else 'missing' if value is None else type(value).__name__}, not a list")
+        raise Unusable(
+            f"{what} is {'empty' if value in ([], ()) else 'missing' if value is None else type(value).__name__}, not a"
+            " list"
+        )
     return list(value)

@@ -14,7 +14,9 @@ _SHARE = ("correct", "total", "accuracy", "low", "high")
 
 
 def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Right by content; `strict`: right in the expected form; `form`: in that form, right or wrong; `cut`: at the token limit, of written answers."""
+    """Right by content; `strict`: right in the expected form; `form`: in that form, right or wrong; `cut`: at the token
+    limit, of written answers.
+    """
     written = [outcome for outcome in outcomes if outcome.open]
     greedy = [outcome.greedy for outcome in outcomes]
     return {
@@ -22,8 +24,12 @@ def score(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         **_share("strict_", [mark.strict for mark in greedy]),
         **_share("form_", [mark.in_form for mark in greedy]),
         **_share("cut_", [outcome.greedy.cut for outcome in written]),
-        **_share_of_samples("sampled_", [[mark.correct for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]),
-        **_share_of_samples("sampled_cut_", [[mark.cut for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]),
+        **_share_of_samples(
+            "sampled_", [[mark.correct for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]
+        ),
+        **_share_of_samples(
+            "sampled_cut_", [[mark.cut for mark in outcome.sampled] for outcome in outcomes if outcome.sampled]
+        ),
     }
 
 
@@ -45,8 +51,14 @@ def _keys(prefix: str, correct: int, total: int, low: float, high: float) -> dic
 
 def metrics(outcomes: Sequence[Outcome], bits_per_byte: float | None) -> dict[str, Any]:
     return {
-        "tasks": {name: score([one for one in outcomes if one.task == name]) for name in _in_order(one.task for one in outcomes)},
-        "kinds": {name: score([one for one in outcomes if one.kind == name]) for name in _in_order(one.kind for one in outcomes)},
+        "tasks": {
+            name: score([one for one in outcomes if one.task == name])
+            for name in _in_order(one.task for one in outcomes)
+        },
+        "kinds": {
+            name: score([one for one in outcomes if one.kind == name])
+            for name in _in_order(one.kind for one in outcomes)
+        },
         "all": score(outcomes),
         "bits_per_byte": bits_per_byte,
     }
@@ -68,16 +80,27 @@ def row(outcome: Outcome) -> dict[str, Any]:
 
 
 def _marks(mark: Marked) -> dict[str, Any]:
-    return {"completion": mark.completion, "correct": mark.correct, "in_form": mark.in_form, "strict": mark.strict, "cut": mark.cut}
+    return {
+        "completion": mark.completion,
+        "correct": mark.correct,
+        "in_form": mark.in_form,
+        "strict": mark.strict,
+        "cut": mark.cut,
+    }
 
 
 def table(scored: dict[str, Any]) -> list[str]:
     """Lines for the console."""
-    lines = [f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {'sampled':>7}  {'95 %':<15} {'in form':>7} {'cut':>6}"]
+    lines = [
+        f"{'':24} {'right':>11}  {'greedy':>7}  {'95 %':<15} {'sampled':>7}  {'95 %':<15} {'in form':>7} {'cut':>6}"
+    ]
     several = len(scored["tasks"]) > 1
     kinds = scored["kinds"].items() if len(scored["kinds"]) > 1 or not several else ()
     for name, share in (*(scored["tasks"].items() if several else ()), *kinds, ("all", scored["all"])):
-        shares = f"{_with_interval(share, '')}  {_with_interval(share, 'sampled_')} {_percent(share, 'form_')} {_percent(share, 'cut_'):>6}"
+        shares = (
+            f"{_with_interval(share, '')}  {_with_interval(share, 'sampled_')} {_percent(share, 'form_')}"
+            f" {_percent(share, 'cut_'):>6}"
+        )
         lines.append(f"{name[:24]:24} {share['correct']:>5}/{share['total']:<5}  {shares}")
     if scored["bits_per_byte"] is not None:
         lines.append(f"bits per byte {scored['bits_per_byte']:.4f}")

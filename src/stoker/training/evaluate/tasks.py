@@ -1,4 +1,6 @@
-"""Files of questions: ours, GSM8K's, ARC's and MMLU's as they are published. What can't be asked is counted and named. No torch."""
+"""Files of questions: ours, GSM8K's, ARC's and MMLU's as they are published. What can't be asked is counted and named.
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ def read_tasks(paths: Sequence[str], most: int) -> tuple[Task, ...]:
     tasks = [replace(task, name=name or task.name) for (name, path) in told for task in (_task(path, most),)]
     names = [task.name for task in tasks]
     twice = {name for name in names if names.count(name) > 1}
-    tasks = [replace(task, name=_with_folder(path)) if task.name in twice and not name else task for task, (name, path) in zip(tasks, told, strict=True)]
+    tasks = [
+        replace(task, name=_with_folder(path)) if task.name in twice and not name else task
+        for task, (name, path) in zip(tasks, told, strict=True)
+    ]
     names = [task.name for task in tasks]
     same = next((name for name in names if names.count(name) > 1), None)
     if same:
@@ -91,7 +96,11 @@ def _files(path: str) -> list[str]:
     """MMLU is a folder of 57 files: their names are the kinds."""
     if not os.path.isdir(path):
         return [path]
-    found = sorted(os.path.join(path, name) for name in os.listdir(path) if name.lower().endswith(_ENDINGS) and not name.startswith("."))
+    found = sorted(
+        os.path.join(path, name)
+        for name in os.listdir(path)
+        if name.lower().endswith(_ENDINGS) and not name.startswith(".")
+    )
     if not found:
         raise Refusal(f"evaluate.tasks {path}: a folder without {', '.join(_ENDINGS)} files", EX_NOINPUT)
     return found
@@ -124,10 +133,16 @@ def _form(rows: Sequence[tuple[str, Any]], kind: str, where: str) -> Form:
             except Unusable:
                 continue  # of this form, but not this row
     first = next((row for _, row in rows if isinstance(row, dict)), {})
-    raise Refusal(f"{where}: no row can be asked; looked for {'; '.join(FORMS)}; the first row has {', '.join(map(str, first)) or 'no keys'}", EX_DATAERR)
+    raise Refusal(
+        f"{where}: no row can be asked; looked for {'; '.join(FORMS)}; the first row has"
+        f" {', '.join(map(str, first)) or 'no keys'}",
+        EX_DATAERR,
+    )
 
 
-def _usable(rows: Sequence[tuple[str, Any]], read: Callable[[Any], Question], where: str) -> tuple[list[Question], list[int], str]:
+def _usable(
+    rows: Sequence[tuple[str, Any]], read: Callable[[Any], Question], where: str
+) -> tuple[list[Question], list[int], str]:
     """What can be read, the places of these rows, and a line on the others; 1 % of them or more is refused."""
     found, places, wrong = [], [], []
     for place, (number, row) in enumerate(rows):
@@ -140,7 +155,10 @@ def _usable(rows: Sequence[tuple[str, Any]], read: Callable[[Any], Question], wh
             wrong.append(f"{number}: {problem}")
     if not wrong:
         return found, places, ""
-    line = f"{where}: {len(wrong)} of {len(rows)} rows can't be used ({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''})"
+    line = (
+        f"{where}: {len(wrong)} of {len(rows)} rows can't be used"
+        f" ({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''})"
+    )
     if len(wrong) >= TOLERATED * len(rows):
         raise Refusal(f"{line}: below 1 % they would be skipped; mend the file", EX_DATAERR)
     return found, places, f"{line} and are skipped"
@@ -200,7 +218,11 @@ def _csv_rows(path: str) -> list[tuple[str, list[str]]]:
 
 
 def _strange(row: Any, wanted: str) -> str:
-    return f"a row without {wanted}: it has {', '.join(map(str, row)) or 'no keys'}" if isinstance(row, dict) else f"a {type(row).__name__}, not an object"
+    return (
+        f"a row without {wanted}: it has {', '.join(map(str, row)) or 'no keys'}"
+        if isinstance(row, dict)
+        else f"a {type(row).__name__}, not an object"
+    )
 
 
 def _name(path: str) -> str:

@@ -36,5 +36,7 @@ def measure(c: Config, model: Decoder, tokenizer: Tokenizer, group: Group, say: 
         raise Refusal(f"evaluate.texts {c.evaluate.texts} holds no text", EX_DATAERR)
     mine = range(group.rank, len(rows), group.world)
     found = sum(log_likelihoods(model, [rows[place] for place in mine]))
-    totals = group.sum(torch.tensor([found, float(sum(sizes[place] for place in mine))], dtype=torch.float64, device=group.device)).tolist()
+    totals = group.sum(
+        torch.tensor([found, float(sum(sizes[place] for place in mine))], dtype=torch.float64, device=group.device)
+    ).tolist()
     return bits_per_byte(*totals)

@@ -13,13 +13,31 @@ _LISTED = 8
 
 
 def banner(report: Report, where: str = "") -> str:
-    lines = [_WIDE, f"{_title(report)} [{report.label}]", _WIDE, f"Step: {report.step}", f"Loss: {_number(report.loss)}",
-             f"Gradient Norm: {_number(report.grad_norm)}", "", _NARROW, "ORIGIN:", _NARROW, report.verdict]  # fmt: skip
+    lines = [
+        _WIDE,
+        f"{_title(report)} [{report.label}]",
+        _WIDE,
+        f"Step: {report.step}",
+        f"Loss: {_number(report.loss)}",
+        f"Gradient Norm: {_number(report.grad_norm)}",
+        "",
+        _NARROW,
+        "ORIGIN:",
+        _NARROW,
+        report.verdict,
+    ]
     if report.sample_ids:
         lines.append(f"  from {samples(report.sample_ids)}")
     if report.output is not None:
         lines += ["", *table((report.output, *report.inputs))]
-    lines += ["", _NARROW, "PROBLEMATIC TENSORS:", _NARROW, *_section("Parameters", report.parameters), *_section("Gradients", _bad(report.gradients))]
+    lines += [
+        "",
+        _NARROW,
+        "PROBLEMATIC TENSORS:",
+        _NARROW,
+        *_section("Parameters", report.parameters),
+        *_section("Gradients", _bad(report.gradients)),
+    ]
     if not report.parameters and not _bad(report.gradients):
         lines.append("no parameter and no gradient of this rank is bad")
     lines += [_NARROW, "", "What to do:", *(f"  {number}. {line}" for number, line in enumerate(report.advice, 1))]
@@ -68,11 +86,25 @@ def table(stats: tuple[TensorStats, ...]) -> list[str]:
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "NaN", "Inf", "min", "max", "absmax")]
     for one in stats:
         shown = [f"{value:.4g}" if value is not None else "n/a" for value in (one.min, one.max, one.absmax)]
-        rows.append((one.name, "×".join(str(size) for size in one.shape) or "scalar", one.dtype, str(one.nan), str(one.inf), *shown))
+        rows.append(
+            (
+                one.name,
+                "×".join(str(size) for size in one.shape) or "scalar",
+                one.dtype,
+                str(one.nan),
+                str(one.inf),
+                *shown,
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def headline(report: Report) -> str:
     """One rank among several: its verdict, shortly."""
-    return f"rank {report.rank} [{report.label}]: {'fine here' if report.phase in (phases.CLEAN, phases.REDUCED) else report.verdict}"
+    return (
+        f"rank {report.rank} [{report.label}]:"
+        f" {'fine here' if report.phase in (phases.CLEAN, phases.REDUCED) else report.verdict}"
+    )

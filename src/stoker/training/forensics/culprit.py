@@ -29,7 +29,9 @@ def decide(reports: Sequence[Report]) -> Culprits:
         return Culprits((), f"step {step}: {_nobody(ordered)}")
     first = [one for one in ordered if PHASES.index(one.phase) == worst]
     ranks = tuple(one.rank for one in first)
-    return Culprits(ranks, f"step {step}: {_what(first[0])} {_ranks(ranks, ordered[0].world)}{_ids(first)}{_others(first)}")
+    return Culprits(
+        ranks, f"step {step}: {_what(first[0])} {_ranks(ranks, ordered[0].world)}{_ids(first)}{_others(first)}"
+    )
 
 
 def _what(one: Report) -> str:
@@ -55,7 +57,14 @@ def _ids(first: list[Report]) -> str:
 
 def _others(first: list[Report]) -> str:
     """The same kind of failure elsewhere, on another rank: said once, for the first that differs."""
-    other = next((one for one in first[1:] if (one.op, one.module, one.parameter) != (first[0].op, first[0].module, first[0].parameter)), None)
+    other = next(
+        (
+            one
+            for one in first[1:]
+            if (one.op, one.module, one.parameter) != (first[0].op, first[0].module, first[0].parameter)
+        ),
+        None,
+    )
     if other is None or other.phase in (phases.TARGETS, phases.NORM):
         return ""
     return f"; on rank {other.rank} in {place(other)}"
@@ -66,5 +75,10 @@ def _nobody(reports: list[Report]) -> str:
     numbers = f"loss {one.loss:.6g}, gradient norm {one.grad_norm:.6g}"
     raised = [report for report in reports if report.phase == phases.FAILED]
     if raised:
-        return f"{numbers}, and the replay failed on rank {raised[0].rank}: {raised[0].problem.strip().splitlines()[-1]}"
-    return f"{numbers}, not reproduced in the replay: a transient hardware error, a nondeterministic kernel or the compiled code"
+        return (
+            f"{numbers}, and the replay failed on rank {raised[0].rank}: {raised[0].problem.strip().splitlines()[-1]}"
+        )
+    return (
+        f"{numbers}, not reproduced in the replay: a transient hardware error, a nondeterministic kernel or the"
+        " compiled code"
+    )

@@ -1,4 +1,6 @@
-"""Writes nan_step_N/rank-R/: what an investigation found, and all that is needed to look further. All of it is there, or nothing."""
+"""Writes nan_step_N/rank-R/: what an investigation found, and all that is needed to look further. All of it is there,
+or nothing.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,18 @@ SPARE = 1 << 30  # bytes the disk keeps for the checkpoint that may follow
 Decode = Callable[[list[int]], str]
 
 
-def write(folder: str, found: Investigation, model: nn.Module, replay: Replay, *, decode: Decode | None = None, parameters: bool = True) -> str:
-    """Gives the rank's folder. `parameters`: False where another rank writes the same ones. The banner lies beside as banner.txt."""
+def write(
+    folder: str,
+    found: Investigation,
+    model: nn.Module,
+    replay: Replay,
+    *,
+    decode: Decode | None = None,
+    parameters: bool = True,
+) -> str:
+    """Gives the rank's folder. `parameters`: False where another rank writes the same ones. The banner lies beside as
+    banner.txt.
+    """
     report = found.report
     final = rank_folder(folder, report.step, report.rank)
     building = os.path.join(os.path.dirname(final), f".rank-{report.rank}.{os.getpid()}.tmp")
@@ -32,7 +44,11 @@ def write(folder: str, found: Investigation, model: nn.Module, replay: Replay, *
         about = {"step": str(report.step), "rank": str(report.rank)}
         weights = {clean(name): one.detach() for name, one in model.named_parameters()} if parameters else {}
         gradients = {clean(name): one.grad for name, one in model.named_parameters() if one.grad is not None}
-        tensorfile.write(os.path.join(building, ACTIVATIONS), found.tensors, {**about, **{f"cut {name}": cut for name, cut in found.cuts.items()}})
+        tensorfile.write(
+            os.path.join(building, ACTIVATIONS),
+            found.tensors,
+            {**about, **{f"cut {name}": cut for name, cut in found.cuts.items()}},
+        )
         for name, tensors in ((GRADIENTS, gradients), (PARAMETERS, weights)):
             _write_if_room(os.path.join(building, name), tensors, about, left_out)
         _write_text(os.path.join(building, BATCH), json.dumps(_batch(replay, decode), indent=1))
@@ -61,13 +77,22 @@ def _batch(replay: Replay, decode: Decode | None) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     for number, one in enumerate(replay.micro_batches):
         rows = one.inputs.reshape(len(one.sample_ids), -1).tolist() if one.inputs is not None and one.sample_ids else []
-        wanted = one.targets.reshape(len(one.sample_ids), -1).tolist() if one.targets is not None and one.sample_ids else []
+        wanted = (
+            one.targets.reshape(len(one.sample_ids), -1).tolist() if one.targets is not None and one.sample_ids else []
+        )
         for position, sample in enumerate(one.sample_ids):
             tokens = [int(token) for token in rows[position]] if rows else []
-            samples.append({
-                "micro_batch": number, "id": int(sample), "tokens": tokens, "text": decode(tokens) if decode is not None and tokens else None,
-                "targets": sum(1 for target in wanted[position] if target != replay.ignore_index) if wanted else None,
-            })  # fmt: skip
+            samples.append(
+                {
+                    "micro_batch": number,
+                    "id": int(sample),
+                    "tokens": tokens,
+                    "text": decode(tokens) if decode is not None and tokens else None,
+                    "targets": sum(1 for target in wanted[position] if target != replay.ignore_index)
+                    if wanted
+                    else None,
+                }
+            )
     return {"schema": 1, "samples": samples}
 
 

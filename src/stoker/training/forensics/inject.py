@@ -28,7 +28,9 @@ class Drill:
             if not self._parameter.requires_grad:
                 raise Refusal(f"nan.inject: parameter {self._injection.where} is frozen and has no gradient", EX_CONFIG)
         else:
-            _named({name: one for name, one in model.named_modules() if name}, self._injection.where, "module").register_forward_hook(self._spoil)
+            _named(
+                {name: one for name, one in model.named_modules() if name}, self._injection.where, "module"
+            ).register_forward_hook(self._spoil)
 
     def _due(self) -> bool:
         return self._injection is not None and self.step == self._injection.step

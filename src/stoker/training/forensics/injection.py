@@ -26,14 +26,26 @@ class Injection:
 
 
 def parse(text: str) -> Injection | None:
-    """nan.inject: `layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None where it is empty."""
+    """nan.inject: `layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None where it is
+    empty.
+    """
     if not text:
         return None
     found = GRAMMAR.fullmatch(text.strip())
     if found is None:
-        raise Refusal(f"nan.inject {text!r} is not WHERE@STEP[@RANK]; write layers.1.attention@5@0, inf:layers.1.mlp@5 or grad:head.weight@5", EX_CONFIG)
+        raise Refusal(
+            f"nan.inject {text!r} is not WHERE@STEP[@RANK]; write layers.1.attention@5@0, inf:layers.1.mlp@5 or"
+            " grad:head.weight@5",
+            EX_CONFIG,
+        )
     value = math.nan if found["kind"] in (None, "nan") else math.inf
-    return Injection(found["where"], int(found["step"]), int(found["rank"]) if found["rank"] else None, value, found["kind"] == "grad")
+    return Injection(
+        found["where"],
+        int(found["step"]),
+        int(found["rank"]) if found["rank"] else None,
+        value,
+        found["kind"] == "grad",
+    )
 
 
 def misplaced(told: Injection, layers: int) -> str:
@@ -44,4 +56,8 @@ def misplaced(told: Injection, layers: int) -> str:
     known = [*_OUTSIDE, *(f"layers.{numbered[1] if numbered else 0}{part}" for part in _OF_LAYER)]
     if told.gradient:
         known = [*(f"{name}.weight" for name in known), *_BARE]
-    return "" if told.where in known else f"the model has no {'parameter' if told.gradient else 'module'} {told.where}{suggest(told.where, known)}"
+    return (
+        ""
+        if told.where in known
+        else f"the model has no {'parameter' if told.gradient else 'module'} {told.where}{suggest(told.where, known)}"
+    )

@@ -33,16 +33,28 @@ class Origin:
     cuts: dict[str, str] = field(default_factory=dict)  # name -> what was left out
 
 
-def keep(origin: Origin, read: list[tuple[str, Tensor, Extremes]], bad: tuple[str, Tensor, Extremes], batch: tuple[int, int], already: int) -> None:
+def keep(
+    origin: Origin,
+    read: list[tuple[str, Tensor, Extremes]],
+    bad: tuple[str, Tensor, Extremes],
+    batch: tuple[int, int],
+    already: int,
+) -> None:
     if already >= _DESCRIBED:
         return
     name, tensor, _ = bad
     origin.output = describe(name, tensor)
-    origin.inputs = tuple(outline(one, given, ends) if finite(ends) and _same(given, tensor) else describe(one, given) for one, given, ends in read)
+    origin.inputs = tuple(
+        outline(one, given, ends) if finite(ends) and _same(given, tensor) else describe(one, given)
+        for one, given, ends in read
+    )
     origin.samples = bad_samples(tensor, *batch) if batch[0] else []
     if already >= _KEPT:
         return
-    for label, one in ((name, tensor), *((f"input.{one}", given) for one, given, _ in read if not _same(given, tensor))):
+    for label, one in (
+        (name, tensor),
+        *((f"input.{one}", given) for one, given, _ in read if not _same(given, tensor)),
+    ):
         origin.tensors[label], cut = shortened(one)
         if cut:
             origin.cuts[label] = cut
@@ -54,7 +66,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def shortened(tensor: Tensor, limit: int = TENSOR_BYTES) -> tuple[Tensor, str]:
-    """A copy in the host's memory, and what was left out: of a large one only a stretch, with its first bad value in it."""
+    """A copy in the host's memory, and what was left out: of a large one only a stretch, with its first bad value in
+    it.
+    """
     mine = local(tensor)
     size = mine.numel() * mine.element_size()
     if size <= limit:
@@ -68,4 +82,6 @@ def shortened(tensor: Tensor, limit: int = TENSOR_BYTES) -> tuple[Tensor, str]:
             start = max(0, begin + int(torch.nonzero(~good)[0]) - room // 2)
             break
     start = min(start, flat.numel() - room)
-    return flat[start : start + room].to("cpu", copy=True), f"elements {start} to {start + room - 1} of {flat.numel()}, shape {list(mine.shape)}"
+    return flat[start : start + room].to(
+        "cpu", copy=True
+    ), f"elements {start} to {start + room - 1} of {flat.numel()}, shape {list(mine.shape)}"

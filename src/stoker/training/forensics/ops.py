@@ -17,10 +17,41 @@ UNFILLED = "unfilled"  # memory as it was found: a NaN there means nothing
 CARRIER = "carrier"  # between ranks, perhaps still under way: what went in is what comes out
 COMPUTES = "computes"
 
-_UNFILLED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "resize_", "_resize_output_", "set_")
-_OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_", "_foreach_copy_", "_foreach_zero_")
+_UNFILLED = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_permuted",
+    "resize_",
+    "_resize_output_",
+    "set_",
+)
+_OVERWRITES = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
+    "_foreach_copy_",
+    "_foreach_zero_",
+)
 # The statistics that attention keeps for its backward are infinite, or never written, where a row is masked or padded.
-_ATTENTION_SCRATCH = ("logsumexp", "softmax_lse", "max_logits", "attn_bias", "attn_mask", "philox_seed", "philox_offset", "cum_seq_q", "cum_seq_k")
+_ATTENTION_SCRATCH = (
+    "logsumexp",
+    "softmax_lse",
+    "max_logits",
+    "attn_bias",
+    "attn_mask",
+    "philox_seed",
+    "philox_offset",
+    "cum_seq_q",
+    "cum_seq_k",
+)
 
 
 @shape
@@ -48,7 +79,12 @@ def operation(function: Any) -> Operation:
     else:
         kind = UNFILLED if name in _UNFILLED else COMPUTES
     return Operation(
-        f"{space}.{name}", kind, tuple(one.name for one in schema.arguments), frozenset(unread), written, attention and "backward" not in name
+        f"{space}.{name}",
+        kind,
+        tuple(one.name for one in schema.arguments),
+        frozenset(unread),
+        written,
+        attention and "backward" not in name,
     )
 
 
@@ -86,7 +122,9 @@ def whole(tensor: Tensor) -> bool:
 
 def inside(tensor: Tensor, others: list[Tensor]) -> bool:
     """Does it begin in the memory of one of these? FSDP keeps a block's gradients in one storage."""
-    return any(one.data_ptr() <= tensor.data_ptr() < one.data_ptr() + one.numel() * one.element_size() for one in others)
+    return any(
+        one.data_ptr() <= tensor.data_ptr() < one.data_ptr() + one.numel() * one.element_size() for one in others
+    )
 
 
 def parameter_of(node: torch.autograd.graph.Node | None) -> Tensor | None:

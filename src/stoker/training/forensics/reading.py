@@ -18,9 +18,25 @@ from stoker.training.forensics.report import Report, TensorStats
 REPORT, BATCH = "report.json", "batch.json"
 PARAMETERS, GRADIENTS, ACTIVATIONS = "parameters.safetensors", "gradients.safetensors", "activations.safetensors"
 _TENSORS = (ACTIVATIONS, GRADIENTS, PARAMETERS)
-_SAMPLE = {"id": "int", "micro_batch?": "int | None", "targets?": "int | None", "tokens?": "list[int] | None", "text?": "str | None"}
+_SAMPLE = {
+    "id": "int",
+    "micro_batch?": "int | None",
+    "targets?": "int | None",
+    "tokens?": "list[int] | None",
+    "text?": "str | None",
+}
 _MOST_DIMENSIONS = 32  # of numpy
-_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}
+_PLAIN = {
+    "F64": "<f8",
+    "F32": "<f4",
+    "F16": "<f2",
+    "I64": "<i8",
+    "I32": "<i4",
+    "I16": "<i2",
+    "I8": "<i1",
+    "U8": "<u1",
+    "BOOL": "<u1",
+}
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -54,7 +70,9 @@ def newest(folder: str) -> str | None:
         return folder
     found = []
     for above in (folder, *(entry.path for entry in os.scandir(folder) if entry.is_dir())):
-        found += [entry.path for entry in os.scandir(above) if entry.is_dir() and re.fullmatch(r"nan_step_\d+", entry.name)]
+        found += [
+            entry.path for entry in os.scandir(above) if entry.is_dir() and re.fullmatch(r"nan_step_\d+", entry.name)
+        ]
     return max(found, key=lambda path: (os.path.getmtime(path), path), default=None)
 
 
@@ -64,7 +82,9 @@ def ranks(folder: str) -> list[RankDump]:
         return [_dump(folder)]
     numbers = sorted(int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"rank-\d+", name))
     if not numbers:
-        raise Refusal(f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT)
+        raise Refusal(
+            f"{folder} holds no rank's report; a NaN dump is a folder nan_step_N with rank-0, rank-1 …", EX_NOINPUT
+        )
     return [_dump(os.path.join(folder, f"rank-{number}")) for number in numbers]
 
 
@@ -72,7 +92,9 @@ def _dump(folder: str) -> RankDump:
     path = os.path.join(folder, REPORT)
     data = _json(path)
     try:
-        found = typed.read_fields({"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data)
+        found = typed.read_fields(
+            {"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data
+        )
         files = found.get("files", {})
         return RankDump(folder, Report.from_json(found["report"]), files.get("cut", {}), files.get("left_out", {}))
     except ValueError as problem:
@@ -86,7 +108,10 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
         return []
     data = _json(path)
     try:
-        samples = [typed.read_fields(_SAMPLE, sample) for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]]
+        samples = [
+            typed.read_fields(_SAMPLE, sample)
+            for sample in typed.read_fields({"samples": "list[Any]"}, data)["samples"]
+        ]
     except ValueError as problem:
         raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
     wanted = set(dump.report.sample_ids)
@@ -137,9 +162,16 @@ def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
     if dtype not in _PLAIN and dtype != "BF16":
         raise Refusal(f"{name} is {dtype}, which can't be shown here; safetensors and torch read {path}", EX_DATAERR)
     if len(sizes) > _MOST_DIMENSIONS:
-        raise Refusal(f"{name} has {len(sizes)} dimensions: no tensor of this version has more than {_MOST_DIMENSIONS}", EX_DATAERR)
+        raise Refusal(
+            f"{name} has {len(sizes)} dimensions: no tensor of this version has more than {_MOST_DIMENSIONS}",
+            EX_DATAERR,
+        )
     count = math.prod(sizes)
-    raw = np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", tensor.begin, (count,)) if count else np.zeros(0)
+    raw = (
+        np.memmap(path, np.uint16 if dtype == "BF16" else np.dtype(_PLAIN[dtype]), "r", tensor.begin, (count,))
+        if count
+        else np.zeros(0)
+    )
     nan = inf = 0
     low, high = math.inf, -math.inf
     bad: list[tuple[tuple[int, ...], str]] = []
@@ -151,6 +183,10 @@ def _read(path: str, name: str, tensor: Tensor, cut: str, most: int) -> Shown:
         if good.any():
             low, high = min(low, float(values[good].min())), max(high, float(values[good].max()))
         for place in np.flatnonzero(~good)[: most - len(bad)]:
-            bad.append((tuple(int(one) for one in np.unravel_index(begin + int(place), sizes)), f"{float(values[place]):g}"))
+            bad.append(
+                (tuple(int(one) for one in np.unravel_index(begin + int(place), sizes)), f"{float(values[place]):g}")
+            )
     ends = (low, high, max(abs(low), abs(high))) if low <= high else (None, None, None)
-    return Shown(TensorStats(name, sizes, _NAMES.get(dtype, dtype.lower()), count, nan, inf, *ends), path, tuple(bad), cut)
+    return Shown(
+        TensorStats(name, sizes, _NAMES.get(dtype, dtype.lower()), count, nan, inf, *ends), path, tuple(bad), cut
+    )

@@ -1,4 +1,6 @@
-"""The bad step once more, eagerly and under watch: which operation made the first NaN or Inf, in which module, from which samples."""
+"""The bad step once more, eagerly and under watch: which operation made the first NaN or Inf, in which module, from
+which samples.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class MicroBatch:
 @shape
 class Replay:
     micro_batches: Sequence[MicroBatch]
-    after: Callable[[], None] | None = None  # what the step does to the gradients before their norm: a drill's injection
+    after: Callable[[], None] | None = (
+        None  # what the step does to the gradients before their norm: a drill's injection
+    )
     ignore_index: int = -100
     scopes_of_loss: tuple[str, ...] = ("loss",)
 
@@ -50,8 +54,10 @@ class Investigation:
 
 def investigate(
     model: nn.Module, replay: Replay, *, step: int, rank: int, world: int, label: str, loss: float, grad_norm: float
-) -> Investigation:  # fmt: skip
-    """Zeroes the gradients and leaves those of the replay, for the dump. An exception in the replay becomes part of the report."""
+) -> Investigation:
+    """Zeroes the gradients and leaves those of the replay, for the dump. An exception in the replay becomes part of the
+    report.
+    """
     model.zero_grad(set_to_none=True)
     weights = tuple(describe(clean(name), one) for name, one in model.named_parameters() if is_bad(one))
     tracer = Tracer(model)
@@ -63,9 +69,17 @@ def investigate(
     if origin is None and problem:
         origin = _earliest([one for one in tracer.origins if not one.mask])
     found = Report(
-        step, rank, world, label, loss, grad_norm, phases.CLEAN, gradients=tuple(describe(name, gradient) for name, gradient in bad), parameters=weights,
+        step,
+        rank,
+        world,
+        label,
+        loss,
+        grad_norm,
+        phases.CLEAN,
+        gradients=tuple(describe(name, gradient) for name, gradient in bad),
+        parameters=weights,
         problem=problem,
-    )  # fmt: skip
+    )
     said = _put(found, **_facts(found, replay, origin, losses, gradients))
     return Investigation(worded(said), origin.tensors if origin else {}, origin.cuts if origin else {})
 
@@ -99,12 +113,21 @@ def _earliest(origins: list[Origin | None]) -> Origin | None:
     return min((one for one in origins if one is not None), key=lambda one: one.number, default=None)
 
 
-def _facts(found: Report, replay: Replay, origin: Origin | None, losses: list[Tensor], gradients: list[tuple[str, Tensor]]) -> dict[str, object]:
+def _facts(
+    found: Report, replay: Replay, origin: Origin | None, losses: list[Tensor], gradients: list[tuple[str, Tensor]]
+) -> dict[str, object]:
     """What the report says besides the numbers it was called with."""
     if found.parameters:
         first = found.parameters[0]
         at = _named(replay, origin) if origin else {}
-        return {**at, "phase": phases.PARAMETERS, "parameter": first.name, "what": "NaN" if first.nan else "Inf", "output": first, "sample_ids": ()}
+        return {
+            **at,
+            "phase": phases.PARAMETERS,
+            "parameter": first.name,
+            "what": "NaN" if first.nan else "Inf",
+            "output": first,
+            "sample_ids": (),
+        }
     if origin is not None:
         facts = _named(replay, origin)
         empty = _untargeted(replay, origin.micro_batch)
@@ -115,13 +138,35 @@ def _facts(found: Report, replay: Replay, origin: Origin | None, losses: list[Te
         number = next(number for number, one in enumerate(losses) if is_bad(one))
         stats = describe("loss", losses[number])
         empty = _untargeted(replay, number)
-        more = {"micro_batch": number, "output": stats, "what": "NaN" if stats.nan else "Inf", "sample_ids": empty or _ids(replay, number)}
-        return {**more, "phase": phases.TARGETS if empty else phases.FORWARD, "op": "the loss", "module": replay.scopes_of_loss[0]}
+        more = {
+            "micro_batch": number,
+            "output": stats,
+            "what": "NaN" if stats.nan else "Inf",
+            "sample_ids": empty or _ids(replay, number),
+        }
+        return {
+            **more,
+            "phase": phases.TARGETS if empty else phases.FORWARD,
+            "op": "the loss",
+            "module": replay.scopes_of_loss[0],
+        }
     if found.gradients:
         first = found.gradients[0]
-        if found.world > 1 and any(type(gradient) is not Tensor for _, gradient in gradients):  # sharded: reduced in the backward itself
-            return {"phase": phases.REDUCED, "what": "NaN" if first.nan else "Inf", "parameter": first.name, "output": first}
-        return {"phase": phases.GRADIENT, "what": "NaN" if first.nan else "Inf", "parameter": first.name, "output": first}
+        if found.world > 1 and any(
+            type(gradient) is not Tensor for _, gradient in gradients
+        ):  # sharded: reduced in the backward itself
+            return {
+                "phase": phases.REDUCED,
+                "what": "NaN" if first.nan else "Inf",
+                "parameter": first.name,
+                "output": first,
+            }
+        return {
+            "phase": phases.GRADIENT,
+            "what": "NaN" if first.nan else "Inf",
+            "parameter": first.name,
+            "output": first,
+        }
     if found.problem:
         return {"phase": phases.FAILED}
     empty = tuple(one for number in range(len(replay.micro_batches)) for one in _untargeted(replay, number))
@@ -134,9 +179,17 @@ def _named(replay: Replay, origin: Origin) -> dict[str, object]:
     ids = _ids(replay, origin.micro_batch)
     some = tuple(ids[position] for position in origin.samples if position < len(ids))
     return {
-        "phase": origin.phase, "what": origin.what, "op": origin.op, "module": origin.module, "parameter": origin.parameter, "source": origin.source,
-        "micro_batch": origin.micro_batch, "sample_ids": some or ids, "output": origin.output, "inputs": origin.inputs,
-    }  # fmt: skip
+        "phase": origin.phase,
+        "what": origin.what,
+        "op": origin.op,
+        "module": origin.module,
+        "parameter": origin.parameter,
+        "source": origin.source,
+        "micro_batch": origin.micro_batch,
+        "sample_ids": some or ids,
+        "output": origin.output,
+        "inputs": origin.inputs,
+    }
 
 
 def _ids(replay: Replay, number: int | None) -> tuple[int, ...]:
@@ -154,7 +207,10 @@ def _untargeted(replay: Replay, number: int | None) -> tuple[int, ...]:
 def _overflow(found: Report, gradients: list[tuple[str, Tensor]]) -> dict[str, object]:
     if math.isfinite(found.grad_norm) or not gradients:
         return {}
-    norms = [(float(torch.linalg.vector_norm(local(gradient), dtype=torch.float64)), name, gradient) for name, gradient in gradients]
+    norms = [
+        (float(torch.linalg.vector_norm(local(gradient), dtype=torch.float64)), name, gradient)
+        for name, gradient in gradients
+    ]
     if math.sqrt(sum(norm * norm for norm, _, _ in norms)) < _SQUARES_OVERFLOW:
         return {}
     _, name, gradient = max(norms, key=lambda one: one[0])

@@ -1,4 +1,6 @@
-"""What an investigation found on one rank: shapes that cross from the rank to the record and to `stoker nan`. No torch here."""
+"""What an investigation found on one rank: shapes that cross from the rank to the record and to `stoker nan`. No torch
+here.
+"""
 
 from __future__ import annotations
 

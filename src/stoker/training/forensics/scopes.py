@@ -1,4 +1,6 @@
-"""Where in the model the code is. Modules are followed by hooks; code outside of any module says its name with `scope("loss")`."""
+"""Where in the model the code is. Modules are followed by hooks; code outside of any module says its name with
+`scope("loss")`.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class _Scope(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._stack.push(self._name, in_backward=False)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._stack.pop()
 
 

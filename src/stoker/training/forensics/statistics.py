@@ -36,7 +36,9 @@ def counted(tensor: Tensor) -> bool:
 
 
 def extremes(tensors: Sequence[Tensor]) -> list[Extremes]:
-    """Smallest and largest of each. aminmax hands a NaN on and needs no mask as large as the tensor, unlike isfinite; one host read for all."""
+    """Smallest and largest of each. aminmax hands a NaN on and needs no mask as large as the tensor, unlike isfinite;
+    one host read for all.
+    """
     ends = []
     for tensor in tensors:
         for part in plain(tensor)[:1]:
@@ -78,10 +80,14 @@ def describe(name: str, tensor: Tensor) -> TensorStats:
             chunk = flat[start : start + _CHUNK]
             wide = chunk if chunk.dtype == torch.float64 else chunk.to(torch.float32)
             good = wide.isfinite()
-            found = torch.stack((
-                wide.isnan().sum().double(), wide.isinf().sum().double(),
-                wide.masked_fill(~good, math.inf).amin().double(), wide.masked_fill(~good, -math.inf).amax().double(),
-            )).tolist()  # fmt: skip
+            found = torch.stack(
+                (
+                    wide.isnan().sum().double(),
+                    wide.isinf().sum().double(),
+                    wide.masked_fill(~good, math.inf).amin().double(),
+                    wide.masked_fill(~good, -math.inf).amax().double(),
+                )
+            ).tolist()
             nan, inf, low, high = nan + int(found[0]), inf + int(found[1]), min(low, found[2]), max(high, found[3])
     shape, dtype = tuple(mine.shape), str(mine.dtype).removeprefix("torch.")
     if low > high:
@@ -93,13 +99,27 @@ def outline(name: str, tensor: Tensor, ends: Extremes) -> TensorStats:
     """Of a tensor that has been overwritten since: what was seen of it before, when it was finite."""
     low, high = ends
     mine = local(tensor)
-    return TensorStats(name, tuple(mine.shape), str(mine.dtype).removeprefix("torch."), mine.numel(), 0, 0, low, high, max(abs(low), abs(high)))
+    return TensorStats(
+        name,
+        tuple(mine.shape),
+        str(mine.dtype).removeprefix("torch."),
+        mine.numel(),
+        0,
+        0,
+        low,
+        high,
+        max(abs(low), abs(high)),
+    )
 
 
 def bad_samples(output: Tensor, samples: int, length: int) -> list[int]:
-    """Positions in the batch whose rows are not finite, where the tensor's shape tells which rows are whose; else nothing."""
+    """Positions in the batch whose rows are not finite, where the tensor's shape tells which rows are whose; else
+    nothing.
+    """
     mine = local(output)
-    by_sample = (mine.dim() >= 2 and tuple(mine.shape[:2]) == (samples, length)) or (mine.dim() >= 3 and mine.shape[0] == samples)
+    by_sample = (mine.dim() >= 2 and tuple(mine.shape[:2]) == (samples, length)) or (
+        mine.dim() >= 3 and mine.shape[0] == samples
+    )
     by_head = mine.dim() == 3 and mine.shape[0] % samples == 0 and mine.shape[1] == length
     by_token = mine.dim() >= 1 and mine.shape[0] == samples * length
     if not (by_sample or by_head or by_token):

@@ -1,8 +1,9 @@
 """Watches every operation of a replay and keeps where each bad value came from.
 
-An operation whose inputs are finite and whose output is not is an origin; one with a bad input hands that input's origin on. What counts
-is the origin of what comes out bad in the end, a loss or a gradient: an Inf that a `where` or a softmax takes out again is nobody's fault.
-Autograd's threads inherit the dispatch mode of the thread that called backward(), so the backward is seen on the CPU and on a GPU alike.
+An operation whose inputs are finite and whose output is not is an origin; one with a bad input hands that input's
+origin on. What counts is the origin of what comes out bad in the end, a loss or a gradient: an Inf that a `where` or a
+softmax takes out again is nobody's fault. Autograd's threads inherit the dispatch mode of the thread that called
+backward(), so the backward is seen on the CPU and on a GPU alike.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for name, module in self._model.named_modules():
             path = clean(name) or "(model)"
             self._handles.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
-            # always_call: activation checkpointing leaves a recomputed forward by an exception once it has what it needs.
+            # always_call: activation checkpointing leaves a recomputed forward by an exception once it has what it
+            # needs.
             self._handles.append(module.register_forward_hook(self._left, always_call=True))
         scopes.follow(self._stack)
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -73,16 +75,29 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._stack.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         given = kwargs or {}
         how, node = ops.operation(func), _node()
         if node is None:  # the operation's own autograd node was made just before it was dispatched
-            self._made_in.setdefault(torch._C._autograd._get_sequence_nr() - 1, self._stack.path(False) or scopes.OUTSIDE)
+            self._made_in.setdefault(
+                torch._C._autograd._get_sequence_nr() - 1, self._stack.path(False) or scopes.OUTSIDE
+            )
         if how.kind == ops.VIEW:
             return func(*args, **given)
         with torch.no_grad():
-            inputs = [(name, part) for name, tensor in ops.named_tensors(how, args, given) for part in plain(tensor) if counted(part)]
-            before = _looked_at([one for one in inputs if one[0] in how.written and one[0] not in how.unread]) if how.written else []
+            inputs = [
+                (name, part)
+                for name, tensor in ops.named_tensors(how, args, given)
+                for part in plain(tensor)
+                if counted(part)
+            ]
+            before = (
+                _looked_at([one for one in inputs if one[0] in how.written and one[0] not in how.unread])
+                if how.written
+                else []
+            )
         made = func(*args, **given)
         with torch.no_grad():
             outputs = self._outputs(how, made, inputs)
@@ -102,10 +117,16 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             returned = returned[:1]
         named = [("output" if number == 0 else f"output.{number}", tensor) for number, tensor in enumerate(returned)]
         have = {ops.storage(tensor) for tensor in returned}
-        return named + [(name, tensor) for name, tensor in inputs if name.partition(".")[0] in how.written and ops.storage(tensor) not in have]
+        return named + [
+            (name, tensor)
+            for name, tensor in inputs
+            if name.partition(".")[0] in how.written and ops.storage(tensor) not in have
+        ]
 
     def _carry(self, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        origins = [self._of_storage[ops.storage(tensor)] for tensor in inputs if ops.storage(tensor) in self._of_storage]
+        origins = [
+            self._of_storage[ops.storage(tensor)] for tensor in inputs if ops.storage(tensor) in self._of_storage
+        ]
         for tensor in outputs:
             self._received.add(ops.storage(tensor))
             if origins:
@@ -117,8 +138,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._received.discard(ops.storage(tensor))
 
     def _look(
-        self, how: ops.Operation, constant: bool, inputs: list[tuple[str, Tensor]], before: list[Value], outputs: list[Value], node: Any
-    ) -> None:  # fmt: skip
+        self,
+        how: ops.Operation,
+        constant: bool,
+        inputs: list[tuple[str, Tensor]],
+        before: list[Value],
+        outputs: list[Value],
+        node: Any,
+    ) -> None:
         bad = [one for one in outputs if not finite(one[2])]
         for _, tensor, ends in outputs:
             if finite(ends) and (not how.written or ops.whole(tensor)):
@@ -126,7 +153,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not bad:
             return
         seen = {name for name, _, _ in before}
-        read = before + _looked_at([one for one in inputs if one[0] not in how.written and one[0] not in how.unread and one[0] not in seen])
+        read = before + _looked_at(
+            [one for one in inputs if one[0] not in how.written and one[0] not in how.unread and one[0] not in seen]
+        )
         has_nan = any(word(ends) == "NaN" for _, _, ends in bad)
         origin = self._inherited(how, read, bad[0], has_nan, node)
         if origin is None:
@@ -147,15 +176,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sent = ops.storage(bad[1]) in self._received  # gloo copies the result over from a buffer of its own
                 origin = self._of_storage.get(ops.storage(bad[1])) if sent else None
             if origin is None:
-                origin = self._new(how, read, (name, tensor, ends), node, mask=word(ends) == "-Inf", source=_SENT if sent else self._name_of(tensor))
+                origin = self._new(
+                    how,
+                    read,
+                    (name, tensor, ends),
+                    node,
+                    mask=word(ends) == "-Inf",
+                    source=_SENT if sent else self._name_of(tensor),
+                )
                 self._of_storage[ops.storage(tensor)] = origin
             found.append(origin)
         guilty = [one for one in found if not one.mask]
         if guilty:
             return min(guilty, key=lambda one: one.number)
-        return min(found, key=lambda one: one.number) if found and not has_nan else None  # -inf of a mask stays one; a NaN out of it is new
+        return (
+            min(found, key=lambda one: one.number) if found and not has_nan else None
+        )  # -inf of a mask stays one; a NaN out of it is new
 
-    def _new(self, how: ops.Operation, read: list[Value], bad: Value, node: Any, mask: bool, source: str = "") -> Origin:
+    def _new(
+        self, how: ops.Operation, read: list[Value], bad: Value, node: Any, mask: bool, source: str = ""
+    ) -> Origin:
         leaf = ops.parameter_of(node)
         path = self._stack.path(node is not None)
         phase, parameter = FORWARD, ""
@@ -165,7 +205,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             phase = REDUCED
         elif node is not None and path is None:
             phase, path = BACKWARD, self._module_of(node)
-        origin = Origin(len(self.origins), how.name, phase, path or scopes.OUTSIDE, parameter, source, self._micro_batch, word(bad[2]), mask)
+        origin = Origin(
+            len(self.origins),
+            how.name,
+            phase,
+            path or scopes.OUTSIDE,
+            parameter,
+            source,
+            self._micro_batch,
+            word(bad[2]),
+            mask,
+        )
         keep(origin, read, bad, self._batch if phase == FORWARD else (0, 0), len(self.origins))
         self.origins.append(origin)
         return origin
@@ -180,7 +230,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _parameter(self, leaf: Tensor | None, gradient: Tensor) -> str:
         for name, parameter in self._model.named_parameters():
-            if parameter is leaf or (parameter.grad is not None and ops.inside(gradient, plain(parameter.grad.detach()))):
+            if parameter is leaf or (
+                parameter.grad is not None and ops.inside(gradient, plain(parameter.grad.detach()))
+            ):
                 return clean(name)
         return ""
 
@@ -192,7 +244,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, one in named:
                 if ops.inside(tensor, plain(one.detach())):
                     return f"{kind} {clean(name)}"
-        return "a tensor that no operation seen here made: the batch, or a kernel outside torch's dispatcher (Triton, C++)"
+        return (
+            "a tensor that no operation seen here made: the batch, or a kernel outside torch's dispatcher (Triton, C++)"
+        )
 
 
 def clean(name: str) -> str:
@@ -206,4 +260,11 @@ def _node() -> Any:
 
 
 def _looked_at(tensors: list[tuple[str, Tensor]]) -> list[Value]:
-    return [(name, tensor, ends) for (name, tensor), ends in zip(tensors, extremes([tensor for _, tensor in tensors]), strict=True)] if tensors else []
+    return (
+        [
+            (name, tensor, ends)
+            for (name, tensor), ends in zip(tensors, extremes([tensor for _, tensor in tensors]), strict=True)
+        ]
+        if tensors
+        else []
+    )

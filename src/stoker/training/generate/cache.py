@@ -1,8 +1,8 @@
 """Keys and values of a batch, in one block of memory whose shape never changes.
 
-A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which begins at the same slot in all rows: a decoding step
-is one shape and writes one slot. The prompt's own pass needs no mask (causal attention never looks at what pads the end), as padding in
-front would.
+A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which begins at the same slot
+in all rows: a decoding step is one shape and writes one slot. The prompt's own pass needs no mask (causal attention
+never looks at what pads the end), as padding in front would.
 """
 
 from __future__ import annotations
@@ -28,4 +28,6 @@ def holes(lengths: Tensor, answers_from: int, slots: int, dtype: torch.dtype) ->
     """[rows, 1, 1, slots]: 0 where there is a token or will be one, -inf in a row's hole."""
     slot = torch.arange(slots, device=lengths.device)
     seen = (slot < lengths[:, None]) | (slot >= answers_from)
-    return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))[:, None, None, :]
+    return torch.zeros(seen.shape, dtype=dtype, device=lengths.device).masked_fill_(~seen, float("-inf"))[
+        :, None, None, :
+    ]

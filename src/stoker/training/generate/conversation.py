@@ -21,7 +21,15 @@ class Manner:
 
 
 class Conversation:
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, manner: Manner, system: str = "", seed: int = 0, say: Callable[[str], None] = print) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        manner: Manner,
+        system: str = "",
+        seed: int = 0,
+        say: Callable[[str], None] = print,
+    ) -> None:
         if not manner.raw:
             try:
                 chat.check(tokenizer)
@@ -44,8 +52,13 @@ class Conversation:
             raise
         length = min(self._manner.max_tokens, self._engine.length - len(ids))
         tokens = self._engine.stream(
-            ids, new_tokens=length, stop=self._stop, temperature=self._manner.temperature, top_p=self._manner.top_p, seed=self._seed + len(self._turns)
-        )  # fmt: skip
+            ids,
+            new_tokens=length,
+            stop=self._stop,
+            temperature=self._manner.temperature,
+            top_p=self._manner.top_p,
+            seed=self._seed + len(self._turns),
+        )
         decoder, said = codecs.getincrementaldecoder("utf-8")("replace"), b""  # a character may be several tokens
         try:
             for token in tokens:
@@ -61,7 +74,10 @@ class Conversation:
     def _prompt(self, text: str) -> list[int]:
         room = self._engine.length - min(self._manner.max_tokens, self._engine.length // 2)
         if self._manner.raw:
-            ids = [self._tokenizer.end_id, *self._tokenizer.encode(text)]  # a text begins where another ended, as in training
+            ids = [
+                self._tokenizer.end_id,
+                *self._tokenizer.encode(text),
+            ]  # a text begins where another ended, as in training
         else:
             ids = self._chat()
             while len(ids) > room and len(self._turns) > 2:
@@ -71,7 +87,11 @@ class Conversation:
                     self._dropped = True
                 ids = self._chat()
         if len(ids) > room:
-            raise Refusal(f"this takes {len(ids)} tokens, and {room} is what the context has beside the answer: shorten it, or lower --max-tokens", EX_USAGE)
+            raise Refusal(
+                f"this takes {len(ids)} tokens, and {room} is what the context has beside the answer: shorten it, or"
+                " lower --max-tokens",
+                EX_USAGE,
+            )
         return ids
 
     def _chat(self) -> list[int]:

@@ -26,7 +26,15 @@ class Eager:
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
 
-    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int) -> Iterator[Tensor]:
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indexes: Sequence[int],
+        new_tokens: int,
+        stop: Tensor,
+        how: Sampling,
+        seed: int,
+    ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]."""
         w, c = self._weights, self._config
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -69,5 +77,16 @@ class Eager:
         found = []
         for row in range(0, len(ids), at_once):
             part = slice(row, min(row + at_once, len(ids)))
-            found.append(prefill(self._weights, self._config, plain, ids[part], lengths[part], self._cos, self._sin, self._cache.kv[:, :, part]))
+            found.append(
+                prefill(
+                    self._weights,
+                    self._config,
+                    plain,
+                    ids[part],
+                    lengths[part],
+                    self._cos,
+                    self._sin,
+                    self._cache.kv[:, :, part],
+                )
+            )
         return torch.cat(found)

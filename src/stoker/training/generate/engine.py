@@ -5,7 +5,8 @@
     …                                          # a training step
     engine.refresh()
 
-An answer depends on the seed and on the prompt's index, not on the batch it was written in, up to the rounding of products of another size.
+An answer depends on the seed and on the prompt's index, not on the batch it was written in, up to the rounding of
+products of another size.
 """
 
 from __future__ import annotations
@@ -28,11 +29,17 @@ from stoker.training.model.decoder import Decoder
 
 class Engine:
     def __init__(self, model: Decoder, *, rows: int, length: int, vocab: int = 0) -> None:
-        """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written (0: the embedding's rows)."""
+        """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written
+        (0: the embedding's rows).
+        """
         if rows < 1 or length < 2:
             raise Refusal(f"generation with {rows} rows of {length} tokens can't be: at least 1 row of 2", EX_USAGE)
         if length > model.context_length:
-            raise Refusal(f"generation of {length} tokens (prompt and answer): the model was opened for {model.context_length} (data.context_length)", EX_USAGE)
+            raise Refusal(
+                f"generation of {length} tokens (prompt and answer): the model was opened for {model.context_length}"
+                " (data.context_length)",
+                EX_USAGE,
+            )
         self.rows, self.length = rows, length
         self._vocab = vocab or model.config.vocab_size
         self._weights = Weights(model, self._vocab)
@@ -55,10 +62,20 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0,
-        seed: int = 0, indexes: Sequence[int] | None = None,
-    ) -> list[list[int]]:  # fmt: skip
-        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers among all ranks', for the sampling."""
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        new_tokens: int,
+        stop: Collection[int],
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        indexes: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
+        among all ranks', for the sampling.
+        """
         how = checked(temperature, top_k, top_p)
         self._check(prompts, new_tokens)
         stops = self._stops(stop)
@@ -74,8 +91,16 @@ class Engine:
         return answers
 
     def stream(
-        self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
-    ) -> Iterator[int]:  # fmt: skip
+        self,
+        prompt: Sequence[int],
+        *,
+        new_tokens: int,
+        stop: Collection[int],
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[int]:
         """One answer, token by token; the same as `generate`'s for a single prompt."""
         how = checked(temperature, top_k, top_p)
         self._check([prompt], new_tokens)
@@ -98,10 +123,17 @@ class Engine:
             if not prompt:
                 raise Refusal(f"prompt {index} is empty: an answer needs a token to follow", EX_USAGE)
             if len(prompt) + new_tokens > self.length:
-                line = f"prompt {index} has {len(prompt)} tokens, with {new_tokens} of an answer more than the {self.length} there is room for"
+                line = (
+                    f"prompt {index} has {len(prompt)} tokens, with {new_tokens} of an answer more than the"
+                    f" {self.length} there is room for"
+                )
                 raise Refusal(line + ": fewer generate.new_tokens, or a larger data.context_length", EX_USAGE)
             if max(prompt) >= self._weights.embed.shape[0] or min(prompt) < 0:
-                raise Refusal(f"prompt {index} has the id {max(prompt)}, the model {self._weights.embed.shape[0]} rows: another tokenizer's?", EX_USAGE)
+                raise Refusal(
+                    f"prompt {index} has the id {max(prompt)}, the model {self._weights.embed.shape[0]} rows: another"
+                    " tokenizer's?",
+                    EX_USAGE,
+                )
 
     def _stops(self, stop: Collection[int]) -> Tensor:
         """[vocabulary]: which ids end an answer."""

@@ -1,4 +1,6 @@
-"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, chat template, the tokens that end an answer."""
+"""A model as a folder that `transformers` opens and chats with: weights, tokenizer, chat template, the tokens that end
+an answer.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CONFIG, TEMPLATES = "tokenizer_config.json", ("chat_template.jinja", "chat_template.json")
 # What tokenizer/chat.py writes, in the templates' language.
 TEMPLATE = (
-    "{% for message in messages %}{{ '" + START + "' + message['role'] + '\\n' + message['content'] + '" + STOP + "' + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '" + START + "assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '"
+    + START
+    + "' + message['role'] + '\\n' + message['content'] + '"
+    + STOP
+    + "' + '\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '"
+    + START
+    + "assistant\\n' }}{% endif %}"
 )
 
 
@@ -44,7 +51,9 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
     shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
     with torch.device("meta"):
-        model = Decoder(shape, context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048, torch.float32)
+        model = Decoder(
+            shape, context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048, torch.float32
+        )
     model.place(torch.device("cpu"))
     hf.load(model, folder, say)
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
@@ -55,7 +64,10 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
         add_template(fresh, words, say)
         if os.path.exists(os.path.join(folder, SCORE)):
             write_whole(os.path.join(fresh, SCORE), beside(folder, os.path.join(folder, SCORE)))
-            say(f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder without it")
+            say(
+                f"a reward model: its score is in {SCORE}, for `--grpo.reward_model`; transformers opens the decoder"
+                " without it"
+            )
 
     hf.save(model, out, say=say, dtype=kind, tokenizer_folder=tokenizer or folder, end_ids=ends(words), more=more)
 
@@ -64,25 +76,49 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     opened = open_checkpoint(path)
     told, context = opened.meta.get("model"), (opened.meta.get("data") or {}).get("context")
     if not isinstance(told, dict) or not isinstance(context, int):
-        raise Refusal(f"{path} does not say which model it is of: it was written by something else than `stoker train`", EX_DATAERR)
+        raise Refusal(
+            f"{path} does not say which model it is of: it was written by something else than `stoker train`",
+            EX_DATAERR,
+        )
     counts = [told.get(key, 1) for key in ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size")]
-    if not all(isinstance(count, int) and 0 <= count <= LONGEST_CONTEXT for count in (*counts, context)) or told.get("layers", 1) > 10_000:
-        raise Refusal(f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR)
+    if (
+        not all(isinstance(count, int) and 0 <= count <= LONGEST_CONTEXT for count in (*counts, context))
+        or told.get("layers", 1) > 10_000
+    ):
+        raise Refusal(
+            f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR
+        )
     shape = ModelConfig(**{key: value for key, value in told.items() if key in fields_of(ModelConfig)})
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)
     if words.digest != opened.meta.get("tokenizer_digest"):
-        raise Refusal(f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR)
+        raise Refusal(
+            f"{path} was trained with another tokenizer than {where}: name its own with --tokenizer", EX_DATAERR
+        )
     if "model.score" in opened.tensors:
-        say("a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both")
+        say(
+            "a reward model's checkpoint: its decoder is exported without the score; a finished stage's folder has both"
+        )
     tensors = _tensors(opened, shape)
     more: Say = lambda fresh: add_template(fresh, words, say)  # noqa: E731
-    hf.save_from(tensors, shape, out, context_length=context, say=say, dtype=DTYPES[dtype or "fp32"], tokenizer_folder=where, end_ids=ends(words), more=more)
+    hf.save_from(
+        tensors,
+        shape,
+        out,
+        context_length=context,
+        say=say,
+        dtype=DTYPES[dtype or "fp32"],
+        tokenizer_folder=where,
+        end_ids=ends(words),
+        more=more,
+    )
 
 
 def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tensor]]:
     """One at a time."""
-    stored = {name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in opened.tensors}
+    stored = {
+        name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", ""): name for name in opened.tensors
+    }
     for place in places(shape):
         name = stored.get(f"model.{place.name}")
         if name is None:
@@ -91,7 +127,9 @@ def _tensors(opened: Checkpoint, shape: ModelConfig) -> Iterator[tuple[str, Tens
 
 
 def _tokenizer_of(opened: Checkpoint) -> str:
-    """The one with the checkpoint's digest: beside it, where the checkpoint says it is, or in the cache of prepared data."""
+    """The one with the checkpoint's digest: beside it, where the checkpoint says it is, or in the cache of prepared
+    data.
+    """
     digest = opened.meta.get("tokenizer_digest")
     run = os.path.dirname(os.path.dirname(os.path.abspath(opened.path)))
     told = opened.meta.get("tokenizer")
@@ -100,7 +138,9 @@ def _tokenizer_of(opened: Checkpoint) -> str:
     for folder in near:
         if os.path.exists(os.path.join(folder, "tokenizer.json")) and load_tokenizer(folder).digest == digest:
             return folder
-    raise Refusal(f"{opened.path}: its tokenizer is neither in {run} nor in cache/: name its folder with --tokenizer", EX_NOINPUT)
+    raise Refusal(
+        f"{opened.path}: its tokenizer is neither in {run} nor in cache/: name its folder with --tokenizer", EX_NOINPUT
+    )
 
 
 def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -112,11 +152,21 @@ def ends(tokenizer: Tokenizer) -> tuple[int, ...]:
 def add_template(folder: str, tokenizer: Tokenizer, say: Say) -> None:
     """Its own stays; a tokenizer without our marks gets none."""
     path = os.path.join(folder, CONFIG)
-    told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.told.end, "clean_up_tokenization_spaces": False, **tokenizer.config}
+    told = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.told.end,
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.config,
+    }
     if told.get("chat_template") or any(os.path.exists(os.path.join(folder, name)) for name in TEMPLATES):
         say("the tokenizer has a chat template of its own: it stays")
         return
     if START not in tokenizer.special or STOP not in tokenizer.special:
         say(f"no chat template: the tokenizer has no {START} and {STOP}")
         return
-    write_whole(path, (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace"))
+    write_whole(
+        path,
+        (json.dumps({**told, "chat_template": TEMPLATE}, indent=1, ensure_ascii=False) + "\n").encode(
+            "utf-8", "backslashreplace"
+        ),
+    )

@@ -1,4 +1,6 @@
-"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest run or speedrun. No torch."""
+"""Which folder with weights a word means: such a folder, a run, a stage of a speedrun, a hub id, or nothing: the newest
+run or speedrun. No torch.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ from stoker.training.model.hf_hub import folder_of
 
 HF, RESULT, CHAIN, STAGES = "hf", "result.json", "chain.json", "stages"
 NO_ANSWERS = ("reward",)  # stages whose model gives scores
-ORDER = ("base", "midtrain", "sft", "reward", "grpo-uniform", "grpo-density")  # of a speedrun's stages, where chain.json does not say it
+ORDER = (
+    "base",
+    "midtrain",
+    "sft",
+    "reward",
+    "grpo-uniform",
+    "grpo-density",
+)  # of a speedrun's stages, where chain.json does not say it
 
 
 @shape
@@ -64,13 +73,22 @@ def _of_run(run: str, checkpoints: bool) -> Found:
     if steps:
         raise Refusal(f"{run} has checkpoints and no {HF} folder: `stoker export {run} OUT` makes one", EX_NOINPUT)
     held = ", ".join(sorted(os.listdir(run))[:6]) or "nothing"
-    raise Refusal(f"{run} has no model: a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}", EX_NOINPUT)
+    raise Refusal(
+        f"{run} has no model: a folder with {CONFIG} and weights, or a run directory with {HF} in it; found {held}",
+        EX_NOINPUT,
+    )
 
 
 def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) -> Found:
-    """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is said."""
+    """chain.json says which run is a stage's; where that has no model, the newest run of the stage's name, which is
+    said.
+    """
     told = _json(os.path.join(folder, CHAIN)).get("stages")
-    rows = {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")} if isinstance(told, list) else {}
+    rows = (
+        {str(row["name"]): str(row.get("run") or "") for row in told if isinstance(row, dict) and row.get("name")}
+        if isinstance(told, list)
+        else {}
+    )
     newest = {_name_of(os.path.dirname(path)): path for path in _models(folder, scores=True)}
     made = {name: newest[name] for name in sorted(newest, key=_place)}
     own = {name: path for name, run in rows.items() if run and _has_weights(path := os.path.join(folder, run, HF))}
@@ -83,15 +101,23 @@ def _of_speedrun(folder: str, stage: str | None, say: Any, checkpoints: bool) ->
     chosen = answering[-1] if stage is None else stage
     if chosen not in models:
         there = models if checkpoints else answering
-        raise Refusal(f"{folder}: no model of a stage {chosen!r}{suggest(chosen, there)}; there are {', '.join(there)}", EX_NOINPUT)
+        raise Refusal(
+            f"{folder}: no model of a stage {chosen!r}{suggest(chosen, there)}; there are {', '.join(there)}",
+            EX_NOINPUT,
+        )
     run = os.path.dirname(models[chosen])
     if rows and chosen not in own:
-        say(f"stage {chosen} has made no model with the settings that {folder} was last run with: {run} is of other settings")
+        say(
+            f"stage {chosen} has made no model with the settings that {folder} was last run with: {run} is of other"
+            " settings"
+        )
     return _of_run(run, checkpoints)
 
 
 def _newest(root: str, stage: str | None, say: Any) -> Found:
-    """Of runs and speedruns, whichever made a model last. In a speedrun, the last stage of its chain: which file is newest says nothing about that."""
+    """Of runs and speedruns, whichever made a model last. In a speedrun, the last stage of its chain: which file is
+    newest says nothing about that.
+    """
 
     def asked_for(path: str) -> bool:
         run = os.path.dirname(path)
@@ -101,7 +127,11 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
     models |= {path: speedrun for speedrun in _speedruns(root) for path in _models(speedrun) if asked_for(path)}
     if not models:
         which = f"no run of stage {stage}" if stage else "no run"
-        raise Refusal(f"{which} in {root} has made a model: name a folder with {CONFIG} and weights, or train one (`stoker train pretrain`)", EX_NOINPUT)
+        raise Refusal(
+            f"{which} in {root} has made a model: name a folder with {CONFIG} and weights, or train one (`stoker train"
+            " pretrain`)",
+            EX_NOINPUT,
+        )
     newest = max(models, key=_made)
     if not models[newest]:
         return Found(newest)
@@ -111,7 +141,11 @@ def _newest(root: str, stage: str | None, say: Any) -> Found:
 
 def _speedruns(root: str) -> Iterator[str]:
     if os.path.isdir(root):
-        yield from (entry.path for entry in os.scandir(root) if not entry.is_symlink() and os.path.isdir(os.path.join(entry.path, STAGES)))
+        yield from (
+            entry.path
+            for entry in os.scandir(root)
+            if not entry.is_symlink() and os.path.isdir(os.path.join(entry.path, STAGES))
+        )
 
 
 def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str]:
@@ -120,7 +154,14 @@ def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str
     if not os.path.isdir(place):
         return []
     paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if not entry.is_symlink() and entry.is_dir()]
-    return sorted((path for path in paths if _has_weights(path) and (scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS)), key=_made)
+    return sorted(
+        (
+            path
+            for path in paths
+            if _has_weights(path) and (scores or _stage_of(os.path.dirname(path)) not in NO_ANSWERS)
+        ),
+        key=_made,
+    )
 
 
 def _made(folder: str) -> float:

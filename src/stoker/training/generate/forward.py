@@ -1,4 +1,6 @@
-"""The decoder over a cache: all tokens of the prompts at once, then one token per row. The same sums as Decoder.hidden, without its graph of gradients."""
+"""The decoder over a cache: all tokens of the prompts at once, then one token per row. The same sums as Decoder.hidden,
+without its graph of gradients.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torch import Tensor
 from stoker.training.generate.weights import Weights
 from stoker.training.model.config import ModelConfig
 
-Attention = Callable[[Tensor, Tensor], Tensor]  # queries [rows · tokens, heads, head_dim] and a layer's cache -> [rows · tokens, heads · head_dim]
+Attention = Callable[
+    [Tensor, Tensor], Tensor
+]  # queries [rows · tokens, heads, head_dim] and a layer's cache -> [rows · tokens, heads · head_dim]
 
 
 def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -21,8 +25,17 @@ def angles(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def blocks(
-    w: Weights, c: ModelConfig, ops: Any, ids: Tensor, cos: Tensor, sin: Tensor, kv: Tensor, begin: int | Tensor, tokens: int, attention: Attention
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    w: Weights,
+    c: ModelConfig,
+    ops: Any,
+    ids: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv: Tensor,
+    begin: int | Tensor,
+    tokens: int,
+    attention: Attention,
+) -> tuple[Tensor, Tensor | None]:
     """(residual stream, what is still to be added to it) of ids [rows · tokens]. `ops`: plain or kernel."""
     x = F.embedding(ids, w.embed)
     delta: Tensor | None = None
@@ -38,7 +51,9 @@ def logits_of(w: Weights, ops: Any, x: Tensor, delta: Tensor | None) -> Tensor:
     return F.linear(ops.add_norm(x, delta, w.norm, w.eps)[1], w.head)
 
 
-def prefill(w: Weights, c: ModelConfig, ops: Any, ids: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, kv: Tensor) -> Tensor:
+def prefill(
+    w: Weights, c: ModelConfig, ops: Any, ids: Tensor, lengths: Tensor, cos: Tensor, sin: Tensor, kv: Tensor
+) -> Tensor:
     """Logits after each prompt. ids: [rows, tokens], filled up at the end."""
     rows, tokens = ids.shape
 
@@ -48,6 +63,8 @@ def prefill(w: Weights, c: ModelConfig, ops: Any, ids: Tensor, lengths: Tensor, 
         y = F.scaled_dot_product_attention(queries, k, v, is_causal=True, enable_gqa=queries.shape[1] != k.shape[1])
         return y.transpose(1, 2).reshape(rows * tokens, -1)
 
-    x, delta = blocks(w, c, ops, ids.flatten(), cos[:tokens].repeat(rows, 1), sin[:tokens].repeat(rows, 1), kv, 0, tokens, attention)
+    x, delta = blocks(
+        w, c, ops, ids.flatten(), cos[:tokens].repeat(rows, 1), sin[:tokens].repeat(rows, 1), kv, 0, tokens, attention
+    )
     last = torch.arange(rows, device=ids.device) * tokens + lengths - 1
     return logits_of(w, ops, x[last], None if delta is None else delta[last])

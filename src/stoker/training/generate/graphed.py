@@ -1,7 +1,8 @@
-"""A batch on a GPU. A decoding step, from the embedding to the written token, is one CUDA graph: launched by hand its 300 kernels take ten times as long.
+"""A batch on a GPU. A decoding step, from the embedding to the written token, is one CUDA graph: launched by hand its
+300 kernels take ten times as long.
 
-Everything a step reads or writes has a fixed place, the slot it works on among them; the host launches and looks only every LOOK tokens, one look late,
-whether any row is still alive.
+Everything a step reads or writes has a fixed place, the slot it works on among them; the host launches and looks only
+every LOOK tokens, one look late, whether any row is still alive.
 """
 
 from __future__ import annotations
@@ -26,14 +27,20 @@ PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in Qwen3-0.6B's feed-
 
 
 class Graphed:
-    """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are: so the tests see them."""
+    """`kernels`: our Triton kernels, or None for plain torch. On a CPU the steps run as they are: so the tests see
+    them.
+    """
 
-    def __init__(self, w: Weights, c: ModelConfig, cos: Tensor, sin: Tensor, rows: int, length: int, kernels: Any = None) -> None:
+    def __init__(
+        self, w: Weights, c: ModelConfig, cos: Tensor, sin: Tensor, rows: int, length: int, kernels: Any = None
+    ) -> None:
         self._weights, self._config, self._kernels = w, c, kernels
         self._ops = kernels or plain
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
-        self._cos, self._sin = angles(*(torch.cat([table[:length], table[:1].expand(ROUND, -1)]) for table in (cos, sin)))
+        self._cos, self._sin = angles(
+            *(torch.cat([table[:length], table[:1].expand(ROUND, -1)]) for table in (cos, sin))
+        )
         self._cache = Cache(c, rows, -(-(length + ROUND) // BUCKET) * BUCKET, w.embed.dtype, device)
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
@@ -52,11 +59,21 @@ class Graphed:
         """The weights lie elsewhere."""
         self._steps.clear()
 
-    def run(self, prompts: Sequence[Sequence[int]], indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int) -> Iterator[Tensor]:
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        indexes: Sequence[int],
+        new_tokens: int,
+        stop: Tensor,
+        how: Sampling,
+        seed: int,
+    ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]; on the device, and maybe still being computed."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         begin = -(-int(lengths.max()) // ROUND) * ROUND
-        steps = [self._step(self._end(begin + place), how) for place in range(new_tokens - 1)]  # captured before there is a state to spoil
+        steps = [
+            self._step(self._end(begin + place), how) for place in range(new_tokens - 1)
+        ]  # captured before there is a state to spoil
         logits = self._start(prompts, lengths, begin, stop, uniforms(seed, indexes, new_tokens))
         self._write(logits, how, len(prompts))
         for place in range(new_tokens):
@@ -75,7 +92,8 @@ class Graphed:
             ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
         self._looking.begin()
         if not self._kernels:
-            self._cache.kv.zero_()  # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
+            # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
+            self._cache.kv.zero_()
         self._lengths.fill_(1)  # rows nobody asked for see one slot of whatever was there
         self._lengths[:rows] = lengths.to(self._lengths.device)
         self._positions.copy_(self._lengths - 1)
@@ -88,7 +106,18 @@ class Graphed:
         ids, at_once, found = ids.to(self._ids.device), max(PREFILL_TOKENS // begin, 1), []
         for row in range(0, rows, at_once):
             part = slice(row, min(row + at_once, rows))
-            found.append(prefill(self._weights, self._config, self._ops, ids[part], self._lengths[part], self._cos, self._sin, self._cache.kv[:, :, part]))
+            found.append(
+                prefill(
+                    self._weights,
+                    self._config,
+                    self._ops,
+                    ids[part],
+                    self._lengths[part],
+                    self._cos,
+                    self._sin,
+                    self._cache.kv[:, :, part],
+                )
+            )
         return torch.cat(found)
 
     def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
@@ -115,7 +144,9 @@ class Graphed:
         else:
             slots = self._slots[:end]
             seen = (slots < self._lengths[:, None]) | ((slots >= self._answers_from) & (slots <= self._slot))
-            mask = torch.zeros(seen.shape, dtype=cached.dtype, device=cached.device).masked_fill_(~seen, float("-inf"))[:, None, None, :]
+            mask = torch.zeros(seen.shape, dtype=cached.dtype, device=cached.device).masked_fill_(~seen, float("-inf"))[
+                :, None, None, :
+            ]
 
             def attention(q: Tensor, kv: Tensor) -> Tensor:
                 return plain.attend(q, kv, mask)
@@ -140,7 +171,9 @@ class Graphed:
         self._lengths.fill_(1)
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(beside):  # compiles kernels and lets cuBLAS take its workspace, neither of which a capture may
+        with torch.cuda.stream(
+            beside
+        ):  # compiles kernels and lets cuBLAS take its workspace, neither of which a capture may
             step()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()
@@ -151,7 +184,9 @@ class Graphed:
 
 
 class _Looking:
-    """Whether any row was alive at the look before this one. The host waits for that look, 16 tokens behind: the GPU never waits for the host."""
+    """Whether any row was alive at the look before this one. The host waits for that look, 16 tokens behind: the GPU
+    never waits for the host.
+    """
 
     def __init__(self, device: torch.device) -> None:
         cuda = device.type == "cuda"

@@ -1,4 +1,6 @@
-"""plain.py's operations as Triton kernels, and the sampling of a token: nine kernels a layer, products included, where torch would take forty."""
+"""plain.py's operations as Triton kernels, and the sampling of a token: nine kernels a layer, products included, where
+torch would take forty.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor
 from stoker.training.model import fused_kernel
 
 CHUNK = 1024  # words of the vocabulary that one program adds up
-TILE = 16384  # bytes of keys, and of values, that a program takes at once: three in flight fit into 99 KB, which every GPU since Ampere has
+# bytes of keys, and of values, that a program takes at once: three in flight fit into 99 KB, which every GPU since
+# Ampere has
+TILE = 16384
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -23,9 +27,25 @@ swiglu = fused_kernel.swiglu
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, norm, queries, kv, begin, heads, kv_heads, tokens, plane, row_stride, head_stride, slot_stride, eps,
-    with_norm: tl.constexpr, begin_is_told: tl.constexpr, half: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    norm,
+    queries,
+    kv,
+    begin,
+    heads,
+    kv_heads,
+    tokens,
+    plane,
+    row_stride,
+    head_stride,
+    slot_stride,
+    eps,
+    with_norm: tl.constexpr,
+    begin_is_told: tl.constexpr,
+    half: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pair = tl.arange(0, half)
@@ -51,28 +71,72 @@ def _turn(  # type: ignore[no-untyped-def]
     else:
         slot = token % tokens + (tl.load(begin) if begin_is_told else begin)
         which = (head - heads) // kv_heads
-        target = kv + which * plane + (token // tokens) * row_stride + ((head - heads) % kv_heads) * head_stride + slot * slot_stride + pair
+        target = (
+            kv
+            + which * plane
+            + (token // tokens) * row_stride
+            + ((head - heads) % kv_heads) * head_stride
+            + slot * slot_stride
+            + pair
+        )
         tl.store(target, a)
         tl.store(target + half, b)
 
 
 def turn(
-    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor, begin: int | Tensor, tokens: int
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_norm: Tensor | None,
+    heads: int,
+    eps: float,
+    kv: Tensor,
+    begin: int | Tensor,
+    tokens: int,
+) -> Tensor:
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     queries = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _turn[(qkv.shape[0], heads + 2 * kv_heads)](
-        qkv, cos, sin, qkv if qk_norm is None else qk_norm, queries, kv, begin, heads, kv_heads, tokens, *kv.stride()[:4], eps,
-        qk_norm is not None, not isinstance(begin, int), head_dim // 2, num_warps=1,
-    )  # fmt: skip
+        qkv,
+        cos,
+        sin,
+        qkv if qk_norm is None else qk_norm,
+        queries,
+        kv,
+        begin,
+        heads,
+        kv_heads,
+        tokens,
+        *kv.stride()[:4],
+        eps,
+        qk_norm is not None,
+        not isinstance(begin, int),
+        head_dim // 2,
+        num_warps=1,
+    )
     return queries
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries, kv, out, lengths, answers_from, newest, alive, scale, kv_heads, plane, row_stride, head_stride, slot_stride,
-    group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr, slots: tl.constexpr,
-):  # fmt: skip
+    queries,
+    kv,
+    out,
+    lengths,
+    answers_from,
+    newest,
+    alive,
+    scale,
+    kv_heads,
+    plane,
+    row_stride,
+    head_stride,
+    slot_stride,
+    group: tl.constexpr,
+    group_block: tl.constexpr,
+    head_dim: tl.constexpr,
+    slots: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     member = tl.arange(0, group_block)
@@ -105,15 +169,31 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest: Tensor, alive: Tensor) -> Tensor:
-    """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows that have ended."""
+    """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows
+    that have ended.
+    """
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     group = heads // kv_heads
     out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
     _attend[(rows, kv_heads)](
-        q, kv, out, lengths, answers_from, newest, alive.view(torch.int8), head_dim**-0.5, kv_heads, *kv.stride()[:4],
-        group, max(16, triton.next_power_of_2(group)), head_dim, max(16, TILE // (head_dim * q.element_size())), num_warps=4, num_stages=3,
-    )  # fmt: skip
+        q,
+        kv,
+        out,
+        lengths,
+        answers_from,
+        newest,
+        alive.view(torch.int8),
+        head_dim**-0.5,
+        kv_heads,
+        *kv.stride()[:4],
+        group,
+        max(16, triton.next_power_of_2(group)),
+        head_dim,
+        max(16, TILE // (head_dim * q.element_size())),
+        num_warps=4,
+        num_stages=3,
+    )
     return out
 
 
@@ -122,14 +202,18 @@ def _chunks(logits, peaks, sums, width, temperature, chunk: tl.constexpr):  # ty
     row = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1)
     column = number * chunk + tl.arange(0, chunk)
-    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    value = (
+        tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    )
     peak = tl.max(value)
     tl.store(peaks + row * tl.num_programs(1) + number, peak)
     tl.store(sums + row * tl.num_programs(1) + number, tl.sum(tl.exp(value - peak)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pick(logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: tl.constexpr, chunk_block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pick(  # type: ignore[no-untyped-def]
+    logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: tl.constexpr, chunk_block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     number = tl.arange(0, chunk_block)
     peak = tl.load(peaks + row * chunks + number, mask=number < chunks, other=float("-inf"))
@@ -139,15 +223,21 @@ def _pick(logits, peaks, sums, uniform, out, width, chunks, temperature, chunk: 
     which = tl.minimum(tl.sum((running <= at).to(tl.int32)), chunks - 1)
     rest = at - tl.max(tl.where(running <= at, running, 0.0))
     column = which * chunk + tl.arange(0, chunk)
-    value = tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    value = (
+        tl.load(logits + row * width + column, mask=column < width, other=float("-inf")).to(tl.float32) / temperature
+    )
     chance = tl.exp(value - top)
     found = tl.sum((tl.cumsum(chance, 0) <= rest).to(tl.int32))
-    last = tl.max(tl.where(chance > 0, tl.arange(0, chunk), 0))  # the chunk's sum was rounded another way: `rest` may lie just behind its end
+    last = tl.max(
+        tl.where(chance > 0, tl.arange(0, chunk), 0)
+    )  # the chunk's sum was rounded another way: `rest` may lie just behind its end
     tl.store(out + row, (which * chunk + tl.minimum(found, last)).to(tl.int64))
 
 
 def sample_token(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """sample.sample_token where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word within it."""
+    """sample.sample_token where nothing is left out: the chunk of the vocabulary that `uniform` falls in, then the word
+    within it.
+    """
     rows, width = logits.shape
     count = triton.cdiv(width, CHUNK)
     peaks = torch.empty(2, rows, count, dtype=torch.float32, device=logits.device)

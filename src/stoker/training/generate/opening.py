@@ -20,7 +20,9 @@ CONTEXT = 4096  # at most, unless more is asked for: a cache of Qwen3's 40,960 t
 
 def device_of(told: str) -> torch.device:
     if told == "cuda" and not torch.cuda.is_available():
-        raise Refusal("--device cuda: this machine has no GPU that torch can use; --device cpu works anywhere", EX_UNAVAILABLE)
+        raise Refusal(
+            "--device cuda: this machine has no GPU that torch can use; --device cpu works anywhere", EX_UNAVAILABLE
+        )
     return torch.device("cuda" if told == "cuda" or (told == "auto" and torch.cuda.is_available()) else "cpu")
 
 
@@ -40,8 +42,13 @@ def opened(folder: str, context: int, device: torch.device, say: Callable[[str],
     words = load_tokenizer(folder)
     shape = shape_of(folder)
     if shape.vocab_size < words.vocab_size:
-        raise Refusal(f"{folder}: the model has {shape.vocab_size} rows of embedding and the tokenizer {words.vocab_size} tokens", EX_USAGE)
-    with torch.device("meta"):  # its numbers come from the folder: drawing others first would take longer than reading them
+        raise Refusal(
+            f"{folder}: the model has {shape.vocab_size} rows of embedding and the tokenizer {words.vocab_size} tokens",
+            EX_USAGE,
+        )
+    with torch.device(
+        "meta"
+    ):  # its numbers come from the folder: drawing others first would take longer than reading them
         model = Decoder(shape, context, dtype)
     model.place(device)
     hf.load(model, folder, say)

@@ -15,18 +15,30 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 
 def turn(
-    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor, begin: int | Tensor, tokens: int
-) -> Tensor:  # fmt: skip
-    """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot `begin` on. Gives the queries.
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    qk_norm: Tensor | None,
+    heads: int,
+    eps: float,
+    kv: Tensor,
+    begin: int | Tensor,
+    tokens: int,
+) -> Tensor:
+    """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot
+    `begin` on. Gives the queries.
 
-    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, head_dim], sin with the sign of what is added to the first half.
+    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, head_dim], sin with the sign of what is added to the
+    first half.
     """
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     parts = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     qk, v = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
     wide = qk.float()
     if qk_norm is not None:
-        wide = (F.rms_norm(wide, (head_dim,), None, eps) * qk_norm).to(qkv.dtype).float()  # rounded where the decoder rounds
+        wide = (
+            (F.rms_norm(wide, (head_dim,), None, eps) * qk_norm).to(qkv.dtype).float()
+        )  # rounded where the decoder rounds
     turned = torch.addcmul(wide * cos[:, None], wide.roll(head_dim // 2, -1), sin[:, None]).to(qkv.dtype)
     for which, part in ((0, turned[:, heads:]), (1, v)):
         new = part if tokens == 1 else part.view(-1, tokens, kv_heads, head_dim).transpose(1, 2)
@@ -38,7 +50,9 @@ def turn(
 
 
 def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
-    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head: nothing is repeated."""
+    """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head: nothing is
+    repeated.
+    """
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)

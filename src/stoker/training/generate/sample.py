@@ -1,7 +1,9 @@
-"""Sampling the next token. One number per token decides: where it falls in the probabilities laid end to end, in the order of the ids.
+"""Sampling the next token. One number per token decides: where it falls in the probabilities laid end to end, in the
+order of the ids.
 
-That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is in the batch, and a
-whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's) would be as good and cost 150,000 hashes a token.
+That number is a hash of (seed, index of the prompt, place in the answer), so an answer does not depend on who else is
+in the batch, and a whole batch's are made at once before the first token. Noise per word of the vocabulary (Gumbel's)
+would be as good and cost 150,000 hashes a token.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ def checked(temperature: float, top_k: int, top_p: float) -> Sampling:
     if not 0.0 <= temperature < float("inf"):
         raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
     if top_k < 0 or not 0.0 < top_p <= 1.0:
-        raise Refusal(f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE)
+        raise Refusal(
+            f"top_k {top_k}, top_p {top_p:g} can't be: top_k is 0 (all) or above, top_p above 0 and up to 1", EX_USAGE
+        )
     return Sampling(temperature, top_k, top_p)
 
 
@@ -74,7 +78,11 @@ def sample_token(logits: Tensor, uniform: Tensor, how: Sampling) -> Tensor:
 
 
 def _place(chances: Tensor, uniform: Tensor) -> Tensor:
-    """The first whose running sum passes `uniform` of the whole: never one of chance 0, and `uniform` below 1 never reaches the end."""
+    """The first whose running sum passes `uniform` of the whole: never one of chance 0, and `uniform` below 1 never
+    reaches the end.
+    """
     running = chances.cumsum(-1)
     found = torch.searchsorted(running, uniform[:, None] * running[:, -1:], right=True)[:, 0]
-    return found.clamp(max=chances.shape[-1] - 1)  # of numbers that are NaN: an id all the same, so that whoever looks at them can say so
+    return found.clamp(
+        max=chances.shape[-1] - 1
+    )  # of numbers that are NaN: an id all the same, so that whoever looks at them can say so

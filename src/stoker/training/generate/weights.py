@@ -1,4 +1,6 @@
-"""The decoder's weights as generation reads them: matrices in the activations' dtype, cast once per update and not once per token."""
+"""The decoder's weights as generation reads them: matrices in the activations' dtype, cast once per update and not once
+per token.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,16 @@ class Layer:
 
 
 class Weights:
-    """Where a parameter has the wanted dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses."""
+    """Where a parameter has the wanted dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA
+    graphs keep addresses.
+    """
 
     def __init__(self, model: Decoder, vocab: int) -> None:
         if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
-            raise Refusal("a sharded model (FSDP) can't generate: use parallel.strategy ddp for stages that write answers", EX_UNAVAILABLE)
+            raise Refusal(
+                "a sharded model (FSDP) can't generate: use parallel.strategy ddp for stages that write answers",
+                EX_UNAVAILABLE,
+            )
         self._model, self._vocab = model, vocab
         self._take()
 
@@ -47,21 +54,29 @@ class Weights:
         if parameter.dtype == dtype and parameter.is_contiguous():
             self._shared.append((parameter.detach(), parameter))
             return self._shared[-1][0]
-        self._copies.append((torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format), parameter))
+        self._copies.append(
+            (torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format), parameter)
+        )
         return self._copies[-1][0]
 
     def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
         attention, mlp = block.attention, block.mlp
         qk_norm = None
         if attention.q_norm is not None and attention.k_norm is not None:
-            qk_norm = torch.empty(attention.heads + attention.kv_heads, attention.head_dim, device=attention.q_norm.weight.device)
+            qk_norm = torch.empty(
+                attention.heads + attention.kv_heads, attention.head_dim, device=attention.q_norm.weight.device
+            )
             self._copies.append((qk_norm[: attention.heads], attention.q_norm.weight))
             self._copies.append((qk_norm[attention.heads :], attention.k_norm.weight))
         return Layer(
-            self._matrix(block.attention_norm.weight, torch.float32), self._matrix(attention.qkv.weight, dtype), qk_norm,
-            self._matrix(attention.out.weight, dtype), self._matrix(block.mlp_norm.weight, torch.float32), self._matrix(mlp.gate_up.weight, dtype),
+            self._matrix(block.attention_norm.weight, torch.float32),
+            self._matrix(attention.qkv.weight, dtype),
+            qk_norm,
+            self._matrix(attention.out.weight, dtype),
+            self._matrix(block.mlp_norm.weight, torch.float32),
+            self._matrix(mlp.gate_up.weight, dtype),
             self._matrix(mlp.down.weight, dtype),
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def refresh(self) -> bool:

@@ -18,4 +18,6 @@ class TrainConfig:
     profile: bool = option("write a trace of a few steps and print the ten costliest items", default=False)
     profile_steps: int = option("steps that --profile traces, after three of warm-up", default=3)
     log_samples: bool = option("write the ids of every step's samples to samples-rank-N.jsonl", default=False)
-    debug: bool = option("say where the largest gradient and weight are, at every step (waits for the GPU)", default=False)
+    debug: bool = option(
+        "say where the largest gradient and weight are, at every step (waits for the GPU)", default=False
+    )

@@ -1,4 +1,6 @@
-"""Batches of a step, prepared by a thread while the step before is computed: read from the mapped shards, in pinned memory."""
+"""Batches of a step, prepared by a thread while the step before is computed: read from the mapped shards, in pinned
+memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from stoker.training.loop.material import Rows
 from stoker.training.parallel.split import Share, cut, even_micro, split
 
 AHEAD = 2  # steps
-CUT_AHEAD = AHEAD + 4  # no batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one is being made
+CUT_AHEAD = (
+    AHEAD + 4
+)  # no batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one is being made
 
 
 @shape
@@ -59,15 +63,35 @@ class Course:
 
 
 class Feeder:
-    """`plans`: who computes how many of a step's samples, with micro-batches of `micro` at most; without them shares are equal."""
+    """`plans`: who computes how many of a step's samples, with micro-batches of `micro` at most; without them shares
+    are equal.
+    """
 
     def __init__(
-        self, samples: Rows, order: Order, course: Course, *, first_step: int, steps: int, ranks: int, rank: int, micro: int, equal_steps: bool, pinned: bool,
+        self,
+        samples: Rows,
+        order: Order,
+        course: Course,
+        *,
+        first_step: int,
+        steps: int,
+        ranks: int,
+        rank: int,
+        micro: int,
+        equal_steps: bool,
+        pinned: bool,
         plans: Plans | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._samples, self._order, self._course = samples, order, course
         self._steps = range(first_step, steps)
-        self._ranks, self._rank, self._micro, self._equal, self._pinned, self._plans = ranks, rank, micro, equal_steps, pinned, plans
+        self._ranks, self._rank, self._micro, self._equal, self._pinned, self._plans = (
+            ranks,
+            rank,
+            micro,
+            equal_steps,
+            pinned,
+            plans,
+        )
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
@@ -113,7 +137,11 @@ class Feeder:
         share = self._share(step, end - begin)
         ids = self._order.ids(begin + share.begin, begin + share.end)
         made = [self._micro_batch(ids, share, number) for number in range(share.micro_steps)]
-        labels = sum(int((one.targets != IGNORED).sum()) for one in made) if self._samples.chat else len(ids) * self._samples.context
+        labels = (
+            sum(int((one.targets != IGNORED).sum()) for one in made)
+            if self._samples.chat
+            else len(ids) * self._samples.context
+        )
         return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
 
     def _share(self, step: int, samples: int) -> Share:

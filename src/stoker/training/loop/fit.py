@@ -1,4 +1,6 @@
-"""micro_batch: auto. The largest number of samples whose worst case fits: full context, gradients kept, with the optimizer's step."""
+"""micro_batch: auto. The largest number of samples whose worst case fits: full context, gradients kept, with the
+optimizer's step.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ WITHOUT_GPU = 8
 
 
 def largest_micro(
-    forward_backward: Callable[[Tensor], None], optimizer: Optimizer, group: Group, *, share: int, context: int, vocabulary: int, say: Callable[[str], None],
-    own: bool = False, halvings: int = 0,
-) -> int:  # fmt: skip
-    """Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller until it fits.
+    forward_backward: Callable[[Tensor], None],
+    optimizer: Optimizer,
+    group: Group,
+    *,
+    share: int,
+    context: int,
+    vocabulary: int,
+    say: Callable[[str], None],
+    own: bool = False,
+    halvings: int = 0,
+) -> int:
+    """Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller
+    until it fits.
 
-    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can. `own`: each takes what it can itself.
-    Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the others back, so it fails, and the launcher starts again with
-    `halvings` of the guess.
+    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can. `own`: each takes
+    what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the others
+    back, so it fails, and the launcher starts again with `halvings` of the guess.
     """
     device = group.device
     sharded = group.strategy == "fsdp" and group.world > 1
@@ -50,7 +61,10 @@ def largest_micro(
         stoker.mark("CAN-HALVE-MICRO-BATCH")
     one = peak(1)
     if one is None:
-        raise torch.OutOfMemoryError("one sample does not fit: shorten data.context_length, set compute.recompute full, or use parallel.strategy fsdp")
+        raise torch.OutOfMemoryError(
+            "one sample does not fit: shorten data.context_length, set compute.recompute full, or use parallel.strategy"
+            " fsdp"
+        )
     two = peak(2) if share > 1 else None
     if two is None:
         return 1
@@ -64,7 +78,14 @@ def largest_micro(
     return guess
 
 
-def _trial(forward_backward: Callable[[Tensor], None], optimizer: Optimizer, micro: int, context: int, vocabulary: int, device: torch.device) -> int:
+def _trial(
+    forward_backward: Callable[[Tensor], None],
+    optimizer: Optimizer,
+    micro: int,
+    context: int,
+    vocabulary: int,
+    device: torch.device,
+) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # the second with the gradients of the first
         forward_backward(torch.randint(0, vocabulary, (micro, context), device=device))

@@ -1,4 +1,6 @@
-"""Forward and backward of a micro-batch; for small models as one CUDA graph: thousands of kernels of a few µs each are bound by their launches."""
+"""Forward and backward of a micro-batch; for small models as one CUDA graph: thousands of kernels of a few µs each are
+bound by their launches.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ class MicroStep:
     def eager(self, micro: MicroBatch) -> Tensor:
         device = self._scale.device
         segments = micro.segments.to(device, non_blocking=True) if micro.segments is not None else None
-        loss = self._wrapped(micro.inputs.to(device, non_blocking=True), micro.targets.to(device, non_blocking=True), self._scale, segments)
+        loss = self._wrapped(
+            micro.inputs.to(device, non_blocking=True),
+            micro.targets.to(device, non_blocking=True),
+            self._scale,
+            segments,
+        )
         loss.backward()
         found: Tensor = loss.detach()
         return found
@@ -54,7 +61,9 @@ class MicroStep:
     def _capture(self) -> None:
         """The gradients of the eager calls are the buffers the graph adds to."""
         assert self._inputs is not None
-        dice = torch.cuda.get_rng_state()  # a drawn number here would make other dropout than the replay of this step draws
+        dice = (
+            torch.cuda.get_rng_state()
+        )  # a drawn number here would make other dropout than the replay of this step draws
         kept = [p.grad.clone() if p.grad is not None else None for p in self._wrapped.parameters()]
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())

@@ -1,4 +1,6 @@
-"""A run's parts, built in order: data, model, optimizer, micro-batch, checkpoint; then the steps. Every stage that trains shares it."""
+"""A run's parts, built in order: data, model, optimizer, micro-batch, checkpoint; then the steps. Every stage that
+trains shares it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
 
 
 class Job:
-    def __init__(self, c: Config, material: Material, group: Group, stages: Stages, learner: Learner | None = None) -> None:
+    def __init__(
+        self, c: Config, material: Material, group: Group, stages: Stages, learner: Learner | None = None
+    ) -> None:
         self.c, self.material, self.group, self.stages, self.learner = c, material, group, stages, learner or Learner()
         self.folder = where_runs_go(c)
         self.voice = Voice(group, c.train.log_every)
@@ -70,7 +74,9 @@ class Job:
         if spoils and c.compute.compile != "off" and group.device.type == "cuda":
             voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
 
-        with torch.device("meta" if group.strategy == "fsdp" else group.device):  # sharded: no rank ever holds the whole model
+        with torch.device(
+            "meta" if group.strategy == "fsdp" else group.device
+        ):  # sharded: no rank ever holds the whole model
             self.model = self.learner.kind(self.shape, c.data.context_length, self.dtype)
         ready.make_ready(self.model, compute, group.device, voice.say_once)
         if group.strategy == "fsdp":
@@ -96,8 +102,14 @@ class Job:
         self._go_on(found)
         size = ready.parameters(self.model)
         self.graph = self._graph(compute.cuda_graphs, size)
-        voice.say_once(f"model: {size:,} parameters, {str(self.dtype)[6:]} on {group.world} × {group.device.type}, {c.parallel.strategy}")
-        voice.say_once(f"data: {self.order.count:,} samples of {c.data.context_length} tokens, {self.batch} a step, {self.steps} steps")
+        voice.say_once(
+            f"model: {size:,} parameters, {str(self.dtype)[6:]} on {group.world} × {group.device.type},"
+            f" {c.parallel.strategy}"
+        )
+        voice.say_once(
+            f"data: {self.order.count:,} samples of {c.data.context_length} tokens, {self.batch} a step, {self.steps}"
+            " steps"
+        )
 
     def _model_shape(self) -> tuple[str, ModelConfig]:
         """(folder of the weights to begin with or nothing, shape)."""
@@ -106,14 +118,18 @@ class Job:
             return "", with_rows(told, self.material.vocab_size)
         weights = hf_hub.folder_of(told.load, self.voice.say_once)
         loaded = hf_config.shape_of(weights)
-        return weights, with_rows(replace(loaded, vocab_size=told.vocab_size or loaded.vocab_size, dropout=told.dropout), self.material.vocab_size)
+        return weights, with_rows(
+            replace(loaded, vocab_size=told.vocab_size or loaded.vocab_size, dropout=told.dropout),
+            self.material.vocab_size,
+        )
 
     def _find(self) -> Checkpoint | None:
         """Rank 0 looks and checks every byte; the others take its word, or refuse with it."""
         c, voice = self.c.checkpoint, self.voice
         self.checkpoints = os.path.abspath(c.folder or os.path.join(self.folder, layout.CHECKPOINTS))
 
-        # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it began.
+        # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it
+        # began.
         again = bool(c.folder) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
         of_run = going_on.run_of(self.folder) if again and c.resume != "auto" else ""  # others' lie in that folder, too
 
@@ -144,7 +160,11 @@ class Job:
         c, group = self.c, self.group
         tokens = c.batch.tokens
         micro = c.batch.micro
-        share = largest_share(tokens // c.data.context_length, group.world) if tokens else micro * c.batch.accumulation or MANY
+        share = (
+            largest_share(tokens // c.data.context_length, group.world)
+            if tokens
+            else micro * c.batch.accumulation or MANY
+        )
         halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
         sharded = group.strategy == "fsdp"
         if not micro:
@@ -152,24 +172,37 @@ class Job:
 
             def forward_backward(inputs: torch.Tensor) -> None:
                 segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
-                targets = inputs % inputs.shape[1]  # none is left out, and a reward model's, places in their row, are there
+                targets = (
+                    inputs % inputs.shape[1]
+                )  # none is left out, and a reward model's, places in their row, are there
                 self.model(inputs, targets, torch.zeros((), device=group.device), segments).backward()
 
             micro = largest_micro(
-                forward_backward, self.optimizer, group, share=share, context=c.data.context_length, vocabulary=self.shape.vocab_size, say=self.voice.say_once,
-                own=self._balanced, halvings=halvings if sharded else 0,
-            )  # fmt: skip
+                forward_backward,
+                self.optimizer,
+                group,
+                share=share,
+                context=c.data.context_length,
+                vocabulary=self.shape.vocab_size,
+                say=self.voice.say_once,
+                own=self._balanced,
+                halvings=halvings if sharded else 0,
+            )
         if halvings:
             micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
             self.voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
-        if not self._balanced:  # else a plan makes the micro-batch even for the share it gives; this is the most that fits here
+        if (
+            not self._balanced
+        ):  # else a plan makes the micro-batch even for the share it gives; this is the most that fits here
             micro = group.smallest(even_micro(share, min(micro, share)))
         if micro > 1:
             stoker.mark("CAN-HALVE-MICRO-BATCH")
         return micro
 
     def _samples_per_step(self, found: Checkpoint | None) -> int:
-        """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make it another run."""
+        """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make
+        it another run.
+        """
         b, world = self.c.batch, self.group.world
         if b.tokens or b.micro:
             return b.tokens // self.c.data.context_length if b.tokens else b.micro * b.accumulation * world
@@ -190,7 +223,10 @@ class Job:
             if line:
                 self.voice.say_once(line)
             if self.plans is not None and self.plans.go_on(found.meta.get("balance")):
-                self.voice.say_once(f"balance: goes on with {', '.join(map(str, self.plans.at(self.position.step).shares))} of {self.batch} samples")
+                self.voice.say_once(
+                    f"balance: goes on with {', '.join(map(str, self.plans.at(self.position.step).shares))} of"
+                    f" {self.batch} samples"
+                )
             found.read_into(self.tensors)
             self.optimizer.set_count(self.position.step)
         total = 0 if c.train.max_steps else max(round(c.train.epochs * self.order.count), 1)
@@ -200,12 +236,21 @@ class Job:
         self.voice.begin(self.folder, self.steps, c.train.log_to, as_json(c), self.position.step)
 
     def _graph(self, told: str, size: int) -> bool:
-        possible = self.group.device.type == "cuda" and self.group.world == 1 and self.group.strategy == "ddp" and not self.samples.chat
-        # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a capture.
+        possible = (
+            self.group.device.type == "cuda"
+            and self.group.world == 1
+            and self.group.strategy == "ddp"
+            and not self.samples.chat
+        )
+        # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
+        # capture.
         possible = possible and not (self.shape.dropout and self.c.compute.recompute in ("selective", "full"))
         possible = possible and self.model.loss != "liger"  # counts its labels on the host, which no capture can hold
         if told == "on" and not possible:
-            line = "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, liger's loss, or dropout that is recomputed"
+            line = (
+                "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, liger's loss, or dropout"
+                " that is recomputed"
+            )
             self.voice.say_once(f"{line}; steps are launched kernel by kernel")
         return possible and (told == "on" or (told == "auto" and size < GRAPH_PARAMETERS))
 
@@ -218,7 +263,9 @@ class Job:
         return 0
 
     def settle(self) -> None:
-        """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume would add in another order."""
+        """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a
+        resume would add in another order.
+        """
         if not self.c.compute.deterministic or self.group.world < 3 or self.group.strategy != "ddp":
             return
         inputs = torch.zeros(self.micro, self.c.data.context_length, dtype=torch.int64, device=self.group.device)
@@ -231,16 +278,35 @@ class Job:
         c, group = self.c, self.group
         saver = self._saver()
         stepper = Stepper(
-            self.wrapped, self.optimizer, group, seed=c.train.seed, dropout=self.shape.dropout > 0, chat=self.samples.chat, check=c.nan.check,
-            before_update=saver.before_update, after_backward=self.drill.spoil_gradients, graph=self.graph, look=self._look() if c.train.debug else None,
-            clock=self.clock, meeting=self.meeting,
-        )  # fmt: skip
+            self.wrapped,
+            self.optimizer,
+            group,
+            seed=c.train.seed,
+            dropout=self.shape.dropout > 0,
+            chat=self.samples.chat,
+            check=c.nan.check,
+            before_update=saver.before_update,
+            after_backward=self.drill.spoil_gradients,
+            graph=self.graph,
+            look=self._look() if c.train.debug else None,
+            clock=self.clock,
+            meeting=self.meeting,
+        )
         self.settle()
         self._measure_first()
         feeder = Feeder(
-            self.samples, self.order, self.course, first_step=self.position.step, steps=self.steps, ranks=group.world, rank=group.rank,
-            micro=self.own_micro if self.plans else self.micro, equal_steps=group.strategy == "fsdp", pinned=group.device.type == "cuda", plans=self.plans,
-        )  # fmt: skip
+            self.samples,
+            self.order,
+            self.course,
+            first_step=self.position.step,
+            steps=self.steps,
+            ranks=group.world,
+            rank=group.rank,
+            micro=self.own_micro if self.plans else self.micro,
+            equal_steps=group.strategy == "fsdp",
+            pinned=group.device.type == "cuda",
+            plans=self.plans,
+        )
         loop = Loop(self, saver, stepper)
         stoker.mark("POST-MODEL")
         stoker.phase("train")
@@ -248,7 +314,8 @@ class Job:
             loop.run(feeder)
         finally:
             feeder.close()
-        saver.close()  # after an exception the interpreter's end does it, which does not wait for the part of a rank that is gone
+        # after an exception the interpreter's end does it, which does not wait for the part of a rank that is gone
+        saver.close()
         self.last = loop
         if loop.done >= self.steps:
             self.export()
@@ -263,10 +330,16 @@ class Job:
         """Kept in a file of its own: the run may go on in another attempt, where the beginning is gone."""
         if not self.c.train.eval_first or self.position.step or self.held_out is None:
             return
-        found = self.learner.measure(self.wrapped, self.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        found = self.learner.measure(
+            self.wrapped, self.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro
+        )
         self.voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
         if self.group.first:
-            told = {"schema": layout.SCHEMA, "val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
+            told = {
+                "schema": layout.SCHEMA,
+                "val_loss_before": found.loss,
+                "val_bits_per_byte_before": found.bits_per_byte,
+            }
             write_whole(os.path.join(self.folder, BEFORE), json.dumps(told).encode())
 
     def _saver(self) -> Saver:
@@ -276,7 +349,15 @@ class Job:
         made: list[Saver] = []
 
         def make() -> None:
-            saver = Saver(self.checkpoints, rank=group.rank, world=group.world, token=token, say=self.voice.say, keep=c.keep, keep_best=c.keep_best)
+            saver = Saver(
+                self.checkpoints,
+                rank=group.rank,
+                world=group.world,
+                token=token,
+                say=self.voice.say,
+                keep=c.keep,
+                keep_best=c.keep_best,
+            )
             made.append(saver)
 
         group.agreed(make)
@@ -289,12 +370,17 @@ class Job:
         named = dict(self.model.named_parameters())
 
         def largest(of: Callable[[Any], torch.Tensor]) -> str:
-            found = {name: float(of(p).abs().max()) for name, p in named.items() if p.grad is not None and of(p).numel()}
+            found = {
+                name: float(of(p).abs().max()) for name, p in named.items() if p.grad is not None and of(p).numel()
+            }
             name = max(found, key=lambda one: found[one])
             return f"{found[name]:.3e} in {name}"
 
         def look(step: int) -> None:
-            self.voice.say(f"Debug [{step}] | largest gradient {largest(lambda p: local(p.grad))} | largest weight {largest(lambda p: local(p.detach()))}")
+            self.voice.say(
+                f"Debug [{step}] | largest gradient {largest(lambda p: local(p.grad))} | largest weight"
+                f" {largest(lambda p: local(p.detach()))}"
+            )
 
         return look
 

@@ -1,4 +1,6 @@
-"""What learns: a decoder, unless a stage says otherwise; how its weights come and go, and how it is measured on what was held out."""
+"""What learns: a decoder, unless a stage says otherwise; how its weights come and go, and how it is measured on what
+was held out.
+"""
 
 from __future__ import annotations
 
@@ -20,5 +22,7 @@ def _save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) ->
 class Learner:
     kind: type[Decoder] = Decoder
     load: Callable[[Decoder, str, Say], None] = hf.load
-    save: Callable[[Decoder, str, str, Say, bool], None] = _save  # model, folder, the tokenizer's folder, say, whether this rank writes
+    save: Callable[[Decoder, str, str, Say, bool], None] = (
+        _save  # model, folder, the tokenizer's folder, say, whether this rank writes
+    )
     measure: Measure = validate

@@ -1,4 +1,6 @@
-"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow, where they are installed. One that is not is refused before training."""
+"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow, where they are installed. One that is not is refused before
+training.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,14 @@ class _MLflow:
     def __init__(self, module: Any, folder: str, config: dict[str, Any]) -> None:
         self._run = module
         module.start_run(run_name=os.path.basename(folder))
-        module.log_params({f"{section}.{key}": value for section, keys in config.items() if isinstance(keys, dict) for key, value in keys.items()})
+        module.log_params(
+            {
+                f"{section}.{key}": value
+                for section, keys in config.items()
+                if isinstance(keys, dict)
+                for key, value in keys.items()
+            }
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
         self._run.log_metrics(values, step=step)
@@ -63,7 +72,10 @@ def check_loggers(log_to: str) -> list[str]:
     wanted = [word for word in log_to.replace(" ", "").split(",") if word]
     for word in wanted:
         if importlib.util.find_spec(PACKAGES[word]) is None:
-            raise Refusal(f"train.log_to {word}: it is not installed here; pip install {PACKAGES[word]}, or leave it out", EX_UNAVAILABLE)
+            raise Refusal(
+                f"train.log_to {word}: it is not installed here; pip install {PACKAGES[word]}, or leave it out",
+                EX_UNAVAILABLE,
+            )
     return wanted
 
 

@@ -35,5 +35,10 @@ class Material:
 def from_prepared(prepared: Prepared, context_length: int) -> Material:
     held_out = Samples(prepared, "validation", context_length) if prepared.validation_tokens > 1 else None
     return Material(
-        prepared.key, prepared.vocab_size, prepared.tokenizer, prepared.tokenizer_digest, Samples(prepared, "train", context_length), held_out
+        prepared.key,
+        prepared.vocab_size,
+        prepared.tokenizer,
+        prepared.tokenizer_digest,
+        Samples(prepared, "train", context_length),
+        held_out,
     )

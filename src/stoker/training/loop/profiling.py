@@ -23,7 +23,9 @@ class Profile:
         if self._wait > 0:
             self._wait -= 1
             if self._wait == 0 and self._left:
-                kinds = [torch.profiler.ProfilerActivity.CPU] + ([torch.profiler.ProfilerActivity.CUDA] if self._device.type == "cuda" else [])
+                kinds = [torch.profiler.ProfilerActivity.CPU] + (
+                    [torch.profiler.ProfilerActivity.CUDA] if self._device.type == "cuda" else []
+                )
                 self._profiler = torch.profiler.profile(activities=kinds)
                 self._profiler.__enter__()
             return
@@ -47,9 +49,13 @@ class Profile:
         gpu = self._device.type == "cuda"
         rows = sorted(profiler.key_averages(), key=lambda row: -_cost(row, gpu))
         whole = sum(_cost(row, gpu) for row in rows) or 1.0
-        self._say(f"profile: {path} (open it in ui.perfetto.dev); the ten costliest, by {'GPU' if gpu else 'CPU'} time:")
+        self._say(
+            f"profile: {path} (open it in ui.perfetto.dev); the ten costliest, by {'GPU' if gpu else 'CPU'} time:"
+        )
         for row in rows[:10]:
-            self._say(f"  {_cost(row, gpu) / whole:6.1%} {_cost(row, gpu) / 1e3:10.2f} ms {row.count:7d} × {row.key[:100]}")
+            self._say(
+                f"  {_cost(row, gpu) / whole:6.1%} {_cost(row, gpu) / 1e3:10.2f} ms {row.count:7d} × {row.key[:100]}"
+            )
 
 
 def _cost(row: Any, gpu: bool) -> float:

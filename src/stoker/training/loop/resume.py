@@ -1,4 +1,6 @@
-"""What a checkpoint says of its run, and whether this run can go on with it. No torch: `stoker train` asks before a rank starts."""
+"""What a checkpoint says of its run, and whether this run can go on with it. No torch: `stoker train` asks before a
+rank starts.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,13 @@ class Position:
 
 
 def meta(position: Position, data: Data, model: ModelConfig, made: Worded, optimizer: str) -> dict[str, Any]:
-    return {**as_json(position), "data": as_json(data), "model": as_json(model), "tokenizer_digest": made.tokenizer_digest, "optimizer": optimizer}
+    return {
+        **as_json(position),
+        "data": as_json(data),
+        "model": as_json(model),
+        "tokenizer_digest": made.tokenizer_digest,
+        "optimizer": optimizer,
+    }
 
 
 def run_of(folder: str) -> str:
@@ -65,9 +73,14 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded
     theirs, mine = found.get("model", {}), as_json(model)
     for key in _SHAPE:
         if key in theirs and theirs[key] != mine[key]:
-            raise Refusal(f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here", EX_CONFIG)
+            raise Refusal(
+                f"checkpoint {where} is of another model: model.{key} is {theirs[key]} there and {mine[key]} here",
+                EX_CONFIG,
+            )
     if found.get("optimizer") not in (None, optimizer):
-        raise Refusal(f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG)
+        raise Refusal(
+            f"checkpoint {where} has the state of optim.kind {found['optimizer']}, not {optimizer}", EX_CONFIG
+        )
 
 
 def located(told: str) -> str:
@@ -79,11 +92,16 @@ def located(told: str) -> str:
         if steps:
             return steps[max(steps)]
     near = suggest(told, ("auto", "never")) if os.sep not in told else ""
-    raise Refusal(f"checkpoint.resume {told}: there is no checkpoint{near or '; name a run directory (runs/ID), a step-N folder, auto or never'}", EX_NOINPUT)
+    raise Refusal(
+        f"checkpoint.resume {told}: there is no"
+        f" checkpoint{near or '; name a run directory (runs/ID), a step-N folder, auto or never'}",
+        EX_NOINPUT,
+    )
 
 
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> int | None:
-    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run directory is looked at by the ranks.
+    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run
+    directory is looked at by the ranks.
 
     Gives the step it goes on at, None where that is not known here.
     """
@@ -91,9 +109,13 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
         try:
             os.makedirs(told.folder, exist_ok=True)
         except FileExistsError as problem:
-            raise Refusal(f"checkpoint.folder {told.folder} is a file: name a folder, or a place for a new one", EX_CANTCREAT) from problem
+            raise Refusal(
+                f"checkpoint.folder {told.folder} is a file: name a folder, or a place for a new one", EX_CANTCREAT
+            ) from problem
         except OSError as problem:
-            raise Refusal(f"checkpoint.folder {told.folder} can't be made: {problem.strerror}", EX_CANTCREAT) from problem
+            raise Refusal(
+                f"checkpoint.folder {told.folder} can't be made: {problem.strerror}", EX_CANTCREAT
+            ) from problem
     if told.resume == "never" or (told.resume == "auto" and (model.load or not told.folder)):
         return None
     where = told.resume if told.resume == "auto" else located(told.resume)
@@ -129,5 +151,17 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     theirs, mine = found.get("data", {}), as_json(data)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
-    line = f"{', '.join(words[key] for key in other)} differs from the checkpoint's: the data begins at its first sample" if other else ""
-    return Position(int(found["step"]), 0 if other else int(found["samples"]), int(found["tokens"]), float(best) if best is not None else None), line
+    line = (
+        f"{', '.join(words[key] for key in other)} differs from the checkpoint's: the data begins at its first sample"
+        if other
+        else ""
+    )
+    return (
+        Position(
+            int(found["step"]),
+            0 if other else int(found["samples"]),
+            int(found["tokens"]),
+            float(best) if best is not None else None,
+        ),
+        line,
+    )

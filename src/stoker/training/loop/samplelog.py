@@ -13,7 +13,9 @@ class SampleLog:
         self._from = resumed_at
 
     def write(self, step: int, ids: list[int]) -> None:
-        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from` counts."""
+        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from`
+        counts.
+        """
         self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
 
     def close(self) -> None:

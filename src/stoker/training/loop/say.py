@@ -68,14 +68,21 @@ class Voice:
             self._draw(done, numbers.loss, left)
         mfu, memory, fast = speed.mfu, speed.memory(), speed.tokens_per_s
         self._last = dict(
-            loss=numbers.loss, tokens=tokens, grad_norm=numbers.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
-            mfu=round(mfu, 4) if mfu else None, memory=memory, seconds_per_step=round(per_step, 6) if per_step else None,
-        )  # fmt: skip
+            loss=numbers.loss,
+            tokens=tokens,
+            grad_norm=numbers.norm,
+            lr=rate,
+            tokens_per_s=round(fast, 1) if fast else None,
+            mfu=round(mfu, 4) if mfu else None,
+            memory=memory,
+            seconds_per_step=round(per_step, 6) if per_step else None,
+        )
         if numbers.step % self._every and done != self._steps:
             return
         self.say(
-            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {clock(left)}"
-            f" | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm:"
+            f" {numbers.norm:.4f} | ETA: {clock(left)} | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU:"
+            f" {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
         )
         self.metrics(numbers.step, **self._last)
 
@@ -85,10 +92,17 @@ class Voice:
         bits = f" | Bits per byte: {found.bits_per_byte:.4f}" if found.bits_per_byte is not None else ""
         right = f" | Right: {found.right:.1%}" if found.right is not None else ""
         self.say_once(f"Validation after step {done} | Loss: {found.loss:.4f}{bits}{right} | best {lowest}")
-        self.metrics(done - 1, **self._last, val_loss=found.loss, **{name: value for name, value in more.items() if value is not None})
+        self.metrics(
+            done - 1,
+            **self._last,
+            val_loss=found.loss,
+            **{name: value for name, value in more.items() if value is not None},
+        )
 
     def plan(self, step: int, plan: Plan, imbalance: float) -> None:
-        """The samples of each rank from a later step on: into the metrics of the step that decided it, and by a mark into the run's events."""
+        """The samples of each rank from a later step on: into the metrics of the step that decided it, and by a mark
+        into the run's events.
+        """
         self.metrics(step, shares=list(plan.shares), shares_from=plan.step, imbalance=round(imbalance, 4))
         if self._group.first:
             stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")
@@ -114,7 +128,9 @@ class Voice:
             return
         self._drawn = now
         full = 30 * done // max(self._steps, 1)
-        terminal.draw(f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}", after="\r")
+        terminal.draw(
+            f"[{'█' * full}{'·' * (30 - full)}] {done}/{self._steps} | loss {loss:.4f} | ETA {clock(left)}", after="\r"
+        )
 
     def _wipe(self) -> None:
         if self._bar and self._own_terminal:

@@ -17,11 +17,20 @@ PEAKS = {
 }  # fmt: skip
 
 
-_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}  # beside a known name these make another card, or a part of one
+_OTHER_CARD = {
+    "laptop",
+    "max",
+    "mig",
+    "ti",
+    "super",
+    "d",
+}  # beside a known name these make another card, or a part of one
 
 
 def peak_of(name: str) -> float | None:
-    """FLOP/s of the card that calls itself so; the longest known name whose words stand in it counts. None: nobody knows."""
+    """FLOP/s of the card that calls itself so; the longest known name whose words stand in it counts. None: nobody
+    knows.
+    """
     words = _words(name)
     if _OTHER_CARD & set(words):
         return None

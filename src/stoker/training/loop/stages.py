@@ -19,4 +19,6 @@ class Stages:
         self._last = now
 
     def said(self) -> str:
-        return f"{self._last - self._began:.1f} s: " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._parts)
+        return f"{self._last - self._began:.1f} s: " + ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in self._parts
+        )

@@ -17,11 +17,15 @@ def tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Optimizer state is made of local pieces; with its parameter's mesh around it, a checkpoint knows which piece it is."""
+    """Optimizer state is made of local pieces; with its parameter's mesh around it, a checkpoint knows which piece it
+    is.
+    """
     if not hasattr(parameter, "device_mesh") or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import DTensor
 
     like: Any = parameter
-    wrapped: Tensor = DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride())
+    wrapped: Tensor = DTensor.from_local(
+        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
     return wrapped

@@ -1,7 +1,8 @@
-"""One optimizer step, without a word from the GPU: forward and backward of the micro-batches, norm, finite check, clipping, update.
+"""One optimizer step, without a word from the GPU: forward and backward of the micro-batches, norm, finite check,
+clipping, update.
 
-Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step that is not finite
-changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
+Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step
+that is not finite changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Numbers:
     save: bool  # rank 0 says that it is time
     busy: bool  # somebody still writes the checkpoint before
     slow: bool = False  # rank 0 says that steps take seconds
-    compute: tuple[float, ...] = ()  # seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures
+    compute: tuple[
+        float, ...
+    ] = ()  # seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures
     waiting: tuple[float, ...] = ()  # and of the exchange after it
 
 
@@ -60,15 +63,38 @@ class Pending:
             self._event.synchronize()
         loss, norm, bad, stop, save, busy, slow, *seconds = self._host.tolist()
         ranks = len(seconds) // 2
-        return Numbers(self.step, loss, norm, bad > 0, stop > 0, save > 0, busy > 0, slow > 0, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
+        return Numbers(
+            self.step,
+            loss,
+            norm,
+            bad > 0,
+            stop > 0,
+            save > 0,
+            busy > 0,
+            slow > 0,
+            tuple(seconds[:ranks]),
+            tuple(seconds[ranks:]),
+        )
 
 
 class Stepper:
     def __init__(
-        self, wrapped: nn.Module, optimizer: Optimizer, group: Group, *, seed: int, dropout: bool, chat: bool, check: bool,
-        before_update: Callable[[], None], after_backward: Callable[[], None], graph: bool = False, look: Callable[[int], None] | None = None,
-        clock: StepClock | None = None, meeting: Meeting | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        wrapped: nn.Module,
+        optimizer: Optimizer,
+        group: Group,
+        *,
+        seed: int,
+        dropout: bool,
+        chat: bool,
+        check: bool,
+        before_update: Callable[[], None],
+        after_backward: Callable[[], None],
+        graph: bool = False,
+        look: Callable[[int], None] | None = None,
+        clock: StepClock | None = None,
+        meeting: Meeting | None = None,
+    ) -> None:
         """`meeting`: local SGD; gradients are this rank's own, and weights meet when it says so."""
         self._wrapped, self._optimizer, self._group = wrapped, optimizer, group
         self._seed, self._dropout, self._chat, self._check = seed, dropout, chat, check
@@ -86,11 +112,14 @@ class Stepper:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def scale(self, batch: StepBatch) -> Tensor:
-        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens, however uneven the split.
+        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens,
+        however uneven the split.
 
         Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens."""
         if self._chat:
-            labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(self._group.device, non_blocking=True)
+            labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(
+                self._group.device, non_blocking=True
+            )
             self._scale.copy_(self._group.world / self._group.sum(labels))
         else:
             self._scale.fill_(self._group.world / batch.tokens)
@@ -103,7 +132,9 @@ class Stepper:
         return self._micro.eager(micro)
 
     def step(self, batch: StepBatch, share: float, *, words: Callable[[], Sequence[bool]]) -> Pending:
-        """`words`: this rank's stop, save, busy and slow, asked when its work is on its way; what is read of them later is the same on all."""
+        """`words`: this rank's stop, save, busy and slow, asked when its work is on its way; what is read of them later
+        is the same on all.
+        """
         self.scale(batch)
         if self._clock is not None:
             self._clock.begin()
@@ -116,9 +147,12 @@ class Stepper:
         if self._clock is not None:
             self._clock.end()
         self._after_backward()
-        flags = torch.tensor([*map(float, words()), *self._seconds()], pin_memory=total.is_cuda).to(total.device, non_blocking=True)
+        flags = torch.tensor([*map(float, words()), *self._seconds()], pin_memory=total.is_cuda).to(
+            total.device, non_blocking=True
+        )
         norm = gradient_norm(self._optimizer.parameters)
-        # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the same step, or wait for each other.
+        # A gradient that one rank alone spoils after the exchange (a flipped bit, say) is bad on all: they stop at the
+        # same step, or wait for each other.
         spoiled = (~torch.isfinite(norm)).float()
         loss = total / self._group.world if self._meeting is None else total * self._alone
         values = self._group.sum(torch.cat([loss[None], spoiled[None], flags]))
@@ -133,11 +167,15 @@ class Stepper:
         if self._meeting is not None:
             self._meeting.learned(batch.labels)
             if self._meeting.due(batch.step):
-                self._meeting.meet(self._optimizer.parameters, bad=self.bad)  # a bad step's weights stay as they are, for its replay
+                self._meeting.meet(
+                    self._optimizer.parameters, bad=self.bad
+                )  # a bad step's weights stay as they are, for its replay
         return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
 
     def _seconds(self) -> list[float]:
-        """This rank's in its own places, zeros in the others': their sum over ranks has everybody's, in the one exchange a step has anyway."""
+        """This rank's in its own places, zeros in the others': their sum over ranks has everybody's, in the one
+        exchange a step has anyway.
+        """
         if self._clock is None:
             return []
         found = [0.0] * (2 * self._group.world)

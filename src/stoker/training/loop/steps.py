@@ -1,4 +1,6 @@
-"""The steps of a run. Each one is launched before the numbers of the one before are read; all ranks act on the same numbers at the same step."""
+"""The steps of a run. Each one is launched before the numbers of the one before are read; all ranks act on the same
+numbers at the same step.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,22 @@ if TYPE_CHECKING:
     from stoker.training.checkpoint.saver import Saver
     from stoker.training.loop.job import Job
 
-SLOW_S = 2.0  # steps as long as that gain nothing by the next one's being launched early, and a stop would have to wait for that one too
+# steps as long as that gain nothing by the next one's being launched early, and a stop would have to wait for that one
+# too
+SLOW_S = 2.0
 BUFFERS_AFTER = 5  # steps: past the capture of a CUDA graph, which pinning memory would disturb
 
 
 class Loop:
     def __init__(self, job: Job, saver: Saver, stepper: Stepper) -> None:
-        self.job, self.c, self.group, self.voice, self.saver, self.stepper = job, job.c, job.group, job.voice, saver, stepper
+        self.job, self.c, self.group, self.voice, self.saver, self.stepper = (
+            job,
+            job.c,
+            job.group,
+            job.voice,
+            saver,
+            stepper,
+        )
         self.first = self.done = job.position.step
         self.code = 0
         self.loss = float("nan")
@@ -49,18 +60,31 @@ class Loop:
         self.took = 0.0  # seconds, the step before
         self.saved_at, self.saved_step = time.monotonic(), self.done
         self.speed = Speed(flops_per_token(job.shape, self.c.data.context_length), self.group.world, self.group.device)
-        self.profile = Profile(self.c.train.profile_steps if self.c.train.profile and self.group.first else 0, job.folder, self.group.device, self.voice.say)
+        self.profile = Profile(
+            self.c.train.profile_steps if self.c.train.profile and self.group.first else 0,
+            job.folder,
+            self.group.device,
+            self.voice.say,
+        )
         self.balancer = self._balancer()
-        self.sample_log = SampleLog(job.folder, self.group.rank, job.position.step) if self.c.train.log_samples else None
+        self.sample_log = (
+            SampleLog(job.folder, self.group.rank, job.position.step) if self.c.train.log_samples else None
+        )
 
     def _balancer(self) -> Balancer | None:
         job = self.job
         if job.clock is None:
             return None
         return Balancer(
-            job.batch, self.group.world, job.plans, ahead=CUT_AHEAD, lag=job.clock.lag, comm=self.c.parallel.comm, say=self.voice.say_once,
+            job.batch,
+            self.group.world,
+            job.plans,
+            ahead=CUT_AHEAD,
+            lag=job.clock.lag,
+            comm=self.c.parallel.comm,
+            say=self.voice.say_once,
             tell=self.voice.plan,
-        )  # fmt: skip
+        )
 
     def run(self, feeder: Feeder) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -80,7 +104,8 @@ class Loop:
             self.profile.step()
             save = (told is not None and told.save) or self._step_to_save()
             if (told is None or not told.stop) and (save or self._validation_due() or self.slow):
-                # Its line comes before the validation's, and a checkpoint never counts a step that may not have been finite.
+                # Its line comes before the validation's, and a checkpoint never counts a step that may not have been
+                # finite.
                 told = self._hear(*before)
                 before = None
                 save = save or told.save
@@ -133,7 +158,16 @@ class Loop:
             text = load_tokenizer(self.job.material.tokenizer)
             folder = self.job.folder if self.c.nan.dump else None
             found = trip.explain(
-                numbers, batch, self.stepper, self.job.model, self.job.wrapped, self.job.drill, self.group, self.voice, folder=folder, decode=text.decode
+                numbers,
+                batch,
+                self.stepper,
+                self.job.model,
+                self.job.wrapped,
+                self.job.drill,
+                self.group,
+                self.voice,
+                folder=folder,
+                decode=text.decode,
             )
             self.saver.close()  # a save under way is of steps that were finite: it is the one to go back to
             raise found
@@ -155,7 +189,9 @@ class Loop:
             return False
         stoker.phase("eval")
         self._meet()
-        found = job.learner.measure(job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro)
+        found = job.learner.measure(
+            job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro
+        )
         self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
@@ -176,7 +212,10 @@ class Loop:
             self._save(wait=False)
         elif not self.skipped:
             self.skipped = True
-            self.voice.say_once(f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written; save less often")
+            self.voice.say_once(
+                f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written;"
+                " save less often"
+            )
 
     def _meet(self, whole: bool = False) -> None:
         """Ranks that learn alone stand at one place before they are measured or saved; `whole`: with their optimizers."""
@@ -206,10 +245,19 @@ class Loop:
         if (self.c.checkpoint.at_end or not whole) and self.done > self.first:
             stoker.phase("save")
             if not self._save(wait=True):
-                self.voice.say_once(f"the last checkpoint could not be written: {self.saver.problem() or 'another rank failed'}")
+                self.voice.say_once(
+                    f"the last checkpoint could not be written: {self.saver.problem() or 'another rank failed'}"
+                )
                 self.code = EX_CANTCREAT
         if self.sample_log is not None:
             self.sample_log.close()
         best = f", best validation {self.best:.4f}" if self.best is not None else ""
-        saved = f"; saved {self.job.checkpoints}/{name_of(self.done)}" if not whole and not self.code and self.saved_step == self.done > self.first else ""
-        self.voice.say_once(f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss {self.loss:.4f}{best}{saved}")
+        saved = (
+            f"; saved {self.job.checkpoints}/{name_of(self.done)}"
+            if not whole and not self.code and self.saved_step == self.done > self.first
+            else ""
+        )
+        self.voice.say_once(
+            f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss"
+            f" {self.loss:.4f}{best}{saved}"
+        )

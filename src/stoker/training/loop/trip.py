@@ -1,4 +1,6 @@
-"""A step whose loss or gradient is no number: replayed on every rank, explained, written down, and the run ends with the reason."""
+"""A step whose loss or gradient is no number: replayed on every rank, explained, written down, and the run ends with
+the reason.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,18 @@ from stoker.training.parallel.group import Group, no_sync
 
 
 def explain(
-    numbers: Numbers, batch: StepBatch, stepper: Stepper, model: Decoder, wrapped: nn.Module, drill: Drill, group: Group, voice: Voice, *,
-    folder: str | None, decode: Callable[[list[int]], str],
-) -> NonFinite:  # fmt: skip
+    numbers: Numbers,
+    batch: StepBatch,
+    stepper: Stepper,
+    model: Decoder,
+    wrapped: nn.Module,
+    drill: Drill,
+    group: Group,
+    voice: Voice,
+    *,
+    folder: str | None,
+    decode: Callable[[list[int]], str],
+) -> NonFinite:
     """All ranks call this at the same step. Gives what to raise."""
     drill.step = batch.step
     ready.unfuse(model)  # module by module, so that the first bad operation has a name
@@ -33,23 +44,41 @@ def explain(
 
     def run(number: int, micro: Fed) -> Tensor:
         stepper.set_seed(batch.step, number)
-        with no_sync(wrapped, last=group.strategy == "fsdp"):  # whole gradients stay this rank's own; shards exist only after their exchange
+        with no_sync(
+            wrapped, last=group.strategy == "fsdp"
+        ):  # whole gradients stay this rank's own; shards exist only after their exchange
             return stepper.forward_backward(micro)
 
     micro_batches = [
-        MicroBatch(partial(run, number, micro), micro.ids, micro.inputs[: len(micro.ids)], micro.targets[: len(micro.ids)])
+        MicroBatch(
+            partial(run, number, micro), micro.ids, micro.inputs[: len(micro.ids)], micro.targets[: len(micro.ids)]
+        )
         for number, micro in enumerate(batch.micro_batches)
     ]
     replay = Replay(micro_batches, after=drill.spoil_gradients)
     found = investigate(
-        model, replay, step=batch.step, rank=group.rank, world=group.world, label=group.label, loss=numbers.loss, grad_norm=numbers.norm
+        model,
+        replay,
+        step=batch.step,
+        rank=group.rank,
+        world=group.world,
+        label=group.label,
+        loss=numbers.loss,
+        grad_norm=numbers.norm,
     )
     reports = [Report.from_json(one) for one in group.all(found.report.to_json())]
     culprits = decide(reports)
     where = ""
     if folder is not None:
         try:
-            written = dump.write(folder, found, model, replay, decode=decode, parameters=group.first or group.strategy == "fsdp" or not culprits.ranks)
+            written = dump.write(
+                folder,
+                found,
+                model,
+                replay,
+                decode=decode,
+                parameters=group.first or group.strategy == "fsdp" or not culprits.ranks,
+            )
             where = f"; `stoker nan {written}` shows it"
         except OSError as problem:
             voice.say(f"the dump could not be written: {problem}")

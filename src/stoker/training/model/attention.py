@@ -35,4 +35,6 @@ def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, 
     """[B, T, H, D], causal, or by `mask`. Grouped heads stay grouped: no copies of keys and values."""
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout
+    ).transpose(1, 2)

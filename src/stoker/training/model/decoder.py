@@ -1,7 +1,8 @@
 """The decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU; Llama's and Qwen3's shapes are its settings.
 
-Weights are fp32 and are cast where they are used; activations have the dtype of `Decoder.dtype`. Queries, keys and values are one
-matrix, gate and up another: one large product instead of three or two. Names of shapes: B batch, T tokens, D width, H heads.
+Weights are fp32 and are cast where they are used; activations have the dtype of `Decoder.dtype`. Queries, keys and
+values are one matrix, gate and up another: one large product instead of three or two. Names of shapes: B batch, T
+tokens, D width, H heads.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from stoker.training.model.swiglu import swiglu_linear
 
 
 class Linear(nn.Linear):
-    """No bias. The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps fused into it."""
+    """No bias. The weight is cast to the activations' dtype: fp32 master, bf16 product. `parts`: rows of the maps fused
+    into it.
+    """
 
     def __init__(self, inputs: int, *parts: int) -> None:
         super().__init__(inputs, sum(parts), bias=False)
@@ -47,7 +50,9 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(length: int, c: ModelConfig) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, head_dim / 2], in fp32 throughout as transformers computes them: an exacter table would make other logits than theirs."""
+    """cos and sin, [T, head_dim / 2], in fp32 throughout as transformers computes them: an exacter table would make
+    other logits than theirs.
+    """
     frequency = 1.0 / (c.rope_theta ** (torch.arange(0, c.head_dim, 2, dtype=torch.float32, device="cpu") / c.head_dim))
     if c.rope_factor != 1.0:
         turns = c.rope_original * frequency / (2 * math.pi)
@@ -128,14 +133,18 @@ class Decoder(nn.Module):
         self.embed = nn.Embedding(c.vocab_size, c.dim)
         self.layers = nn.ModuleList(Block(c) for _ in range(c.layers))
         self.norm = RMSNorm(c.dim, c.norm_eps)
-        self.head = None if c.tied else Linear(c.dim, c.vocab_size)  # one parameter has one name: sharding and `to_empty` part what is shared
+        self.head = (
+            None if c.tied else Linear(c.dim, c.vocab_size)
+        )  # one parameter has one name: sharding and `to_empty` part what is shared
         # Not buffers: DDP would send them around before every forward.
         self.cos, self.sin = rotary_table(context_length, c)
         if self.embed.weight.device.type != "meta":
             self.place(self.embed.weight.device)
 
     def place(self, device: torch.device) -> None:
-        """Onto its device; a model that was built on the meta device gets its memory here, and its numbers from `start` or a checkpoint."""
+        """Onto its device; a model that was built on the meta device gets its memory here, and its numbers from `start`
+        or a checkpoint.
+        """
         if self.embed.weight.is_meta:
             self.to_empty(device=device)
         self.cos, self.sin = self.cos.to(device), self.sin.to(device)
@@ -193,10 +202,14 @@ class Decoder(nn.Module):
             return self.cos[:length], self.sin[:length]
         # Each conversation of a packed row counts its positions from 0.
         place = torch.arange(length, device=segments.device).expand_as(segments)
-        begins = torch.where(F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True), place, 0).cummax(dim=1).values
+        begins = (
+            torch.where(F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True), place, 0).cummax(dim=1).values
+        )
         return self.cos[place - begins], self.sin[place - begins]
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
         x = self.hidden(inputs, segments)
         if targets is None:
             return F.linear(x, self.head_weight.to(x.dtype))

@@ -1,7 +1,7 @@
 """Matrix products in 8 bits, one scale per tensor, found anew for each product.
 
-Forward (y = x wᵀ) and the gradient of the input run in fp8, the gradient of the weight stays in bf16: it would need both operands
-transposed in memory, and it is the one that has to add up small numbers over all tokens.
+Forward (y = x wᵀ) and the gradient of the input run in fp8, the gradient of the weight stays in bf16: it would need
+both operands transposed in memory, and it is the one that has to add up small numbers over all tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def _cast(x: Tensor, scale: Tensor, kind: torch.dtype) -> Tensor:
 
 def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, out: torch.dtype, fast: bool) -> Tensor:
     """b is column-major, as the hardware wants it."""
-    return torch._scaled_mm(a, b, scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=out, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a, b, scale_a=a_scale.reciprocal(), scale_b=b_scale.reciprocal(), out_dtype=out, use_fast_accum=fast
+    )
 
 
 def output_product(x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
@@ -34,7 +36,9 @@ def output_product(x: Tensor, weight: Tensor, fp8: bool) -> Tensor:
     if not fp8:
         return x @ weight.to(x.dtype).t()
     x_scale, w_scale = _scale(x, _ACTIVATIONS), _scale(weight, _ACTIVATIONS)
-    return _product(_cast(x, x_scale, _ACTIVATIONS), x_scale, _cast(weight, w_scale, _ACTIVATIONS).t(), w_scale, x.dtype, True)
+    return _product(
+        _cast(x, x_scale, _ACTIVATIONS), x_scale, _cast(weight, w_scale, _ACTIVATIONS).t(), w_scale, x.dtype, True
+    )
 
 
 def input_product(g: Tensor, weight: Tensor, fp8: bool) -> Tensor:

@@ -1,7 +1,8 @@
 """A block without a compiler: products by cuBLAS, attention by cuDNN, the rest by six kernels of our own.
 
-Kept for the backward pass: the residual stream before each norm, queries, keys and values, what attention and the wide product made. Norms and
-SwiGLU's activations are made again by the kernels that need them anyway. The first step comes after seconds: nothing is traced.
+Kept for the backward pass: the residual stream before each norm, queries, keys and values, what attention and the wide
+product made. Norms and SwiGLU's activations are made again by the kernels that need them anyway. The first step comes
+after seconds: nothing is traced.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class _NormLinear(torch.autograd.Function):
     """(x + delta, norm(x + delta) weightᵀ)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
         ctx.save_for_backward(out, rstd, scale, weight)
         ctx.added = delta is not None
@@ -46,8 +49,18 @@ class _NormQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, heads: int, kv_heads: int,
-        head_dim: int, kept: bool
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        scale: Tensor,
+        weight: Tensor,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        kept: bool,
     ) -> tuple[Tensor, ...]:
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
         qkv = normed @ weight.to(normed.dtype).t()
@@ -75,7 +88,15 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float
+        ctx: Any,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_weight: Tensor,
+        k_weight: Tensor,
+        heads: int,
+        kv_heads: int,
+        eps: float,
     ) -> tuple[Tensor, Tensor]:
         qk, rstd = kernel.norm_rotate(qkv, cos, sin, q_weight, k_weight, heads, kv_heads, eps)
         ctx.save_for_backward(qkv, cos, sin, q_weight, k_weight, rstd)
@@ -88,7 +109,9 @@ class _NormRotate(torch.autograd.Function):
         dqk, dv = gradients
         dqkv = torch.empty_like(qkv)
         dqkv[:, dqk.shape[1] :] = dv
-        dq, dk = kernel.norm_rotate_backward(dqk.contiguous(), qkv, cos, sin, q_weight, k_weight, rstd, dqkv, ctx.heads, ctx.kv_heads)
+        dq, dk = kernel.norm_rotate_backward(
+            dqk.contiguous(), qkv, cos, sin, q_weight, k_weight, rstd, dqkv, ctx.heads, ctx.kv_heads
+        )
         return dqkv, None, None, dq.to(q_weight.dtype), dk.to(k_weight.dtype), None, None, None
 
 
@@ -146,10 +169,24 @@ def norm_linear(x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, 
     return found
 
 
-def norm_qkv(x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor, kept: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`kept`: the product is used again in the backward pass, so another buffer is turned: nothing would notice a kernel's writing into it."""
+def norm_qkv(
+    x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor, kept: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`kept`: the product is used again in the backward pass, so another buffer is turned: nothing would notice a
+    kernel's writing into it.
+    """
     found: tuple[Tensor, Tensor, Tensor, Tensor] = _NormQkv.apply(  # type: ignore[no-untyped-call]
-        x, delta, norm.weight, attention.qkv.weight, norm.eps, cos, sin, attention.heads, attention.kv_heads, attention.head_dim, kept
+        x,
+        delta,
+        norm.weight,
+        attention.qkv.weight,
+        norm.eps,
+        cos,
+        sin,
+        attention.heads,
+        attention.kv_heads,
+        attention.head_dim,
+        kept,
     )
     return found
 
@@ -171,7 +208,9 @@ def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
     return found
 
 
-def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def block(
+    module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Block.forward on rows [B·T, D]: (residual stream, what is still to be added to it)."""
     attention, mlp = module.attention, module.mlp
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
@@ -180,8 +219,12 @@ def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor
     if attention.q_norm is None:
         rows, q, k, v = norm_qkv(rows, delta, module.attention_norm, attention, cos, sin, module.products_kept)
     else:
-        rows, qkv = norm_linear(rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps)
-        qk, v = norm_rotate(qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps)
+        rows, qkv = norm_linear(
+            rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps
+        )
+        qk, v = norm_rotate(
+            qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps
+        )
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
     y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)

@@ -1,4 +1,6 @@
-"""The memory-bound half of a block in six kernels: residual and norm, their backward, rotation, qk-norm, SwiGLU. Each reads and writes memory once."""
+"""The memory-bound half of a block in six kernels: residual and norm, their backward, rotation, qk-norm, SwiGLU. Each
+reads and writes memory once.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 528  # of the backward of a norm: four per multiprocessor of an H100; each adds up its own share of the weight's gradient
+# of the backward of a norm: four per multiprocessor of an H100; each adds up its own share of the weight's gradient
+PROGRAMS = 528
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -35,12 +38,26 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     normed = torch.empty_like(x)
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    _add_norm[(rows,)](x, x if delta is None else delta, weight, out, normed, rstd, width, eps, delta is not None, block, num_warps=_warps(block))
+    _add_norm[(rows,)](
+        x,
+        x if delta is None else delta,
+        weight,
+        out,
+        normed,
+        rstd,
+        width,
+        eps,
+        delta is not None,
+        block,
+        num_warps=_warps(block),
+    )
     return out, normed, rstd
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _norm_backward(g, x, rstd, weight, onward, dx, normed, dweight, rows, width, with_onward: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _norm_backward(  # type: ignore[no-untyped-def]
+    g, x, rstd, weight, onward, dx, normed, dweight, rows, width, with_onward: tl.constexpr, block: tl.constexpr
+):
     program = tl.program_id(0)
     column = tl.arange(0, block)
     inside = column < width
@@ -62,7 +79,9 @@ def _norm_backward(g, x, rstd, weight, onward, dx, normed, dweight, rows, width,
     tl.store(dweight + program * width + column, total, mask=inside)
 
 
-def norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def norm_backward(
+    g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x with what comes past the norm added, the norm's output again, gradient of its weight)."""
     rows, width = x.shape
     programs = min(PROGRAMS, rows)
@@ -70,12 +89,16 @@ def norm_backward(g: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, onward: Te
     dweight = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     more = g if onward is None else onward
-    _norm_backward[(programs,)](g, x, rstd, weight, more, dx, normed, dweight, rows, width, onward is not None, block, num_warps=_warps(block))
+    _norm_backward[(programs,)](
+        g, x, rstd, weight, more, dx, normed, dweight, rows, width, onward is not None, block, num_warps=_warps(block)
+    )
     return dx, normed, dweight.sum(0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rotate(qkv, cos, sin, heads, row_width, length, sign, per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
+    qkv, cos, sin, heads, row_width, length, sign, per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     place = row if per_row else row % length
     pair = tl.arange(0, half)
@@ -91,12 +114,16 @@ def _rotate(qkv, cos, sin, heads, row_width, length, sign, per_row: tl.constexpr
 
 
 def rotate_in_place(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, head_dim: int, sign: float) -> None:
-    """The first `heads` heads (queries and keys) of each row of qkv; sign -1 turns back. cos, sin: [T, half] or one row each per row of qkv."""
+    """The first `heads` heads (queries and keys) of each row of qkv; sign -1 turns back. cos, sin: [T, half] or one row
+    each per row of qkv.
+    """
     rows, row_width = qkv.shape
     half = head_dim // 2
     per_row = cos.dim() == 3
     block = max(min(triton.next_power_of_2(heads), 4096 // half), 1)
-    _rotate[(rows, triton.cdiv(heads, block))](qkv, cos, sin, heads, row_width, cos.shape[-2], sign, per_row, half, block, num_warps=4)
+    _rotate[(rows, triton.cdiv(heads, block))](
+        qkv, cos, sin, heads, row_width, cos.shape[-2], sign, per_row, half, block, num_warps=4
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -122,9 +149,23 @@ def _warps(block: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_rotate(  # type: ignore[no-untyped-def]
-    qkv, cos, sin, weight, out, rstd, start, heads, in_width, out_width, all_heads, length, eps,
-    per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    cos,
+    sin,
+    weight,
+    out,
+    rstd,
+    start,
+    heads,
+    in_width,
+    out_width,
+    all_heads,
+    length,
+    eps,
+    per_row: tl.constexpr,
+    half: tl.constexpr,
+    head_block: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     place = row if per_row else row % length
     pair = tl.arange(0, half)
@@ -144,9 +185,25 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_rotate_backward(  # type: ignore[no-untyped-def]
-    g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, heads, in_width, out_width, all_heads, length, rows,
-    per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr,
-):  # fmt: skip
+    g,
+    qkv,
+    cos,
+    sin,
+    weight,
+    rstd,
+    dqkv,
+    dweight,
+    start,
+    heads,
+    in_width,
+    out_width,
+    all_heads,
+    length,
+    rows,
+    per_row: tl.constexpr,
+    half: tl.constexpr,
+    head_block: tl.constexpr,
+):
     program = tl.program_id(0)
     pair = tl.arange(0, half)
     wa, wb = tl.load(weight + pair).to(tl.float32)[None, :], tl.load(weight + half + pair).to(tl.float32)[None, :]
@@ -180,7 +237,9 @@ def _heads_at_once(heads: int, half: int) -> int:
     return max(min(int(triton.next_power_of_2(heads)), 2048 // half), 1)
 
 
-def norm_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float) -> tuple[Tensor, Tensor]:
+def norm_rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float
+) -> tuple[Tensor, Tensor]:
     """(queries and keys, normalised and turned, [rows, (heads + kv_heads) · head_dim]; 1 / rms of each head)."""
     rows, in_width = qkv.shape
     head_dim = q_weight.shape[0]
@@ -190,13 +249,38 @@ def norm_rotate(qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weigh
     for weight, start, count in ((q_weight, 0, heads), (k_weight, heads, kv_heads)):
         block = _heads_at_once(count, half)
         _norm_rotate[(rows, triton.cdiv(count, block))](
-            qkv, cos, sin, weight, out, rstd, start, count, in_width, both * head_dim, both, cos.shape[-2], eps, cos.dim() == 3, half, block, num_warps=4
+            qkv,
+            cos,
+            sin,
+            weight,
+            out,
+            rstd,
+            start,
+            count,
+            in_width,
+            both * head_dim,
+            both,
+            cos.shape[-2],
+            eps,
+            cos.dim() == 3,
+            half,
+            block,
+            num_warps=4,
         )
     return out, rstd
 
 
 def norm_rotate_backward(
-    g: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, rstd: Tensor, dqkv: Tensor, heads: int, kv_heads: int
+    g: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    rstd: Tensor,
+    dqkv: Tensor,
+    heads: int,
+    kv_heads: int,
 ) -> tuple[Tensor, Tensor]:
     """Writes the queries' and keys' part of dqkv; gives the gradients of both weights."""
     rows, in_width = qkv.shape
@@ -207,8 +291,25 @@ def norm_rotate_backward(
     for weight, start, count in ((q_weight, 0, heads), (k_weight, heads, kv_heads)):
         dweight = torch.empty(programs, head_dim, dtype=torch.float32, device=qkv.device)
         _norm_rotate_backward[(programs,)](
-            g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, count, in_width, both * head_dim, both, cos.shape[-2], rows, cos.dim() == 3, half,
-            _heads_at_once(count, half), num_warps=4,
-        )  # fmt: skip
+            g,
+            qkv,
+            cos,
+            sin,
+            weight,
+            rstd,
+            dqkv,
+            dweight,
+            start,
+            count,
+            in_width,
+            both * head_dim,
+            both,
+            cos.shape[-2],
+            rows,
+            cos.dim() == 3,
+            half,
+            _heads_at_once(count, half),
+            num_warps=4,
+        )
         found.append(dweight.sum(0))
     return found[0], found[1]

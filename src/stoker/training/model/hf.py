@@ -1,4 +1,5 @@
-"""Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time, safetensors only.
+"""Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time,
+safetensors only.
 
 Our shape and a folder's are matched in hf_config, hf_names and hf_files, which need no torch; the hub is in hf_hub.
 """
@@ -47,13 +48,21 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
     c = model.config
     stored = check(folder, c)
     parameters = dict(some)
-    assert not any(parameter.is_meta for parameter in parameters.values()), "the model is on the meta device: to_empty() first"
-    assert len(parameters) == sum(1 for _ in places(c)), "the head is no longer the embedding: to_empty() unties them, tie them again"
+    assert not any(parameter.is_meta for parameter in parameters.values()), (
+        "the model is on the meta device: to_empty() first"
+    )
+    assert len(parameters) == sum(1 for _ in places(c)), (
+        "the head is no longer the embedding: to_empty() unties them, tie them again"
+    )
     for place in places(c):
         parameter = parameters[place.name]
         parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
     rows = stored["model.embed_tokens.weight"].shape[0]
-    padded = f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others" if rows < c.vocab_size else ""
+    padded = (
+        f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others"
+        if rows < c.vocab_size
+        else ""
+    )
     say(f"weights from {folder}: {len(stored)} tensors, {amount(sum(one.size for one in stored.values()))}{padded}")
 
 
@@ -63,7 +72,9 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     for part in place.parts:
         rows = _read(stored[part.name])
         whole[begin : begin + len(rows)] = rows
-        if len(rows) < part.shape[0]:  # padding, or tokens that were added: equal on all ranks, and no louder than the others
+        if (
+            len(rows) < part.shape[0]
+        ):  # padding, or tokens that were added: equal on all ranks, and no louder than the others
             whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
         begin += part.shape[0]
     return whole
@@ -79,28 +90,58 @@ def _read(one: Stored) -> Tensor:
 
 
 def save(
-    model: Decoder, folder: str, *, say: Callable[[str], None], dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None,
-    end_ids: Sequence[int] = (), write: bool = True, without: Sequence[str] = (), more: Callable[[str], None] | None = None,
-) -> None:  # fmt: skip
-    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `more` puts it into the folder beside."""
+    model: Decoder,
+    folder: str,
+    *,
+    say: Callable[[str], None],
+    dtype: torch.dtype = torch.float32,
+    tokenizer_folder: str | None = None,
+    end_ids: Sequence[int] = (),
+    write: bool = True,
+    without: Sequence[str] = (),
+    more: Callable[[str], None] | None = None,
+) -> None:
+    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `more`
+    puts it into the folder beside.
+    """
     module: Any
     for module in model.modules():
-        if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered, in the compute dtype
+        if hasattr(
+            module, "reshard"
+        ):  # after an evaluation FSDP2 still holds the outermost weights gathered, in the compute dtype
             module.reshard()
     tensors = ((name, tensor) for name, tensor in named(model) if name not in without)
     save_from(
-        tensors, model.config, folder, context_length=model.context_length, say=say, dtype=dtype, tokenizer_folder=tokenizer_folder,
-        end_ids=end_ids, write=write, more=more,
-    )  # fmt: skip
+        tensors,
+        model.config,
+        folder,
+        context_length=model.context_length,
+        say=say,
+        dtype=dtype,
+        tokenizer_folder=tokenizer_folder,
+        end_ids=end_ids,
+        write=write,
+        more=more,
+    )
 
 
 @torch.no_grad()
 def save_from(
-    tensors: Iterable[tuple[str, Tensor]], c: ModelConfig, folder: str, *, context_length: int, say: Callable[[str], None],
-    dtype: torch.dtype = torch.float32, tokenizer_folder: str | None = None, end_ids: Sequence[int] = (), write: bool = True,
+    tensors: Iterable[tuple[str, Tensor]],
+    c: ModelConfig,
+    folder: str,
+    *,
+    context_length: int,
+    say: Callable[[str], None],
+    dtype: torch.dtype = torch.float32,
+    tokenizer_folder: str | None = None,
+    end_ids: Sequence[int] = (),
+    write: bool = True,
     more: Callable[[str], None] | None = None,
-) -> None:  # fmt: skip
-    """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the tokenizer's folder says."""
+) -> None:
+    """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the
+    tokenizer's folder says.
+    """
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:
         if write:
@@ -136,4 +177,7 @@ def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
         return (int(added[text]),) if text in added else ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise Refusal(f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
+        raise Refusal(
+            f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}",
+            EX_DATAERR,
+        ) from problem

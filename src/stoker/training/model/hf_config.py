@@ -1,4 +1,6 @@
-"""config.json of a Llama or Qwen3 folder and the shape it stands for, both ways. What our decoder would compute differently is refused."""
+"""config.json of a Llama or Qwen3 folder and the shape it stands for, both ways. What our decoder would compute
+differently is refused.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class _Told:
             self.told: dict[str, Any] = read_json(path, _LONGEST)
         except FileNotFoundError as problem:
             found = ", ".join(sorted(os.listdir(folder))[:5]) if os.path.isdir(folder) else "no such folder"
-            raise Refusal(f"model {folder}: there is no {CONFIG} in it; found {found or 'nothing'}", EX_NOINPUT) from problem
+            raise Refusal(
+                f"model {folder}: there is no {CONFIG} in it; found {found or 'nothing'}", EX_NOINPUT
+            ) from problem
         except OSError as problem:
             raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
         except ValueError as problem:
@@ -50,23 +54,39 @@ class _Told:
         self._refuse_other_computations(family)
         dim, heads = self._count("hidden_size"), self._count("num_attention_heads")
         kv_heads = self._count("num_key_value_heads", heads)
-        head_dim = self._count("head_dim", 128 if family == "qwen3" else dim // heads)  # what transformers takes where the key is missing
+        head_dim = self._count(
+            "head_dim", 128 if family == "qwen3" else dim // heads
+        )  # what transformers takes where the key is missing
         if heads % kv_heads:
             self.refuse(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
         if head_dim % 2:
             self.refuse(f"head_dim {head_dim} is odd: the rotary embedding turns pairs")
         return ModelConfig(
-            load=self.folder, layers=self._count("num_hidden_layers"), dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            ff=self._count("intermediate_size"), vocab_size=self._count("vocab_size"), **self._rope(),
-            norm_eps=self._number("rms_norm_eps", 1e-6), qk_norm=family == "qwen3", tied=self._yes("tie_word_embeddings"),
+            load=self.folder,
+            layers=self._count("num_hidden_layers"),
+            dim=dim,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            ff=self._count("intermediate_size"),
+            vocab_size=self._count("vocab_size"),
+            **self._rope(),
+            norm_eps=self._number("rms_norm_eps", 1e-6),
+            qk_norm=family == "qwen3",
+            tied=self._yes("tie_word_embeddings"),
             init_std=self._number("initializer_range", 0.02),
-        )  # fmt: skip
+        )
 
     def _family(self) -> str:
         named = self.told.get("architectures")
         known = ", ".join(FAMILIES)
         if named:
-            if not isinstance(named, list) or len(named) != 1 or not isinstance(named[0], str) or named[0] not in FAMILIES:
+            if (
+                not isinstance(named, list)
+                or len(named) != 1
+                or not isinstance(named[0], str)
+                or named[0] not in FAMILIES
+            ):
                 self.refuse(f"its architecture is {_words(named)}; those that load are {known}")
             return FAMILIES[named[0]]
         family = self.told.get("model_type")
@@ -94,8 +114,14 @@ class _Told:
             return self.told.get("sliding_window", 4096)  # transformers' default
         layers = self.told.get("layer_types")
         if isinstance(layers, list):
-            return self.told.get("sliding_window") or "some" if any(kind != "full_attention" for kind in layers) else None
-        slides = family == "qwen3" and self._yes("use_sliding_window") and self._count("max_window_layers", 28) < self._count("num_hidden_layers")
+            return (
+                self.told.get("sliding_window") or "some" if any(kind != "full_attention" for kind in layers) else None
+            )
+        slides = (
+            family == "qwen3"
+            and self._yes("use_sliding_window")
+            and self._count("max_window_layers", 28) < self._count("num_hidden_layers")
+        )
         return self.told.get("sliding_window", 4096) if slides else None
 
     def _rope(self) -> dict[str, Any]:
@@ -107,13 +133,23 @@ class _Told:
                 self.refuse(f"{key} {_words(rope)} is not one rotary embedding for all layers")
             kind = rope.get("rope_type", rope.get("type", "default"))
             if kind == "llama3":
-                stretched = {ours: self._positive(f"{key}.{theirs}", rope.get(theirs)) for ours, theirs in _LLAMA3.items()}
+                stretched = {
+                    ours: self._positive(f"{key}.{theirs}", rope.get(theirs)) for ours, theirs in _LLAMA3.items()
+                }
             elif kind != "default":
-                self.refuse(f"its rotary embedding is scaled ({key}: {kind}): ours knows plain and llama3, logits would differ")
-            if any(factor not in (None, 1) for factor in (rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor"))):
+                self.refuse(
+                    f"its rotary embedding is scaled ({key}: {kind}): ours knows plain and llama3, logits would differ"
+                )
+            if any(
+                factor not in (None, 1)
+                for factor in (rope.get("partial_rotary_factor"), self.told.get("partial_rotary_factor"))
+            ):
                 self.refuse("its rotary embedding turns a part of each head only (partial_rotary_factor)")
             theta = rope.get("rope_theta", theta)
-        return {"rope_theta": self._positive("rope_theta", theta), **{key: int(value) if key == "rope_original" else value for key, value in stretched.items()}}
+        return {
+            "rope_theta": self._positive("rope_theta", theta),
+            **{key: int(value) if key == "rope_original" else value for key, value in stretched.items()},
+        }
 
     def _yes(self, key: str) -> bool:
         value = self.told.get(key) or False
@@ -127,7 +163,10 @@ class _Told:
             value = default
         most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            self.refuse(f"{key} in its {CONFIG} is {'missing' if value is None else _words(value)}: a whole number from 1 to {most} is needed")
+            self.refuse(
+                f"{key} in its {CONFIG} is {'missing' if value is None else _words(value)}: a whole number from 1 to"
+                f" {most} is needed"
+            )
         return value
 
     def _number(self, key: str, default: float) -> float:
@@ -145,21 +184,45 @@ def _words(value: Any) -> str:
 
 def config_of(c: ModelConfig, context_length: int, dtype: str, end_ids: Sequence[int]) -> dict[str, Any]:
     """What `transformers` 4 and 5 open. `end_ids`: tokens that end a text; left out, Llama would take 2 for it."""
-    # transformers refuses a Llama whose heads don't divide its width; Mistral without a window is the same computation without that rule.
-    architecture = "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM" if c.dim % c.heads == 0 else "MistralForCausalLM"
+    # transformers refuses a Llama whose heads don't divide its width; Mistral without a window is the same computation
+    # without that rule.
+    architecture = (
+        "Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM" if c.dim % c.heads == 0 else "MistralForCausalLM"
+    )
     own: dict[str, dict[str, Any]] = {
         "LlamaForCausalLM": {"attention_bias": False, "mlp_bias": False},
         "Qwen3ForCausalLM": {"attention_bias": False, "use_sliding_window": False, "sliding_window": None},
         "MistralForCausalLM": {"sliding_window": None},
     }
-    scaling = {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _LLAMA3.items()}} if c.rope_factor != 1.0 else None
+    scaling = (
+        {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _LLAMA3.items()}}
+        if c.rope_factor != 1.0
+        else None
+    )
     return {
-        "architectures": [architecture], "model_type": FAMILIES[architecture], "hidden_size": c.dim, "num_hidden_layers": c.layers,
-        "num_attention_heads": c.heads, "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "intermediate_size": c.ff,
-        "vocab_size": c.vocab_size, "max_position_embeddings": context_length, "rope_theta": c.rope_theta, "rope_scaling": scaling,
-        "rms_norm_eps": c.norm_eps, "hidden_act": "silu", "tie_word_embeddings": c.tied, "initializer_range": c.init_std,
-        "torch_dtype": dtype, "bos_token_id": None, "eos_token_id": ends(end_ids), "pad_token_id": None, "use_cache": True, **own[architecture],
-    }  # fmt: skip
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture],
+        "hidden_size": c.dim,
+        "num_hidden_layers": c.layers,
+        "num_attention_heads": c.heads,
+        "num_key_value_heads": c.kv_heads,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ff,
+        "vocab_size": c.vocab_size,
+        "max_position_embeddings": context_length,
+        "rope_theta": c.rope_theta,
+        "rope_scaling": scaling,
+        "rms_norm_eps": c.norm_eps,
+        "hidden_act": "silu",
+        "tie_word_embeddings": c.tied,
+        "initializer_range": c.init_std,
+        "torch_dtype": dtype,
+        "bos_token_id": None,
+        "eos_token_id": ends(end_ids),
+        "pad_token_id": None,
+        "use_cache": True,
+        **own[architecture],
+    }
 
 
 def ends(end_ids: Sequence[int]) -> int | list[int] | None:

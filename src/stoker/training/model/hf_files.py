@@ -1,4 +1,5 @@
-"""The weights of a folder, seen from their headers alone: which tensors lie where, and whether a model of some shape can be filled with them.
+"""The weights of a folder, seen from their headers alone: which tensors lie where, and whether a model of some shape
+can be filled with them.
 
 No torch here: the launcher can say what does not fit before any rank starts.
 """
@@ -32,17 +33,24 @@ class Stored:
 
 
 def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
-    """Name -> where it lies, of all the tensors this model needs. Whatever is missing, left over or of another shape is refused by name."""
+    """Name -> where it lies, of all the tensors this model needs. Whatever is missing, left over or of another shape is
+    refused by name.
+    """
     found = stored_in(folder)
     wanted = {part.name: part for place in places(c) for part in place.parts}
     for name, part in wanted.items():
         if name not in found:
             raise Refusal(f"model {folder}: {name} is missing from its weights", EX_DATAERR)
         _fits(folder, found[name], part)
-    left = [name for name in found if name not in wanted and not name.endswith(".rotary_emb.inv_freq")]  # older folders keep what follows from rope_theta
+    left = [
+        name for name in found if name not in wanted and not name.endswith(".rotary_emb.inv_freq")
+    ]  # older folders keep what follows from rope_theta
     if c.tied and HEAD in left:
         if not _equal(found[HEAD], found[EMBEDDING]):
-            line = f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set tie_word_embeddings to false"
+            line = (
+                f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set"
+                " tie_word_embeddings to false"
+            )
             raise Refusal(line, EX_DATAERR)
         left.remove(HEAD)
     if left:
@@ -53,14 +61,24 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
 
 def _fits(folder: str, stored: Stored, part: Part) -> None:
     if stored.dtype not in BYTES:
-        raise Refusal(f"model {folder}: {part.name} is {stored.dtype}; weights of {', '.join(BYTES)} load, quantised ones don't", EX_DATAERR)
+        raise Refusal(
+            f"model {folder}: {part.name} is {stored.dtype}; weights of {', '.join(BYTES)} load, quantised ones don't",
+            EX_DATAERR,
+        )
     if stored.shape == part.shape:
         return
     grows = part.name in (EMBEDDING, HEAD) and stored.shape[1:] == part.shape[1:]
     if not grows:
-        raise Refusal(f"model {folder}: {part.name} is {list(stored.shape)}, this model's is {list(part.shape)}: another model's weights", EX_DATAERR)
+        raise Refusal(
+            f"model {folder}: {part.name} is {list(stored.shape)}, this model's is {list(part.shape)}: another model's"
+            " weights",
+            EX_DATAERR,
+        )
     if stored.shape[0] > part.shape[0]:
-        line = f"model.vocab_size {part.shape[0]} is smaller than the {stored.shape[0]} rows of {part.name} in {folder}: leave it out, or give that many"
+        line = (
+            f"model.vocab_size {part.shape[0]} is smaller than the {stored.shape[0]} rows of {part.name} in {folder}:"
+            " leave it out, or give that many"
+        )
         raise Refusal(line, EX_CONFIG)
 
 
@@ -77,10 +95,18 @@ def stored_in(folder: str) -> dict[str, Stored]:
         return _indexed(folder)
     if not files:
         pickled = next((name for name in names if name.endswith(PICKLES)), None)
-        why = f"{pickled} is a pickle, which can run any code: save it as safetensors first" if pickled else f"no {WEIGHTS} in it"
+        why = (
+            f"{pickled} is a pickle, which can run any code: save it as safetensors first"
+            if pickled
+            else f"no {WEIGHTS} in it"
+        )
         raise Refusal(f"model {folder}: {why}", EX_NOINPUT)
     if len(files) > 1:
-        raise Refusal(f"model {folder}: {len(files)} safetensors files ({files[0]}, {files[1]} …) and no {INDEX} that says what is where", EX_DATAERR)
+        raise Refusal(
+            f"model {folder}: {len(files)} safetensors files ({files[0]}, {files[1]} …) and no {INDEX} that says what"
+            " is where",
+            EX_DATAERR,
+        )
     return _header(os.path.join(folder, files[0]))
 
 
@@ -96,7 +122,10 @@ def _indexed(folder: str) -> dict[str, Stored]:
     if not isinstance(where, dict) or not where or not all(isinstance(name, str) for name in where.values()):
         raise Refusal(f"{path} has no weight_map that says which tensor is in which file", EX_DATAERR)
     files = sorted(set(where.values()))
-    outside = next((name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors") or "\0" in name), None)
+    outside = next(
+        (name for name in files if os.path.basename(name) != name or not name.endswith(".safetensors") or "\0" in name),
+        None,
+    )
     if outside is not None:
         raise Refusal(f"{path} names {outside}, which is no safetensors file of that folder", EX_DATAERR)
     headers = {name: _header(os.path.join(folder, name)) for name in files}

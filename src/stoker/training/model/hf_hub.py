@@ -1,4 +1,6 @@
-"""`model.load` as a folder: the one that is named, or a hub's, fetched once. For the launcher, so that ranks find it there."""
+"""`model.load` as a folder: the one that is named, or a hub's, fetched once. For the launcher, so that ranks find it
+there.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", *TOKENIZER_FILES]  # no pickles
+_WANTED = [
+    "config.json",
+    "generation_config.json",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    *TOKENIZER_FILES,
+]  # no pickles
 
 
 def tokenizer_of(load: str, say: Callable[[str], None]) -> str:
@@ -31,16 +39,24 @@ def folder_of(load: str, say: Callable[[str], None]) -> str:
     if os.path.isdir(load):
         return load
     if not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", load):
-        raise Refusal(f"model {load} is not there: a folder with config.json and safetensors, or a hub id (owner/name)", EX_NOINPUT)
+        raise Refusal(
+            f"model {load} is not there: a folder with config.json and safetensors, or a hub id (owner/name)",
+            EX_NOINPUT,
+        )
     try:
         hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
     except ImportError as problem:
-        raise Refusal(f"model {load}: no such folder here; if it is a model of the hub: `pip install huggingface_hub`", EX_UNAVAILABLE) from problem
+        raise Refusal(
+            f"model {load}: no such folder here; if it is a model of the hub: `pip install huggingface_hub`",
+            EX_UNAVAILABLE,
+        ) from problem
     say(f"{load}: no such folder here, asking the hub")
     try:
         folder = str(hub.snapshot_download(load, allow_patterns=_WANTED, ignore_patterns=["*/*"]))
     except (OSError, ValueError, RuntimeError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise Refusal(f"model {load}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
+        raise Refusal(
+            f"model {load}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
+        ) from problem
     say(f"{load}: the copy in {folder} is used")
     return folder

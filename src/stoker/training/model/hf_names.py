@@ -1,4 +1,6 @@
-"""What `transformers` calls our tensors. Llama and Qwen3 share the names; ours that are fused are several of theirs, one below the other."""
+"""What `transformers` calls our tensors. Llama and Qwen3 share the names; ours that are fused are several of theirs,
+one below the other.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def places(c: ModelConfig) -> Iterator[Place]:
             return Place(f"{ours}.{name}.weight", tuple(Part(f"{theirs}.{part}.weight", size) for part, size in parts))
 
         yield place("attention_norm", ("input_layernorm", (c.dim,)))
-        fused = (("self_attn.q_proj", (queries, c.dim)), ("self_attn.k_proj", (keys, c.dim)), ("self_attn.v_proj", (keys, c.dim)))
+        fused = (
+            ("self_attn.q_proj", (queries, c.dim)),
+            ("self_attn.k_proj", (keys, c.dim)),
+            ("self_attn.v_proj", (keys, c.dim)),
+        )
         yield place("attention.qkv", *fused)
         yield place("attention.out", ("self_attn.o_proj", (c.dim, queries)))
         if c.qk_norm:

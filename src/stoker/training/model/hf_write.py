@@ -1,4 +1,6 @@
-"""A folder that `transformers` opens, written tensor by tensor in any order: the host needs room for one of them, not for the model."""
+"""A folder that `transformers` opens, written tensor by tensor in any order: the host needs room for one of them, not
+for the model.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ class Export:
     def __enter__(self) -> Export:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for file in self._files.values():
             file.close()
         if os.path.isdir(self._fresh):
@@ -93,11 +97,17 @@ class Export:
         disk = os.statvfs(parent)
         free = disk.f_bavail * disk.f_frsize
         if disk.f_blocks and free < self.bytes:
-            raise Refusal(f"no space left: {self.folder} needs {amount(self.bytes)}, {amount(free)} are free there", EX_CANTCREAT)
+            raise Refusal(
+                f"no space left: {self.folder} needs {amount(self.bytes)}, {amount(free)} are free there", EX_CANTCREAT
+            )
 
     def _begin(self, plan: list[list[Part]]) -> None:
         """The shapes are known, so each file gets its header at once and each tensor has its place in it."""
-        names = [WEIGHTS] if len(plan) == 1 else [f"model-{number:05d}-of-{len(plan):05d}.safetensors" for number in range(1, len(plan) + 1)]
+        names = (
+            [WEIGHTS]
+            if len(plan) == 1
+            else [f"model-{number:05d}-of-{len(plan):05d}.safetensors" for number in range(1, len(plan) + 1)]
+        )
         kind = DTYPES[self.dtype][0]
         for name, parts in zip(names, plan, strict=True):
             header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -109,9 +119,14 @@ class Export:
             text += b" " * (-len(text) % 8)
             self._files[name] = file = open(os.path.join(self._fresh, name), "wb")  # noqa: SIM115  __exit__ closes them
             file.write(len(text).to_bytes(8, "little") + text)
-            self._spots |= {part.name: Spot(name, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in parts}
+            self._spots |= {
+                part.name: Spot(name, 8 + len(text) + header[part.name]["data_offsets"][0]) for part in parts
+            }
         if len(names) > 1:
-            index = {"metadata": {"total_size": self.bytes}, "weight_map": {name: spot.file for name, spot in sorted(self._spots.items())}}
+            index = {
+                "metadata": {"total_size": self.bytes},
+                "weight_map": {name: spot.file for name, spot in sorted(self._spots.items())},
+            }
             self._json(INDEX, index)
 
     def put(self, name: str, whole: Tensor) -> None:
@@ -131,10 +146,15 @@ class Export:
             row += part.shape[0]
         self._waiting.remove(name)
 
-    def finish(self, config: Mapping[str, Any], tokenizer_folder: str | None, more: Callable[[str], None] | None = None) -> None:
+    def finish(
+        self, config: Mapping[str, Any], tokenizer_folder: str | None, more: Callable[[str], None] | None = None
+    ) -> None:
         """`more` may put files of its own beside the weights."""
         if self._waiting:
-            raise Refusal(f"{self.folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among them")
+            raise Refusal(
+                f"{self.folder}: {len(self._waiting)} tensors of this model were not given, {min(self._waiting)} among"
+                " them"
+            )
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -155,12 +175,18 @@ class Export:
 
 
 def beside(folder: str, path: str) -> bytes:
-    """A file of a model's folder. A link may lead within it or to the hub cache's blobs; what lies elsewhere was not meant to be exported."""
+    """A file of a model's folder. A link may lead within it or to the hub cache's blobs; what lies elsewhere was not
+    meant to be exported.
+    """
     real = os.path.realpath(path)
     home = os.path.realpath(folder)
     blobs = os.path.join(os.path.dirname(os.path.dirname(home)), "blobs")
     if os.path.dirname(real) not in (home, blobs):
-        raise Refusal(f"{path} is a link to {real}, outside the model's folder: copy that file into the folder if it belongs there", EX_CANTCREAT)
+        raise Refusal(
+            f"{path} is a link to {real}, outside the model's folder: copy that file into the folder if it belongs"
+            " there",
+            EX_CANTCREAT,
+        )
     with os.fdopen(open_regular(real), "rb") as file:
         data = file.read(LONGEST_BESIDE + 1)
     if len(data) > LONGEST_BESIDE:
@@ -177,7 +203,10 @@ def _refuse_foreign_files(folder: str) -> None:
     ours = (CONFIG, GENERATION, INDEX, SCORE, *TOKENIZER_FILES)
     for name in sorted(os.listdir(folder)):
         if name not in ours and not (name.startswith("model") and name.endswith(".safetensors")):
-            raise Refusal(f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder", EX_CANTCREAT)
+            raise Refusal(
+                f"{folder} holds {name}, which no export wrote and a new one would remove: give another folder",
+                EX_CANTCREAT,
+            )
 
 
 def _sweep(parent: str, name: str) -> None:

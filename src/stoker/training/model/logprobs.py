@@ -1,4 +1,5 @@
-"""Log-probability and entropy of chosen tokens, in chunks: fp32 logits of a whole batch (10 GB for 16 K tokens × 152 K words) never exist.
+"""Log-probability and entropy of chosen tokens, in chunks: fp32 logits of a whole batch (10 GB for 16 K tokens × 152 K
+words) never exist.
 
 The backward pass makes a chunk's logits again; what is kept is the input and one number per token.
 """
@@ -14,7 +15,9 @@ from stoker.training.model.loss import chunk_rows
 
 
 def token_logprobs(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probability of targets [N], entropy [N]) of softmax(x weightᵀ / temperature), fp32. x [N, D], weight [V, D]. The entropy has no gradient."""
+    """(log-probability of targets [N], entropy [N]) of softmax(x weightᵀ / temperature), fp32. x [N, D], weight [V, D].
+    The entropy has no gradient.
+    """
     found: tuple[Tensor, Tensor] = _Chunked.apply(x, weight, targets, temperature)  # type: ignore[no-untyped-call]
     return found
 
@@ -53,7 +56,11 @@ class _Chunked(torch.autograd.Function):
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
             probability = _logits(x[part], w, ctx.temperature).sub_(log_sums[part, None]).exp_()
-            dlogits = probability.mul_(-scaled[part, None]).scatter_add_(-1, targets[part, None], scaled[part, None]).to(x.dtype)
+            dlogits = (
+                probability.mul_(-scaled[part, None])
+                .scatter_add_(-1, targets[part, None], scaled[part, None])
+                .to(x.dtype)
+            )
             torch.mm(dlogits, w, out=dx[part])
             _add_product(dw, dlogits, x[part])
         return dx, dw.to(weight.dtype), None, None

@@ -1,7 +1,8 @@
-"""Head and cross-entropy together, in chunks of tokens: the logits of a whole batch (8 GB for 16 K tokens × 128 K words) never exist.
+"""Head and cross-entropy together, in chunks of tokens: the logits of a whole batch (8 GB for 16 K tokens × 128 K
+words) never exist.
 
-The gradient is made in the forward pass, chunk by chunk, while the logits are there; backward hands it out. `scale` is part of it, so
-backward takes the incoming gradient to be 1: call .backward() on this result, or on a sum that holds it.
+The gradient is made in the forward pass, chunk by chunk, while the logits are there; backward hands it out. `scale` is
+part of it, so backward takes the incoming gradient to be 1: call .backward() on this result, or on a sum that holds it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-CHUNK_BYTES = 1 << 29  # logits of one chunk: 2,048 tokens × 128 K words; larger products gain nothing on an H200, and this is peak memory
+CHUNK_BYTES = (
+    1 << 29
+)  # logits of one chunk: 2,048 tokens × 128 K words; larger products gain nothing on an H200, and this is peak memory
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, how: str = "auto") -> Tensor:
@@ -40,7 +43,9 @@ def _forward_only(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | No
     rows = chunk_rows(len(x), len(w), 4)
     for begin in range(0, len(x), rows):
         part = slice(begin, begin + rows)
-        total = total + F.cross_entropy(F.linear(x[part], w).float(), targets[part], ignore_index=IGNORED, reduction="sum")
+        total = total + F.cross_entropy(
+            F.linear(x[part], w).float(), targets[part], ignore_index=IGNORED, reduction="sum"
+        )
     return total if scale is None else total * scale
 
 

@@ -1,4 +1,6 @@
-"""Softmax, loss and gradient of one row of logits per program, in place: the row is read twice (the second time from L2) and written once."""
+"""Softmax, loss and gradient of one row of logits per program, in place: the row is read twice (the second time from
+L2) and written once.
+"""
 
 from __future__ import annotations
 

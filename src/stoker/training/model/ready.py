@@ -20,7 +20,9 @@ from stoker.training.model.decoder import Decoder, Linear
 from stoker.training.parallel.config import ComputeConfig
 
 FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
-COMPILE_THREADS = 4  # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
+COMPILE_THREADS = (
+    4  # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
+)
 
 
 def environment(cache: str) -> None:
@@ -30,7 +32,9 @@ def environment(cache: str) -> None:
     os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(here, "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(COMPILE_THREADS, len(os.sched_getaffinity(0)))))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # fragments don't add up over evaluations and restarts
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
+            "expandable_segments:True"  # fragments don't add up over evaluations and restarts
+        )
 
 
 def arithmetic(c: ComputeConfig, dtype: torch.dtype) -> None:
@@ -47,7 +51,9 @@ def attention(c: ComputeConfig, device: torch.device) -> str:
 
 
 def warm_compiler() -> threading.Thread:
-    """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before anything is compiled."""
+    """Imports the compiler and starts its processes (3 s and more) while data and model are made ready. Joined before
+    anything is compiled.
+    """
 
     def load() -> None:
         importlib.import_module("torch._inductor.compile_fx")
@@ -60,7 +66,11 @@ def warm_compiler() -> threading.Thread:
 
 def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
     if c.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
+        return (
+            torch.bfloat16
+            if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+            else torch.float32
+        )
     return torch.bfloat16 if c.dtype == "bf16" else torch.float32
 
 
@@ -103,15 +113,24 @@ def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Call
 
 def _loss(c: ComputeConfig, device: torch.device) -> str:
     if c.loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
-        raise Refusal("compute.loss liger: liger-kernel is not installed here; pip install liger-kernel, or compute.loss chunked", EX_UNAVAILABLE)
-    # Ours takes larger chunks (liger's are 1,024 tokens for a vocabulary of 50 K) and needs no package; liger is for those who ask for it.
+        raise Refusal(
+            "compute.loss liger: liger-kernel is not installed here; pip install liger-kernel, or compute.loss chunked",
+            EX_UNAVAILABLE,
+        )
+    # Ours takes larger chunks (liger's are 1,024 tokens for a vocabulary of 50 K) and needs no package; liger is for
+    # those who ask for it.
     return "chunked" if c.loss == "auto" else c.loss
 
 
 def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -> None:
     if not fp8.available(device):
-        raise Refusal("compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use compute.fp8 off", EX_UNAVAILABLE)
-    # All 16 blocks of a 1.2 B model in fp8: the loss is 0.10 above bf16's after 30 steps; without the first and last two 0.02, at 97 % of the speed.
+        raise Refusal(
+            "compute.fp8 tensorwise needs a GPU of compute capability 8.9 or later (Ada, Hopper, Blackwell): use"
+            " compute.fp8 off",
+            EX_UNAVAILABLE,
+        )
+    # All 16 blocks of a 1.2 B model in fp8: the loss is 0.10 above bf16's after 30 steps; without the first and last
+    # two 0.02, at 97 % of the speed.
     kept = len(model.layers) // FP8_KEPT
     blocks = list(model.layers)[kept : len(model.layers) - kept]
     linears = [module for block in blocks for module in block.modules() if isinstance(module, Linear)]
@@ -126,14 +145,19 @@ def _use_fp8(model: Decoder, device: torch.device, say: Callable[[str], None]) -
 
 
 def _keep_products_only(yes: bool) -> None:
-    """The compiler may recompute, in the backward pass, what is cheap although it is written to memory there: norms, rotations."""
+    """The compiler may recompute, in the backward pass, what is cheap although it is written to memory there: norms,
+    rotations.
+    """
     import torch._functorch.config as functorch
 
     if hasattr(functorch, "ban_recompute_materialized_backward"):
         functorch.ban_recompute_materialized_backward = not yes
     import torch._dynamo.config as dynamo
 
-    for limit in ("recompile_limit", "cache_size_limit"):  # by version: the sizes micro_batch auto tries are graphs of their own
+    for limit in (
+        "recompile_limit",
+        "cache_size_limit",
+    ):  # by version: the sizes micro_batch auto tries are graphs of their own
         if hasattr(dynamo, limit):
             setattr(dynamo, limit, 64)
 
@@ -150,7 +174,9 @@ def checkpoint_block(block: Any, selective: bool, random: bool) -> None:
 
 
 def unfuse(model: Decoder) -> None:
-    """Plain blocks for a look at their operations. They keep twice what fused ones do, and these may have filled the card: so they keep nothing."""
+    """Plain blocks for a look at their operations. They keep twice what fused ones do, and these may have filled the
+    card: so they keep nothing.
+    """
     if model.fused:
         for block in model.layers:
             if not isinstance(block.forward, functools.partial):
@@ -161,7 +187,9 @@ def unfuse(model: Decoder) -> None:
 def _checkpointed(forward: Callable[..., Any], selective: bool, random: bool, *args: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args)
-    more: dict[str, Any] = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    more: dict[str, Any] = (
+        {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)} if selective else {}
+    )
     return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=random, **more)
 
 

@@ -12,7 +12,10 @@ ROUND = 64  # rows of the embedding: products with odd sizes are slow
 def with_rows(told: ModelConfig, vocab_size: int) -> ModelConfig:
     rows = told.vocab_size or -(-vocab_size // ROUND) * ROUND
     if rows < vocab_size:
-        raise Refusal(f"the model has {rows} rows of embedding and the tokenizer {vocab_size} tokens: they don't belong together", EX_CONFIG)
+        raise Refusal(
+            f"the model has {rows} rows of embedding and the tokenizer {vocab_size} tokens: they don't belong together",
+            EX_CONFIG,
+        )
     return replace(told, vocab_size=rows)
 
 

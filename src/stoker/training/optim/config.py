@@ -17,13 +17,19 @@ def micro(text: str) -> int:
 
 @shape
 class OptimConfig:
-    kind: str = option("adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)", default="adamw",
-                       choices=("adamw", "adamw8bit", "muon"))  # fmt: skip
+    kind: str = option(
+        "adamw, adamw8bit (its two moments in 8 bits), or muon (matrices by Muon, the rest by AdamW)",
+        default="adamw",
+        choices=("adamw", "adamw8bit", "muon"),
+    )
     learning_rate: float = option("peak learning rate of AdamW", default=3e-4)
     muon_learning_rate: float = option("peak learning rate of Muon's matrices", default=0.02)
     min_ratio: float = option("the schedule ends at this share of the peak", default=0.1)
-    schedule: str = option("cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)", default="cosine",
-                           choices=("cosine", "linear", "constant", "wsd"))  # fmt: skip
+    schedule: str = option(
+        "cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)",
+        default="cosine",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
     warmup_steps: int = option("steps of linear warm-up (0: `warmup_ratio` counts)", default=0)
     warmup_ratio: float = option("share of the run that is warm-up", default=0.01)
     cooldown: float = option("share of the run that wsd cools down", default=0.2)
@@ -37,7 +43,14 @@ class OptimConfig:
 @shape
 class BatchConfig:
     tokens: int = option(
-        "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation × ranks × context)", default=0
+        "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation ×"
+        " ranks × context)",
+        default=0,
     )
-    micro: int = option("samples a rank computes at once: a number, or auto for the largest that fits", default=8, parse=micro, metavar="N|auto")
+    micro: int = option(
+        "samples a rank computes at once: a number, or auto for the largest that fits",
+        default=8,
+        parse=micro,
+        metavar="N|auto",
+    )
     accumulation: int = option("micro-batches per step and rank, where `tokens` is 0", default=1)

@@ -1,9 +1,10 @@
 """AdamW whose two moments take a byte each instead of four: 2 bytes a parameter instead of 8.
 
-Each block of 256 numbers has its own scale. The codes are not linear: the first moment is stored as a signed square root, the second as a
-fourth root and never as 0, so that small second moments keep their order of magnitude (a linear code makes them 0, and the step infinite).
-A step changes a second moment by less than one code: rounded up, or to the nearest, small ones never decay again (a small regression ended at
-1.6 times the loss). Which way they are rounded is spread evenly over places and steps, and depends on nothing else: a resumed run has the same bits.
+Each block of 256 numbers has its own scale. The codes are not linear: the first moment is stored as a signed square
+root, the second as a fourth root and never as 0, so that small second moments keep their order of magnitude (a linear
+code makes them 0, and the step infinite). A step changes a second moment by less than one code: rounded up, or to the
+nearest, small ones never decay again (a small regression ended at 1.6 times the loss). Which way they are rounded is
+spread evenly over places and steps, and depends on nothing else: a resumed run has the same bits.
 """
 
 from __future__ import annotations
@@ -44,9 +45,23 @@ def unpack_second(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def _update(
-    weight: Tensor, gradient: Tensor, codes1: Tensor, scale1: Tensor, codes2: Tensor, scale2: Tensor, rate: Tensor, decay: Tensor, grad_scale: Tensor,
-    found_inf: Tensor, count: Tensor, correction1: Tensor, correction2: Tensor, beta1: float, beta2: float, eps: float,
-) -> None:  # fmt: skip
+    weight: Tensor,
+    gradient: Tensor,
+    codes1: Tensor,
+    scale1: Tensor,
+    codes2: Tensor,
+    scale2: Tensor,
+    rate: Tensor,
+    decay: Tensor,
+    grad_scale: Tensor,
+    found_inf: Tensor,
+    count: Tensor,
+    correction1: Tensor,
+    correction2: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+) -> None:
     size = weight.numel()
     room = codes1.numel() - size
     flat = torch.nn.functional.pad((gradient / grad_scale).flatten().float(), (0, room)).view(-1, BLOCK)
@@ -56,7 +71,9 @@ def _update(
     moved = weight * (1 - rate * decay) - rate * step.flatten()[:size].view_as(weight)
     bad = found_inf > 0
     weight.copy_(torch.where(bad, weight, moved))
-    for kept, new in zip((codes1, scale1, codes2, scale2), (*pack_first(first), *pack_second(second, count)), strict=True):
+    for kept, new in zip(
+        (codes1, scale1, codes2, scale2), (*pack_first(first), *pack_second(second, count)), strict=True
+    ):
         kept.copy_(torch.where(bad, kept, new))
 
 
@@ -65,7 +82,10 @@ class EightBit:
 
     def __init__(self, named: Mapping[str, Tensor], c: OptimConfig, weight_decay: float) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
-            raise Refusal("optim.kind adamw8bit has no sharded form yet: use parallel.strategy ddp, or optim.kind adamw", EX_CONFIG)
+            raise Refusal(
+                "optim.kind adamw8bit has no sharded form yet: use parallel.strategy ddp, or optim.kind adamw",
+                EX_CONFIG,
+            )
         self._c, self._decay, self.named = c, weight_decay, named
         self._state: dict[str, tuple[Tensor, Tensor, Tensor, Tensor]] = {}
         self._steps = torch.zeros((), device=next(iter(named.values())).device)
@@ -91,9 +111,24 @@ class EightBit:
         first, second = (1.0 - beta ** self._steps.clamp(min=1.0) for beta in (c.beta1, c.beta2))
         rate, decay = (torch.tensor(value) for value in (c.learning_rate * share, self._decay))
         if self._steps.is_cuda:
-            rate, decay = rate.to(self._steps.device, non_blocking=True), decay.to(self._steps.device, non_blocking=True)
+            rate, decay = (
+                rate.to(self._steps.device, non_blocking=True),
+                decay.to(self._steps.device, non_blocking=True),
+            )
         for name, parameter in self.named.items():
             assert parameter.grad is not None, name
             self._run(
-                parameter.detach(), parameter.grad, *self._state[name], rate, decay, grad_scale, found_inf, self._steps, first, second, c.beta1, c.beta2, c.eps
-            )  # fmt: skip
+                parameter.detach(),
+                parameter.grad,
+                *self._state[name],
+                rate,
+                decay,
+                grad_scale,
+                found_inf,
+                self._steps,
+                first,
+                second,
+                c.beta1,
+                c.beta2,
+                c.eps,
+            )

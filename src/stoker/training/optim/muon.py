@@ -1,7 +1,8 @@
 """Muon: momentum whose singular values are all pushed to 1, for the matrices inside the blocks.
 
-The two fused matrices (qkv, gate_up) are taken apart: each part is a map of its own. Matrices of one shape are orthogonalised together
-in one batch of products. https://kellerjordan.github.io/posts/muon/ has the method and the five-step polynomial's coefficients.
+The two fused matrices (qkv, gate_up) are taken apart: each part is a map of its own. Matrices of one shape are
+orthogonalised together in one batch of products. https://kellerjordan.github.io/posts/muon/ has the method and the
+five-step polynomial's coefficients.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ def orthogonal(x: Tensor, dtype: torch.dtype) -> Tensor:
 class Muon:
     def __init__(self, named: Mapping[str, Tensor], parts: dict[str, tuple[int, ...]], c: OptimConfig) -> None:
         if any(hasattr(p, "to_local") for p in named.values()):
-            raise Refusal("optim.kind muon needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind adamw", EX_CONFIG)
+            raise Refusal(
+                "optim.kind muon needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind adamw",
+                EX_CONFIG,
+            )
         self._c, self.named = c, named
         self._momentum = {name: torch.zeros_like(p) for name, p in named.items()}
         self._parts: dict[torch.Size, list[tuple[str, int, int]]] = {}

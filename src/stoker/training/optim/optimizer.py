@@ -1,7 +1,8 @@
 """One optimizer for a run: AdamW, AdamW with 8-bit moments, or Muon for the matrices and AdamW for the rest.
 
-Clipping and the skip of a bad step happen on the device: the fused kernels divide by `grad_scale` and do nothing where `found_inf` is set,
-so a step needs no word from the GPU. Every rule works on a rank's local piece of a parameter (FSDP2), or says that it can't.
+Clipping and the skip of a bad step happen on the device: the fused kernels divide by `grad_scale` and do nothing where
+`found_inf` is set, so a step needs no word from the GPU. Every rule works on a rank's local piece of a parameter
+(FSDP2), or says that it can't.
 """
 
 from __future__ import annotations
@@ -50,9 +51,22 @@ class AdamW:
         assert len(gradients) == len(self._parameters), "a parameter has no gradient"
         torch._foreach_add_(self._counts, 1.0)
         torch._fused_adamw_(
-            self._parameters, gradients, self._first, self._second, [], self._counts, lr=self._c.learning_rate * share, beta1=self._c.beta1,
-            beta2=self._c.beta2, weight_decay=self._decay, eps=self._c.eps, amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
+            self._parameters,
+            gradients,
+            self._first,
+            self._second,
+            [],
+            self._counts,
+            lr=self._c.learning_rate * share,
+            beta1=self._c.beta1,
+            beta2=self._c.beta2,
+            weight_decay=self._decay,
+            eps=self._c.eps,
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
         torch._foreach_sub_(self._counts, [found_inf] * len(self._counts))
 
 
@@ -69,7 +83,9 @@ class Optimizer:
         if c.kind == "muon":
             inner = {name: p for name, p in matrices.items() if not name.startswith(("embed", "head"))}
             outer = {name: p for name, p in matrices.items() if name not in inner}
-            parts = {f"{name}.weight": module.parts for name, module in model.named_modules() if hasattr(module, "parts")}
+            parts = {
+                f"{name}.weight": module.parts for name, module in model.named_modules() if hasattr(module, "parts")
+            }
             self.rules = [Muon(inner, parts, c), AdamW(outer, c, 0.0), AdamW(vectors, c, 0.0)]
         elif c.kind == "adamw8bit":
             self.rules = [EightBit(matrices, c, c.weight_decay), AdamW(vectors, c, 0.0)]

@@ -9,30 +9,62 @@ from stoker.training.balance.words import comm as read_comm
 
 @shape
 class ParallelConfig:
-    strategy: str = option("ddp: every rank holds the model; fsdp: sharded (FSDP2)", default="ddp", choices=("ddp", "fsdp"))
+    strategy: str = option(
+        "ddp: every rank holds the model; fsdp: sharded (FSDP2)", default="ddp", choices=("ddp", "fsdp")
+    )
     device: str = option("auto: GPUs where there are some; cuda; cpu", default="auto", choices=("auto", "cuda", "cpu"))
-    balance: str = option("auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares", default="off",
-                          choices=("off", "auto"))  # fmt: skip
-    comm: str = option("how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then the mean of the weights)",
-                       default="full", parse=read_comm, metavar="HOW")  # fmt: skip
+    balance: str = option(
+        "auto: a faster rank takes more of a step's samples, planned anew when imbalance stays; off: equal shares",
+        default="off",
+        choices=("off", "auto"),
+    )
+    comm: str = option(
+        "how gradients travel: full, bf16 (half the bytes), powersgd (low-rank parts), or local:N (N steps alone, then"
+        " the mean of the weights)",
+        default="full",
+        parse=read_comm,
+        metavar="HOW",
+    )
     timeout: float = option("a collective that takes longer has failed", default=600.0, parse=duration, metavar="TIME")
 
 
 @shape
 class ComputeConfig:
-    dtype: str = option("auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32", default="auto",
-                        choices=("auto", "bf16", "fp32"))  # fmt: skip
+    dtype: str = option(
+        "auto (bf16 on GPUs that have it, fp32 else), bf16 or fp32; weights and optimizer are always fp32",
+        default="auto",
+        choices=("auto", "bf16", "fp32"),
+    )
     compile: str = option(
-        "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on (compiled), off (plain torch)",
-        default="auto", choices=("auto", "on", "fused", "off"),
-    )  # fmt: skip
+        "how a block runs: auto (on GPUs fused, with fp8 compiled), fused (our own kernels, nothing to compile), on"
+        " (compiled), off (plain torch)",
+        default="auto",
+        choices=("auto", "on", "fused", "off"),
+    )
     recompute: str = option(
-        "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the same without a compiler), full",
-        default="auto", choices=("auto", "off", "selective", "full"),
-    )  # fmt: skip
-    fp8: str = option("off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)", default="off", choices=("off", "tensorwise"))
-    loss: str = option("auto, chunked (head and loss in pieces), liger (its fused kernel), or plain", default="auto",
-                       choices=("auto", "chunked", "liger", "plain"))  # fmt: skip
-    attention: str = option("auto (cuDNN where it works, then flash), cudnn, flash, or math", default="auto", choices=("auto", "cudnn", "flash", "math"))
-    cuda_graphs: str = option("replay a whole micro-step as one graph: auto (small models on one rank), on, off", default="auto", choices=("auto", "on", "off"))
+        "activation checkpointing: auto (compiled blocks keep what products and attention made), off, selective (the"
+        " same without a compiler), full",
+        default="auto",
+        choices=("auto", "off", "selective", "full"),
+    )
+    fp8: str = option(
+        "off, or tensorwise: the blocks' matrix products in 8 bits (Hopper and later)",
+        default="off",
+        choices=("off", "tensorwise"),
+    )
+    loss: str = option(
+        "auto, chunked (head and loss in pieces), liger (its fused kernel), or plain",
+        default="auto",
+        choices=("auto", "chunked", "liger", "plain"),
+    )
+    attention: str = option(
+        "auto (cuDNN where it works, then flash), cudnn, flash, or math",
+        default="auto",
+        choices=("auto", "cudnn", "flash", "math"),
+    )
+    cuda_graphs: str = option(
+        "replay a whole micro-step as one graph: auto (small models on one rank), on, off",
+        default="auto",
+        choices=("auto", "on", "off"),
+    )
     deterministic: bool = option("only kernels that give the same bits each time: slower", default=False)

@@ -36,10 +36,16 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
-            dist.init_process_group(_backend(self.device), timeout=timedelta(seconds=c.timeout), device_id=self.device if _own_nccl(self.device) else None)
+            dist.init_process_group(
+                _backend(self.device),
+                timeout=timedelta(seconds=c.timeout),
+                device_id=self.device if _own_nccl(self.device) else None,
+            )
         elif c.strategy == "fsdp":
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(_backend(self.device), store=store, rank=0, world_size=1, timeout=timedelta(seconds=c.timeout))
+            dist.init_process_group(
+                _backend(self.device), store=store, rank=0, world_size=1, timeout=timedelta(seconds=c.timeout)
+            )
 
     @property
     def first(self) -> bool:
@@ -82,7 +88,9 @@ class Group:
         return result
 
     def _await_first(self) -> None:
-        """Until rank 0 comes here, too. By the store: reading or writing a large model may take longer than a collective may."""
+        """Until rank 0 comes here, too. By the store: reading or writing a large model may take longer than a
+        collective may.
+        """
         if self.world == 1:
             return
         self._meetings += 1
@@ -105,7 +113,9 @@ class Group:
             if self.world > 1:
                 self._await_first()  # it may be writing the model
                 dist.barrier()  # torch 2.13's gloo aborts when a rank leaves while another still talks to it
-            if "gloo" in dist.get_backend():  # its destructor can wait for a thread that waits for the GIL (docs/log.md): the process's end will do
+            if (
+                "gloo" in dist.get_backend()
+            ):  # its destructor can wait for a thread that waits for the GIL (docs/log.md): the process's end will do
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
 
@@ -116,7 +126,9 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
     if not torch.cuda.is_available():
         raise Refusal("parallel.device is cuda and this torch sees no GPU: `stoker doctor` says why", EX_UNAVAILABLE)
     if local >= torch.cuda.device_count():
-        raise Refusal(f"local rank {local} and {torch.cuda.device_count()} visible GPUs: start fewer ranks", EX_UNAVAILABLE)
+        raise Refusal(
+            f"local rank {local} and {torch.cuda.device_count()} visible GPUs: start fewer ranks", EX_UNAVAILABLE
+        )
     return torch.device("cuda", local)
 
 
@@ -140,7 +152,9 @@ def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:
 
     mesh = init_device_mesh(group.device.type, (group.world,))
     # Inputs stay as they are: the loss's scale and the rotary table would lose bits they need.
-    policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
     for block in model.layers:  # type: ignore[union-attr]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -154,7 +168,9 @@ def wrap(model: nn.Module, group: Group, bucket_mb: int | None = None) -> nn.Mod
     if group.world == 1 or group.strategy == "fsdp":
         return model
     devices = [group.device.index] if group.device.type == "cuda" else None
-    return nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb)
+    return nn.parallel.DistributedDataParallel(
+        model, device_ids=devices, gradient_as_bucket_view=True, bucket_cap_mb=bucket_mb
+    )
 
 
 def no_sync(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:

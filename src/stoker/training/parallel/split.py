@@ -1,7 +1,8 @@
 """Who computes which samples of a step. Pure.
 
-Any number of ranks may share any number of samples: shares differ by one at most, or are as a plan says (balance/plan.py). Each rank pads its last
-micro-batch with samples whose targets are masked, so that every micro-batch has one shape; the loss is weighted by tokens, and padding has none.
+Any number of ranks may share any number of samples: shares differ by one at most, or are as a plan says
+(balance/plan.py). Each rank pads its last micro-batch with samples whose targets are masked, so that every micro-batch
+has one shape; the loss is weighted by tokens, and padding has none.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ class Share:
 
 
 def split(samples: int, ranks: int, rank: int, micro: int, equal_steps: bool) -> Share:
-    """`equal_steps`: every rank makes as many micro-steps as the others, as FSDP needs. Every rank makes one at least: DDP's exchange needs all of them."""
+    """`equal_steps`: every rank makes as many micro-steps as the others, as FSDP needs. Every rank makes one at least:
+    DDP's exchange needs all of them.
+    """
     base, more = divmod(samples, ranks)
     begin = rank * base + min(rank, more)
     end = begin + base + (rank < more)
@@ -46,13 +49,16 @@ def largest_share(samples: int, ranks: int) -> int:
     """Samples of the rank that has most; refuses a batch that leaves ranks without any."""
     if samples < ranks:
         raise Refusal(
-            f"a batch of {samples} sample{'s' if samples > 1 else ''} can't be split over {ranks} ranks: raise batch.tokens to at least "
-            f"{ranks} × the context length, or use {samples} rank{'s' if samples > 1 else ''}",
+            f"a batch of {samples} sample{'s' if samples > 1 else ''} can't be split over {ranks} ranks: raise"
+            f" batch.tokens to at least {ranks} × the context length, or use {samples}"
+            f" rank{'s' if samples > 1 else ''}",
             EX_USAGE,
         )
     return -(-samples // ranks)
 
 
 def even_micro(share: int, most: int) -> int:
-    """The micro-batch, not above `most`, that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and 4 rows of padding."""
+    """The micro-batch, not above `most`, that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and 4 rows
+    of padding.
+    """
     return -(-share // -(-share // most))

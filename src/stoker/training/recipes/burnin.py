@@ -3,10 +3,10 @@
     stoker burnin --minutes 5
     torchrun --nproc-per-node 2 burnin.py --steps 200      # works too; the judging is `stoker burnin`'s
 
-Replicas with one seed and no gradient sync: what one computes, its twins must compute, to the last bit. Every ROUND steps the
-training begins anew from the seed, so that each card is its own twin, too: a single card that errs once is found, and of two that
-disagree the one that changed its mind is known. Nobody waits for anybody until the links are tried.
-Writes burnin/rank-N.jsonl and burnin/links.jsonl in the run directory.
+Replicas with one seed and no gradient sync: what one computes, its twins must compute, to the last bit. Every ROUND
+steps the training begins anew from the seed, so that each card is its own twin, too: a single card that errs once is
+found, and of two that disagree the one that changed its mind is known. Nobody waits for anybody until the links are
+tried. Writes burnin/rank-N.jsonl and burnin/links.jsonl in the run directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Model:
-    """A transformer without its attention: matmuls, exp, reductions and an optimizer that reads all memory are what finds bad silicon."""
+    """A transformer without its attention: matmuls, exp, reductions and an optimizer that reads all memory are what
+    finds bad silicon.
+    """
 
     def __init__(self, width: int, blocks: int, classes: int, device: torch.device) -> None:
         block = [(2 * width, width), (2 * width,), (width, 2 * width), (width,)]
@@ -101,7 +103,9 @@ def speed(device: torch.device) -> dict[str, float]:
     """TFLOP/s of one fixed matmul, and GB/s of a copy, read and write counted."""
     big = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 6e9
     side = 8192 if big else 4096 if device.type == "cuda" else 512
-    a = torch.randn(side, side, device=device).to(precision(device))  # constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these
+    a = torch.randn(side, side, device=device).to(
+        precision(device)
+    )  # constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these
     out = torch.empty_like(a)
     tflops = 2 * side**3 / median_seconds(lambda: torch.mm(a, a, out=out), device) / 1e12
     count = (1 << 30) if big else (1 << 28) if device.type == "cuda" else (1 << 25)
@@ -118,7 +122,9 @@ def batch_of(step: int, width: int, batch: int, classes: int, seed: torch.Genera
 
 
 def bits(loss: Tensor, parameters: list[Tensor]) -> tuple[str, str]:
-    """The loss's own bits, and the parameters' bit patterns summed as integers: exact in any order, one read of memory, one copy to the host."""
+    """The loss's own bits, and the parameters' bit patterns summed as integers: exact in any order, one read of memory,
+    one copy to the host.
+    """
     sums = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
     first, *rest = torch.stack([loss.detach().float().view(torch.int32).to(torch.int64), *sums]).tolist()
     total = 0
@@ -139,7 +145,9 @@ def replica(told: argparse.Namespace, device: torch.device, write: Any) -> None:
     flip_at = told.flip[1] if told.flip and told.flip[0] == RANK else -1
     began = said = time.monotonic()
     step = 0
-    while (told.steps is None or step < told.steps) and (told.minutes is None or time.monotonic() - began < told.minutes * 60):
+    while (told.steps is None or step < told.steps) and (
+        told.minutes is None or time.monotonic() - began < told.minutes * 60
+    ):
         begin = time.perf_counter()
         if step % ROUND == 0:
             seed.manual_seed(SEED)
@@ -155,12 +163,24 @@ def replica(told: argparse.Namespace, device: torch.device, write: Any) -> None:
         torch.autograd.backward(loss)
         optimizer.step()
         loss_bits, total = bits(loss, model.parameters)
-        write({"is": "step", "step": step, "loss": loss_bits, "sum": total, "seconds": round(time.perf_counter() - begin, 6)})
+        write(
+            {
+                "is": "step",
+                "step": step,
+                "loss": loss_bits,
+                "sum": total,
+                "seconds": round(time.perf_counter() - begin, 6),
+            }
+        )
         step += 1
         now = time.monotonic()
         if RANK == 0 and now - said >= 5.0:
             said = now
-            print(f"Step [{step}{f'/{told.steps}' if told.steps else ''}] | Loss: {loss.item():.4f} | ETA: {left(told, step, now - began)}", flush=True)
+            print(
+                f"Step [{step}{f'/{told.steps}' if told.steps else ''}] | Loss: {loss.item():.4f} | ETA:"
+                f" {left(told, step, now - began)}",
+                flush=True,
+            )
     write({"is": "speed", "when": "end", **speed(device)})
 
 
@@ -172,15 +192,25 @@ def left(told: argparse.Namespace, step: int, spent: float) -> str:
 
 
 def links(device: torch.device, where: str) -> None:
-    """All-reduce of integers, whose sum is exact in any order: all ranks together, then pair by pair, nobody else on the wires."""
+    """All-reduce of integers, whose sum is exact in any order: all ranks together, then pair by pair, nobody else on
+    the wires.
+    """
     dist.init_process_group("gloo")
     cards: list[str] = [""] * WORLD
     dist.all_gather_object(cards, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "")
-    backend = "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"  # NCCL refuses two ranks on one card
+    backend = (
+        "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"
+    )  # NCCL refuses two ranks on one card
     if backend == "gloo":
         device = torch.device("cpu")
-    pairs = list(combinations(range(WORLD), 2)) if WORLD <= EVERY_PAIR else [(rank, rank + 1) for rank in range(WORLD - 1)]
-    with open(os.path.join(where, "links.jsonl"), "w", buffering=1, encoding="utf-8") if RANK == 0 else open(os.devnull, "w", encoding="utf-8") as file:
+    pairs = (
+        list(combinations(range(WORLD), 2)) if WORLD <= EVERY_PAIR else [(rank, rank + 1) for rank in range(WORLD - 1)]
+    )
+    with (
+        open(os.path.join(where, "links.jsonl"), "w", buffering=1, encoding="utf-8")
+        if RANK == 0
+        else open(os.devnull, "w", encoding="utf-8")
+    ) as file:
         for ranks in [tuple(range(WORLD)), *(pairs if WORLD > 2 else [])]:
             about = {"schema": SCHEMA, "ranks": ranks, "backend": backend}
             print(json.dumps({**about, "is": "begun"}), file=file)  # a link that hangs is the last one begun
@@ -192,7 +222,10 @@ def links(device: torch.device, where: str) -> None:
             seconds, size = max(one["seconds"] for one in told), told[0]["bytes"]
             bus = 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
             wrong = {str(rank): one["wrong"] for rank, one in enumerate(found) if one is not None and one["wrong"]}
-            print(json.dumps({**about, "is": "link", "bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}), file=file)
+            print(
+                json.dumps({**about, "is": "link", "bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}),
+                file=file,
+            )
             if RANK in ranks:
                 dist.destroy_process_group(group)
     dist.barrier()
@@ -219,12 +252,20 @@ def all_reduce(group: Any, ranks: tuple[int, ...], device: torch.device, backend
         sync(device)
         times.append(time.perf_counter() - begin)
         wrong += int((x != wanted).sum())
-    return {"seconds": statistics.median(times[2:]), "bytes": 4 * count, "wrong": wrong}  # the first ones make the connections
+    return {
+        "seconds": statistics.median(times[2:]),
+        "bytes": 4 * count,
+        "wrong": wrong,
+    }  # the first ones make the connections
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Same-seed replicas compared bit for bit, then the links. Started by `stoker burnin`.")
-    parser.add_argument("--minutes", type=float, help="how long the replicas train (default: 5, where --steps is not given)")
+    parser = argparse.ArgumentParser(
+        description="Same-seed replicas compared bit for bit, then the links. Started by `stoker burnin`."
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="how long the replicas train (default: 5, where --steps is not given)"
+    )
     parser.add_argument("--steps", type=int, help="how many steps")
     parser.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP, one mantissa bit: a bad card, for the tests
     told = parser.parse_args()
@@ -242,7 +283,12 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
-        about = {"device": "cuda", "card": properties.name, "uuid": str(properties.uuid), "units": properties.multi_processor_count}
+        about = {
+            "device": "cuda",
+            "card": properties.name,
+            "uuid": str(properties.uuid),
+            "units": properties.multi_processor_count,
+        }
     else:
         torch.set_num_threads(1)  # a CPU rank is one core, and its sums have one order
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -254,7 +300,18 @@ def main() -> None:
         def write(record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
-        write({"schema": SCHEMA, "is": "replica", "rank": RANK, "world_size": WORLD, **about, "torch": torch.__version__, "round": ROUND, "seed": SEED})
+        write(
+            {
+                "schema": SCHEMA,
+                "is": "replica",
+                "rank": RANK,
+                "world_size": WORLD,
+                **about,
+                "torch": torch.__version__,
+                "round": ROUND,
+                "seed": SEED,
+            }
+        )
         replica(told, device, write)
         write({"is": "end"})
     if WORLD > 1:

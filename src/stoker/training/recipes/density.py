@@ -1,8 +1,10 @@
-"""Density: how crowded each prompt's surroundings are, and how often it should be sampled for it. Sparse prompts get more weight.
+"""Density: how crowded each prompt's surroundings are, and how often it should be sampled for it. Sparse prompts get
+more weight.
 
     stoker train density --model.load sft/hf --density.prompts prompts.jsonl
 
-Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes weights.jsonl, a line per row of the prompts' file, and result.json.
+Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes weights.jsonl, a line per row of the
+prompts' file, and result.json.
 """
 
 from __future__ import annotations
@@ -40,7 +42,10 @@ def main(argv: list[str]) -> int:
         from_rank_0(prompts.skipped)
     folder = weights_of(c.model.load)
     tokenizer = tokenizer_of(c)
-    rows = [prompt_ids(tokenizer, question, Manner(c.evaluate.chat, system=c.generate.system)) for question in prompts.questions]
+    rows = [
+        prompt_ids(tokenizer, question, Manner(c.evaluate.chat, system=c.generate.system))
+        for question in prompts.questions
+    ]
 
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)):
@@ -59,21 +64,31 @@ def _weigh(c: Config, prompts: Prompts, vectors: Vectors) -> None:
     k = min(c.density.clusters, len(vectors))
     counts, weighted = np.bincount(label, minlength=k), np.bincount(label, weights=weight, minlength=k)
     found = {
-        "prompts": len(vectors), "clusters": int((counts > 0).sum()), "gini": gini(counts.tolist()), "gini_weighted": gini(weighted.tolist()),
-        "entropy": evenness(counts.tolist()), "entropy_weighted": evenness(weighted.tolist()),
-        "weight_min": float(weight.min()), "weight_max": float(weight.max()),
-    }  # fmt: skip
+        "prompts": len(vectors),
+        "clusters": int((counts > 0).sum()),
+        "gini": gini(counts.tolist()),
+        "gini_weighted": gini(weighted.tolist()),
+        "entropy": evenness(counts.tolist()),
+        "entropy_weighted": evenness(weighted.tolist()),
+        "weight_min": float(weight.min()),
+        "weight_max": float(weight.max()),
+    }
 
     # A row that can't be asked is not sampled: it has its line, and the weight 0.
     lines = [{"index": index, "weight": 0.0, "density": None, "cluster": None} for index in range(prompts.rows)]
     for number, index in enumerate(prompts.places):
-        lines[index] = {"index": index, "weight": float(weight[number]), "density": float(density[number]), "cluster": int(label[number])}
+        lines[index] = {
+            "index": index,
+            "weight": float(weight[number]),
+            "density": float(density[number]),
+            "cluster": int(label[number]),
+        }
     where = where_runs_go(c)
     os.makedirs(where, 0o700, exist_ok=True)
     write_whole(os.path.join(where, WEIGHTS), "".join(json.dumps(line) + "\n" for line in lines).encode())
     from_rank_0(
-        f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, sampled by weight {found['gini_weighted']:.3f}; "
-        f"weights {found['weight_min']:.2f} to {found['weight_max']:.2f}"
+        f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, sampled by weight"
+        f" {found['gini_weighted']:.3f}; weights {found['weight_min']:.2f} to {found['weight_max']:.2f}"
     )
     finish(c, "density", found)
 

@@ -1,6 +1,7 @@
 """Diversity: are one model's answers more varied than another's?
 
-    stoker train diversity --model.load sft/hf --diversity.prompts prompts.jsonl --diversity.baseline uniform/hf --diversity.compared density/hf
+    stoker train diversity --model.load sft/hf --diversity.prompts prompts.jsonl --diversity.baseline uniform/hf
+    --diversity.compared density/hf
 
 Reads top to bottom: settings, prompts, both models' answers, embeddings by a third model, comparison.
 Writes completions.jsonl, diversity_report.md and result.json.
@@ -55,7 +56,9 @@ def main(argv: list[str]) -> int:
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
         baseline, compared = (_answers(c, folder, questions, group) for folder in folders)
-        vectors = _embedded(c, embedder, [text for answers in (baseline, compared) for one in answers for text in one], group)
+        vectors = _embedded(
+            c, embedder, [text for answers in (baseline, compared) for one in answers for text in one], group
+        )
     if group.first:
         _compare(c, [question.text for question in questions], baseline, compared, vectors)
     group.close()
@@ -76,24 +79,46 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     room, fit = c.data.context_length - c.generate.new_tokens, set(range(len(prompts.questions)))
     for folder in folders:
         words = load_tokenizer(folder)
-        lengths = [len(prompt_ids(words, question, Manner(c.evaluate.chat, system=c.generate.system))) for question in prompts.questions]
+        lengths = [
+            len(prompt_ids(words, question, Manner(c.evaluate.chat, system=c.generate.system)))
+            for question in prompts.questions
+        ]
         fit &= set(refuse_long(lengths, room, f"diversity.prompts for {folder}"))
     if len(fit) < len(prompts.questions):
-        from_rank_0(f"diversity.prompts: {len(prompts.questions) - len(fit)} of {len(prompts.questions)} are longer than {room} tokens and are left out")
+        from_rank_0(
+            f"diversity.prompts: {len(prompts.questions) - len(fit)} of {len(prompts.questions)} are longer than {room}"
+            " tokens and are left out"
+        )
     places = sorted(fit)
     chosen = [prompts.questions[places[place]] for place in spread(len(places), c.diversity.most)]
     if len(chosen) < LEAST:
-        raise Refusal(f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; at least {LEAST} make a comparison", EX_DATAERR)
+        raise Refusal(
+            f"diversity.prompts {c.diversity.prompts}: {len(chosen)} prompts; at least {LEAST} make a comparison",
+            EX_DATAERR,
+        )
     return chosen
 
 
 def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
-    """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they write the same."""
+    """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they
+    write the same.
+    """
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = open_model(c, folder, group.device).eval()
-    engine = Engine(model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
-    mine = sample(prompts, c.diversity.answers, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    engine = Engine(
+        model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size
+    )
+    mine = sample(
+        prompts,
+        c.diversity.answers,
+        engine,
+        tokenizer,
+        manner,
+        c.generate,
+        c.train.seed,
+        lambda block: block % group.world == group.rank,
+    )
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
     about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""
@@ -111,7 +136,10 @@ def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers
     k = min(c.diversity.clusters, len(vectors))
     shaped = vectors.reshape(2, len(prompts), c.diversity.answers, -1)
     labels = clusters(vectors, k, c.train.seed).reshape(2, len(prompts), -1)
-    ours, theirs = (Counted(answers, list(shaped[which]), list(labels[which]), k, c.train.seed) for which, answers in enumerate((baseline, compared)))
+    ours, theirs = (
+        Counted(answers, list(shaped[which]), list(labels[which]), k, c.train.seed)
+        for which, answers in enumerate((baseline, compared))
+    )
     found = told(compare(ours, theirs, c.diversity.rounds, c.train.seed))
     from_rank_0(found["verdict"])
 
@@ -122,7 +150,10 @@ def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers
         for name, answers in (("baseline", baseline), ("compared", compared))
         for index, (prompt, texts) in enumerate(zip(prompts, answers, strict=True))
     ]
-    write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode())
+    write_whole(
+        os.path.join(where, COMPLETIONS),
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
+    )
     text = report(found, prompts, baseline, compared, (c.diversity.baseline, c.diversity.compared), c.diversity.rounds)
     write_whole(os.path.join(where, REPORT), text.encode())
     finish(c, "diversity", found)

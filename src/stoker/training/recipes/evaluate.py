@@ -1,9 +1,11 @@
 """Evaluation: questions that have answers, and held-out text.
 
     stoker train evaluate --model.load runs/latest/hf --evaluate.tasks questions.jsonl --evaluate.draws 4
-    stoker train evaluate --model.load base/hf --evaluate.chat false --evaluate.shots 4 --evaluate.tasks gsm8k/test.jsonl --evaluate.texts held-out.jsonl
+    stoker train evaluate --model.load base/hf --evaluate.chat false --evaluate.shots 4 --evaluate.tasks
+    gsm8k/test.jsonl --evaluate.texts held-out.jsonl
 
-Reads top to bottom: settings, questions, model, answers, numbers. Writes completions.jsonl (every answer) and result.json (the numbers).
+Reads top to bottom: settings, questions, model, answers, numbers. Writes completions.jsonl (every answer) and
+result.json (the numbers).
 """
 
 from __future__ import annotations
@@ -41,11 +43,16 @@ COMPLETIONS = "completions.jsonl"
 def main(argv: list[str]) -> int:
     c = settings(argv)
     if not c.evaluate.tasks and not c.evaluate.texts:
-        raise Refusal("nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE)
+        raise Refusal(
+            "nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE
+        )
     folder = weights_of(c.model.load)
     tokenizer = tokenizer_of(c)
     manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
-    tasks = [put(task, tokenizer, manner, c.data.context_length, c.generate.new_tokens) for task in read_tasks(c.evaluate.tasks, c.evaluate.most)]
+    tasks = [
+        put(task, tokenizer, manner, c.data.context_length, c.generate.new_tokens)
+        for task in read_tasks(c.evaluate.tasks, c.evaluate.most)
+    ]
     for asked in tasks:
         _announce(asked)
 
@@ -76,22 +83,41 @@ def _announce(asked: Asked) -> None:
 def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer) -> Engine | None:
     """One for all tasks: on a GPU its shapes are captured once."""
     lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
-    return Engine(model, rows=c.generate.rows, length=max(lengths) + c.generate.new_tokens, vocab=tokenizer.vocab_size) if lengths else None
+    return (
+        Engine(model, rows=c.generate.rows, length=max(lengths) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
+        if lengths
+        else None
+    )
 
 
-def _answers(c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group) -> list[Outcome]:
-    """This rank's. Greedy answers are shared question by question, sampled ones block by block: they depend on their place in a call."""
+def _answers(
+    c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group
+) -> list[Outcome]:
+    """This rank's. Greedy answers are shared question by question, sampled ones block by block: they depend on their
+    place in a call.
+    """
     chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
     if engine is None or not asked.open:
         return chosen
     if not c.evaluate.draws:
         return chosen + write(asked, asked.open[group.rank :: group.world], engine, tokenizer, manner, c.generate)
     prompts = [asked.prompts[place] for place in asked.open]
-    sampled = sample(prompts, c.evaluate.draws, engine, tokenizer, manner, c.generate, c.train.seed, lambda block: block % group.world == group.rank)
+    sampled = sample(
+        prompts,
+        c.evaluate.draws,
+        engine,
+        tokenizer,
+        manner,
+        c.generate,
+        c.train.seed,
+        lambda block: block % group.world == group.rank,
+    )
     answers = {asked.open[number]: written for number, written in sampled.items()}
     marker = Marker(asked.task)
     greedy = write(asked, list(answers), engine, tokenizer, manner, c.generate)
-    return chosen + [replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index])) for one in greedy]
+    return chosen + [
+        replace(one, sampled=tuple(marker(written, one.index) for written in answers[one.index])) for one in greedy
+    ]
 
 
 def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
@@ -102,7 +128,10 @@ def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
         from_rank_0(line)
     where = where_runs_go(c)
     os.makedirs(where, 0o700, exist_ok=True)
-    write_whole(os.path.join(where, COMPLETIONS), "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode())
+    write_whole(
+        os.path.join(where, COMPLETIONS),
+        "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode(),
+    )
     finish(c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": scores.samples(outcomes)})
 
 

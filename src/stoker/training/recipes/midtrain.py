@@ -1,6 +1,6 @@
 """Midtraining: a base model learns what a conversation is, from chats of all kinds.
 
-    stoker train midtrain --model.load runs/latest/hf --data chats.jsonl
+stoker train midtrain --model.load runs/latest/hf --data chats.jsonl
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     stoker train pretrain --data texts/ --preset small
     torchrun --nproc-per-node 2 -m stoker.training.recipes.pretrain --preset debug --data notes.txt      # works too
 
-Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; loop/job.py builds the parts, loop/steps.py makes the steps.
-Midtraining and fine-tuning are the same with other data: they call `learn`.
+Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; loop/job.py builds the parts,
+loop/steps.py makes the steps. Midtraining and fine-tuning are the same with other data: they call `learn`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ from stoker.training.recipes import stage
 def learn(name: str, argv: list[str]) -> int:
     stages = Stages()
     stages.done("imports")
-    # Settings: a preset, a file, the environment, flags. Refused here, before anything is started, where they can't work.
+    # Settings: a preset, a file, the environment, flags. Refused here, before anything is started, where they can't
+    # work.
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
     c = resolved.config
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)
     ready.environment(c.data.cache)
     on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"
-    compiler = ready.warm_compiler() if on_gpu and ready.compiled(c.compute, torch.device("cuda")) and not c.nan.inject else None
+    compiler = (
+        ready.warm_compiler()
+        if on_gpu and ready.compiled(c.compute, torch.device("cuda")) and not c.nan.inject
+        else None
+    )
 
-    # Data: `stoker train` has prepared it, and this only opens it. Under torchrun one rank builds it and the others wait: there is no process group yet.
+    # Data: `stoker train` has prepared it, and this only opens it. Under torchrun one rank builds it and the others
+    # wait: there is no process group yet.
     if c.model.load and not c.tokenizer.path:
         c = with_tokenizer(c, stage.from_rank_0)
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)

@@ -2,8 +2,8 @@
 
     stoker train reward --model.load runs/latest/hf --reward.pairs pairs.jsonl --reward.held_out pairs-held-out.jsonl
 
-data.context_length must hold both answers of a pair with their prompt. Ends with the share of held-out pairs in the right order, by kind, and how far
-the model's own probabilities can be trusted (calibration).
+data.context_length must hold both answers of a pair with their prompt. Ends with the share of held-out pairs in the
+right order, by kind, and how far the model's own probabilities can be trusted (calibration).
 """
 
 from __future__ import annotations
@@ -38,13 +38,22 @@ def main(argv: list[str]) -> int:
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer = stage.tokenizer_of(c)
-    pairs = read_pairs(stage.rows_of(c.reward.pairs, "reward.pairs"), tokenizer, c.data.context_length, c.reward.pairs, stage.from_rank_0)
+    pairs = read_pairs(
+        stage.rows_of(c.reward.pairs, "reward.pairs"),
+        tokenizer,
+        c.data.context_length,
+        c.reward.pairs,
+        stage.from_rank_0,
+    )
     if c.reward.held_out:
         rows = stage.rows_of(c.reward.held_out, "reward.held_out")
         held_out = read_pairs(rows, tokenizer, c.data.context_length, c.reward.held_out, stage.from_rank_0)
     else:
         if len(pairs) < 2:
-            raise Refusal(f"reward.pairs {c.reward.pairs} has one pair, and one must be held out: give more, or reward.held_out", EX_DATAERR)
+            raise Refusal(
+                f"reward.pairs {c.reward.pairs} has one pair, and one must be held out: give more, or reward.held_out",
+                EX_DATAERR,
+            )
         kept = max(len(pairs) // 10, 1)
         pairs, held_out = pairs[:-kept], pairs[-kept:]
     train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))
@@ -63,7 +72,10 @@ def main(argv: list[str]) -> int:
             margins = held_out_margins(job.wrapped, other, group, job.micro).tolist()
             if group.first:
                 told = measured(held_out, margins)
-                job.voice.say(f"held-out pairs in the right order: {told['accuracy']:.1%} ({told['low']:.1%} – {told['high']:.1%}) of {told['total']}")
+                job.voice.say(
+                    f"held-out pairs in the right order: {told['accuracy']:.1%} ({told['low']:.1%} –"
+                    f" {told['high']:.1%}) of {told['total']}"
+                )
                 stage.finish(c, "reward", {**stage.learned(job), **told}, model="hf")
     job.voice.close()
     group.close()
@@ -75,7 +87,11 @@ def measured(pairs: list[Pair], margins: list[float]) -> dict[str, Any]:
     for pair, margin in zip(pairs, margins, strict=True):
         by_kind.setdefault(pair.kind, []).append(margin > 0)
     every = [one for some in by_kind.values() for one in some]
-    return {**_share(every), "by_kind": {kind: _share(some) for kind, some in sorted(by_kind.items())}, "calibration": calibration(margins)}
+    return {
+        **_share(every),
+        "by_kind": {kind: _share(some) for kind, some in sorted(by_kind.items())},
+        "calibration": calibration(margins),
+    }
 
 
 def _share(right: list[bool]) -> dict[str, Any]:

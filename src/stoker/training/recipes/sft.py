@@ -1,6 +1,7 @@
-"""Supervised fine-tuning: the model learns to answer. Whole conversations, best-fit packed; only the assistant's words are learned, each token alike.
+"""Supervised fine-tuning: the model learns to answer. Whole conversations, best-fit packed; only the assistant's words
+are learned, each token alike.
 
-    stoker train sft --model.load runs/latest/hf --data chats.jsonl
+stoker train sft --model.load runs/latest/hf --data chats.jsonl
 """
 
 from __future__ import annotations

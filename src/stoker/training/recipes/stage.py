@@ -1,4 +1,6 @@
-"""What the recipes that are no plain training share: their beginning, and result.json, written last, by which a stage is known to be done."""
+"""What the recipes that are no plain training share: their beginning, and result.json, written last, by which a stage
+is known to be done.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def settings(argv: list[str], training: str = "") -> Config:
 
 
 def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:
-    """`stoker train` has given every key that can be derived, and has printed the block. Under torchrun that is done here."""
+    """`stoker train` has given every key that can be derived, and has printed the block. Under torchrun that is done
+    here.
+    """
     if all(key in given for key in derivable(STAGES[name].learning)):
         return c
     at = situation(name, c, int(os.environ.get("WORLD_SIZE", "1")), prepared)
@@ -98,7 +102,9 @@ def rows_of(path: str, key: str) -> list[dict[str, Any]]:
     return found
 
 
-def finish(c: Config, stage: str, metrics: dict[str, Any], *, model: str | None = None, more: dict[str, Any] | None = None) -> None:
+def finish(
+    c: Config, stage: str, metrics: dict[str, Any], *, model: str | None = None, more: dict[str, Any] | None = None
+) -> None:
     """Rank 0 alone calls this."""
     told = {"schema": SCHEMA, "stage": stage, "metrics": metrics, "model": model, **(more or {})}
     write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
@@ -112,9 +118,13 @@ def learned(job: Job) -> dict[str, Any]:
     found = last.validation
     return {
         **before,
-        "steps": last.done, "tokens": last.tokens, "loss": last.loss, "val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte,
+        "steps": last.done,
+        "tokens": last.tokens,
+        "loss": last.loss,
+        "val_loss": found.loss,
+        "val_bits_per_byte": found.bits_per_byte,
         "val_right": found.right,
-    }  # fmt: skip
+    }
 
 
 def _before(folder: str) -> dict[str, Any]:

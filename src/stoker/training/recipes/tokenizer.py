@@ -2,8 +2,8 @@
 
     stoker train tokenizer --data texts/ --tokenizer.vocab_size 32768
 
-Writes tokenizer/ into the run directory; later stages take it with --tokenizer.path. One process's work: no ranks, no GPU. The data is tokenized on the
-way, which a pretraining with the same data finds in the cache.
+Writes tokenizer/ into the run directory; later stages take it with --tokenizer.path. One process's work: no ranks, no
+GPU. The data is tokenized on the way, which a pretraining with the same data finds in the cache.
 """
 
 from __future__ import annotations
@@ -33,14 +33,18 @@ def main(argv: list[str]) -> int:
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
     words = load(prepared.tokenizer)
     text, tokens = held_out(prepared, words)
-    told = {"vocab_size": words.vocab_size, "bytes_per_token": len(text) / tokens, "words_bytes_per_token": len(text) / len(WORD.findall(text))}
+    told = {
+        "vocab_size": words.vocab_size,
+        "bytes_per_token": len(text) / tokens,
+        "words_bytes_per_token": len(text) / len(WORD.findall(text)),
+    }
     os.makedirs(where_runs_go(c), 0o700, exist_ok=True)
     folder = os.path.join(where_runs_go(c), "tokenizer")
     os.makedirs(folder, exist_ok=True)
     words.save(folder)
     stage.from_rank_0(
-        f"tokenizer of {words.vocab_size} tokens: {told['bytes_per_token']:.3f} bytes a token on {len(text):,} held-out bytes; "
-        f"a token per word would have {told['words_bytes_per_token']:.3f}, a token per byte 1"
+        f"tokenizer of {words.vocab_size} tokens: {told['bytes_per_token']:.3f} bytes a token on {len(text):,} held-out"
+        f" bytes; a token per word would have {told['words_bytes_per_token']:.3f}, a token per byte 1"
     )
     stage.finish(c, "tokenizer", told)
     return 0
@@ -49,7 +53,10 @@ def main(argv: list[str]) -> int:
 def held_out(prepared: Prepared, words: Tokenizer) -> tuple[bytes, int]:
     """(text, how many tokens it took)."""
     if prepared.validation_tokens < 2:
-        raise Refusal("nothing is held out to measure the tokenizer by: data.validation is a share of the data, or a path", EX_DATAERR)
+        raise Refusal(
+            "nothing is held out to measure the tokenizer by: data.validation is a share of the data, or a path",
+            EX_DATAERR,
+        )
     samples = Samples(prepared, "validation", prepared.context or 1024)
     count = min(len(samples), max(MOST // samples.context, 1))
     ids = samples.batch(np.arange(count, dtype=np.int64)).inputs.reshape(-1)[: prepared.validation_tokens]

@@ -19,7 +19,13 @@ def calibration(margins: Sequence[float], bins: int = BINS) -> list[dict[str, An
         one[1] += sure
         one[2] += 0.5 if margin == 0 else margin > 0  # no order at all: a coin's
     return [
-        {"low": 0.5 + place / (2 * bins), "high": 0.5 + (place + 1) / (2 * bins), "predicted": total / count, "observed": right / count, "count": count}
+        {
+            "low": 0.5 + place / (2 * bins),
+            "high": 0.5 + (place + 1) / (2 * bins),
+            "predicted": total / count,
+            "observed": right / count,
+            "count": count,
+        }
         for place, (count, total, right) in enumerate(counted)
         if count
     ]

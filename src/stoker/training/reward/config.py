@@ -8,5 +8,7 @@ from stoker.contract.shape import option, shape
 @shape
 class RewardConfig:
     pairs: str = option("jsonl rows with prompt, chosen and rejected", default="", metavar="PATH")
-    likelihood: bool = option("the answer's own log-probability adds to its score, with a weight that is learned", default=True)
+    likelihood: bool = option(
+        "the answer's own log-probability adds to its score, with a weight that is learned", default=True
+    )
     held_out: str = option("pairs to measure by; empty: the last tenth of `pairs`", default="", metavar="PATH")

@@ -2,9 +2,9 @@
 
     s(x, y) = w · h(x, y) + a · log p(y | x)
 
-The second term is what the decoder itself thinks of the answer, with a learned weight: a small model's likelihood tells right from wrong (91 % of the
-small world's pairs) long before a vector has learned to. Bradley and Terry: the better of two answers wins with probability σ(s(better) − s(worse)); the
-loss is −log of that, summed over pairs.
+The second term is what the decoder itself thinks of the answer, with a learned weight: a small model's likelihood tells
+right from wrong (91 % of the small world's pairs) long before a vector has learned to. Bradley and Terry: the better of
+two answers wins with probability σ(s(better) − s(worse)); the loss is −log of that, summed over pairs.
 """
 
 from __future__ import annotations
@@ -80,8 +80,12 @@ class RewardModel(Decoder):
         place = torch.arange(length, device=inputs.device).expand_as(segments)
         return running - running.gather(1, torch.where(new, place, 0).cummax(dim=1).values)
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None) -> Tensor:
-        """With targets the sum of the pairs' losses times `scale`; without, the scores. The prompt's own likelihood is in both answers of a pair alike."""
+    def forward(
+        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """With targets the sum of the pairs' losses times `scale`; without, the scores. The prompt's own likelihood is
+        in both answers of a pair alike.
+        """
         read, told = self.parts(inputs, segments)
         scores = read if told is None else read + self.trust * told
         if targets is None:
@@ -132,7 +136,10 @@ def load(model: Decoder, folder: str, say: Say) -> None:
             for name in model.own:
                 parameter = getattr(model, name)
                 if name not in stored or stored[name].shape != parameter.shape:
-                    raise Refusal(f"{os.path.join(folder, HEAD)}: {name} of shape {list(parameter.shape)} is not in it", EX_DATAERR)
+                    raise Refusal(
+                        f"{os.path.join(folder, HEAD)}: {name} of shape {list(parameter.shape)} is not in it",
+                        EX_DATAERR,
+                    )
                 parameter.copy_(like(stored[name].to(parameter.device), parameter))
 
 
@@ -186,7 +193,9 @@ def open_reward(c: Config, folder: str, device: torch.device) -> RewardModel:
     return model
 
 
-def scores(model: RewardModel, tokenizer: Tokenizer, rows: Sequence[tuple[Prompt, str]], device: torch.device, micro: int = 64) -> list[float]:
+def scores(
+    model: RewardModel, tokenizer: Tokenizer, rows: Sequence[tuple[Prompt, str]], device: torch.device, micro: int = 64
+) -> list[float]:
     """Of each prompt's answer; what is too long for the model loses its beginning."""
     found = []
     for prompt, answer in rows:
@@ -197,8 +206,12 @@ def scores(model: RewardModel, tokenizer: Tokenizer, rows: Sequence[tuple[Prompt
 
 
 @torch.no_grad()
-def score_ids(model: RewardModel, rows: Sequence[tuple[Sequence[int], int]], device: torch.device, micro: int = 64) -> list[float]:
-    """Of each (conversation, place where its answer begins). Rows of like length go together; each is read at its last token."""
+def score_ids(
+    model: RewardModel, rows: Sequence[tuple[Sequence[int], int]], device: torch.device, micro: int = 64
+) -> list[float]:
+    """Of each (conversation, place where its answer begins). Rows of like length go together; each is read at its last
+    token.
+    """
     order = sorted(range(len(rows)), key=lambda one: len(rows[one][0]))
     found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):

@@ -1,6 +1,7 @@
 """Pairs of answers as packed rows of tokens: better and worse lie side by side in one row, each a segment of its own.
 
-The target at the better answer's last token is the place of the worse answer's last token in the row; all other targets are not learned.
+The target at the better answer's last token is the place of the worse answer's last token in the row; all other targets
+are not learned.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     return [*asked(tokenizer, prompt), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
 
 
-def read_pairs(rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: int, where: str, say: Callable[[str], None]) -> list[Pair]:
+def read_pairs(
+    rows: Sequence[dict[str, Any]], tokenizer: Tokenizer, context: int, where: str, say: Callable[[str], None]
+) -> list[Pair]:
     """Rows that are no pair, or too long, are counted and named; one in a hundred or more is refused."""
     chat.check(tokenizer)
     found: list[Pair] = []
@@ -83,7 +86,9 @@ def _pair(row: dict[str, Any], tokenizer: Tokenizer, context: int) -> Pair:
         raise ValueError("chosen and rejected are the same text")
     better, worse = answered(tokenizer, row["prompt"], chosen), answered(tokenizer, row["prompt"], rejected)
     if len(better) + len(worse) > context:
-        raise ValueError(f"both answers have {len(better) + len(worse)} tokens, more than data.context_length {context}")
+        raise ValueError(
+            f"both answers have {len(better) + len(worse)} tokens, more than data.context_length {context}"
+        )
     return Pair(better, worse, str(row.get("kind", "all")))
 
 

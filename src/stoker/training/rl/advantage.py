@@ -9,7 +9,9 @@ EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, scaled: bool) -> Tensor:
-    """[prompts, group] to the same shape. A group whose rewards are all alike teaches nothing: exactly 0, whatever rounding makes of its mean."""
+    """[prompts, group] to the same shape. A group whose rewards are all alike teaches nothing: exactly 0, whatever
+    rounding makes of its mean.
+    """
     above = rewards - rewards.mean(1, keepdim=True)
     if scaled:
         above = above / (above.square().mean(1, keepdim=True).sqrt() + EPSILON)

@@ -1,4 +1,6 @@
-"""Answers as micro-batches: sorted by length, padded on the right to a multiple of 16, so that there are few shapes and little padding."""
+"""Answers as micro-batches: sorted by length, padded on the right to a multiple of 16, so that there are few shapes and
+little padding.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ class Batch:
 
 
 def arrange(rows: Sequence[Row], micro: int, context: int, device: torch.device) -> list[Batch]:
-    """`context`: the longest a row may become. At least one batch: a rank without answers takes part in the exchange too, with a token that counts 0."""
+    """`context`: the longest a row may become. At least one batch: a rank without answers takes part in the exchange
+    too, with a token that counts 0.
+    """
     if not rows:
         return [_batch([Row((0,), (0,), 0.0)], context, device, 0.0)]
-    ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))  # stable: the same rows give the same batches
+    ordered = sorted(
+        rows, key=lambda row: len(row.prompt) + len(row.answer)
+    )  # stable: the same rows give the same batches
     return [_batch(ordered[begin : begin + micro], context, device, 1.0) for begin in range(0, len(ordered), micro)]
 
 

@@ -1,4 +1,6 @@
-"""The circuit breaker: a run that learns nothing any more, or has broken its model, ends with the reason instead of going on for hours. Pure."""
+"""The circuit breaker: a run that learns nothing any more, or has broken its model, ends with the reason instead of
+going on for hours. Pure.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ class History:
         return judge(self.first, self.recent, self._c)
 
     def troubled(self) -> bool:
-        """The newest step looks broken already, though not yet for long enough: weights that are not worth a checkpoint."""
+        """The newest step looks broken already, though not yet for long enough: weights that are not worth a
+        checkpoint.
+        """
         last = self.recent[-1]
         return not last.finite or _kl(self._c)(last) or _entropy(self._c)(last) or _length(self._c, self.first)(last)
 
@@ -77,22 +81,42 @@ def judge(first: Sequence[Seen], recent: Sequence[Seen], c: GrpoConfig) -> Findi
         return None
     last = recent[-1]
     if since := lasting(NOT_FINITE_STEPS, lambda seen: not seen.finite):
-        return Finding(f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or use compute.dtype fp32")
-    hint = "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or generate.temperature"
+        return Finding(
+            f"the loss or its gradient was no number {since}, and nothing was learned: lower optim.learning_rate, or"
+            " use compute.dtype fp32"
+        )
+    hint = (
+        "give prompts that the model sometimes answers rightly, train sft longer, or raise grpo.group or"
+        " generate.temperature"
+    )
     if since := lasting(c.breaker_steps, lambda seen: seen.correct == 1):
-        return Finding(f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train fewer steps", True)
+        return Finding(
+            f"every answer was right {since}: nothing is left to learn from these prompts; give harder ones, or train"
+            " fewer steps",
+            True,
+        )
     if since := lasting(c.breaker_steps, lambda seen: seen.spread == 0 and seen.reward == last.reward):
-        return Finding(f"the reward was exactly {last.reward:g} for every answer {since}, so nothing is learned: {hint}")
+        return Finding(
+            f"the reward was exactly {last.reward:g} for every answer {since}, so nothing is learned: {hint}"
+        )
     if since := lasting(c.breaker_steps, lambda seen: not seen.unlike):
-        return Finding(f"all answers to a prompt had the same reward, for every prompt {since}, so nothing is learned: {hint}")
+        return Finding(
+            f"all answers to a prompt had the same reward, for every prompt {since}, so nothing is learned: {hint}"
+        )
     if since := lasting(KL_STEPS, _kl(c)):
         line = f"the divergence from the model it began with stayed above {c.breaker_kl:g} {since}, now {last.kl:.4g}"
         return Finding(f"{line}: lower optim.learning_rate, or raise grpo.kl")
     if since := lasting(ENTROPY_STEPS, _entropy(c)):
-        line = f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}, so that all answers to a prompt are the same"
+        line = (
+            f"the entropy per token stayed below {c.breaker_entropy:g} {since}, now {last.entropy:.2g}, so that all"
+            " answers to a prompt are the same"
+        )
         return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl or generate.temperature")
     if since := lasting(LENGTH_STEPS, _length(c, first)):
-        line = f"answers shrank to {last.length:.1f} tokens, below {c.breaker_length:g} × the {_began(first):.1f} of the first {FIRST} steps, {since}"
+        line = (
+            f"answers shrank to {last.length:.1f} tokens, below {c.breaker_length:g} × the {_began(first):.1f} of the"
+            f" first {FIRST} steps, {since}"
+        )
         return Finding(f"{line}: lower optim.learning_rate, raise grpo.kl, or look at what the reward pays for")
     if since := lasting(c.breaker_steps, lambda seen: seen.cut == 1):
         line = f"every answer was cut at generate.new_tokens {since}, mean length {last.length:.1f}"

@@ -1,4 +1,6 @@
-"""Where a GRPO run goes on, and what its checkpoints hold: weights, optimizer, the step, and the numbers the breaker looks back at."""
+"""Where a GRPO run goes on, and what its checkpoints hold: weights, optimizer, the step, and the numbers the breaker
+looks back at.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ def folder_of(c: Config) -> str:
 def found_checkpoint(c: Config, group: Group, voice: Voice) -> Checkpoint | None:
     """Rank 0 looks and checks every byte; the others take its word, or refuse with it."""
     folder, told = folder_of(c), c.checkpoint
-    # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it began.
+    # What this run itself has saved, in an attempt before, comes first: `never` or another run's folder says how it
+    # began.
     again = bool(told.folder) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     of_run = run_of(where_runs_go(c)) if again and told.resume != "auto" else ""  # others' lie in that folder, too
 
@@ -68,18 +71,29 @@ def go_on(c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor]) 
         return Position(), History(c.grpo)
     told = found.meta
     if told.get("stage") != STAGE:
-        raise Refusal(f"checkpoint {found.path} is of stage {told.get('stage', 'pretrain')}, not {STAGE}: name its model with model.load instead", EX_CONFIG)
+        raise Refusal(
+            f"checkpoint {found.path} is of stage {told.get('stage', 'pretrain')}, not {STAGE}: name its model with"
+            " model.load instead",
+            EX_CONFIG,
+        )
     if told.get("optimizer") != c.optim.kind:
-        raise Refusal(f"checkpoint {found.path} has the state of optim.kind {told.get('optimizer')}, not {c.optim.kind}", EX_CONFIG)
+        raise Refusal(
+            f"checkpoint {found.path} has the state of optim.kind {told.get('optimizer')}, not {c.optim.kind}",
+            EX_CONFIG,
+        )
     found.read_into(tensors)
     voice.say_once(f"resumes at step {told['step']} from {found.path}")
-    return Position(int(told["step"]), int(told["updates"]), int(told["tokens"])), History.from_json(c.grpo, told["history"])
+    return Position(int(told["step"]), int(told["updates"]), int(told["tokens"])), History.from_json(
+        c.grpo, told["history"]
+    )
 
 
 class Keeper:
     """When to save, and saving. `about`: what `stoker export` needs to know of a checkpoint."""
 
-    def __init__(self, c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    def __init__(
+        self, c: Config, group: Group, voice: Voice, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
+    ) -> None:
         self._c, self._group, self._voice, self._tensors, self._about = c, group, voice, tensors, about
         self.saver = self._saver()
         self._at = time.monotonic()
@@ -95,17 +109,27 @@ class Keeper:
         return every > 0 and done % every == 0
 
     def save(self, position: Position, history: History, *, wait: bool) -> bool:
-        """At a step that all ranks know. A step that looks broken is not kept: the one before it may be the last good one."""
+        """At a step that all ranks know. A step that looks broken is not kept: the one before it may be the last good
+        one.
+        """
         if history.troubled():
             if not self._put_off:
-                self._voice.say_once(f"no checkpoint at step {position.step}: its numbers look broken; the one before stays")
+                self._voice.say_once(
+                    f"no checkpoint at step {position.step}: its numbers look broken; the one before stays"
+                )
             self._put_off = True
             return True
         self._put_off = False
         meta: dict[str, Any] = {
-            "stage": STAGE, "step": position.step, "updates": position.updates, "tokens": position.tokens, "optimizer": self._c.optim.kind,
-            "history": history.to_json(), "run": run_of(where_runs_go(self._c)), **self._about,
-        }  # fmt: skip
+            "stage": STAGE,
+            "step": position.step,
+            "updates": position.updates,
+            "tokens": position.tokens,
+            "optimizer": self._c.optim.kind,
+            "history": history.to_json(),
+            "run": run_of(where_runs_go(self._c)),
+            **self._about,
+        }
         taken = self.saver.save(position.step, self._tensors, meta, wait=wait)
         self._at = time.monotonic()
         return taken
@@ -123,7 +147,17 @@ class Keeper:
         made: list[Saver] = []
 
         def make() -> None:
-            made.append(Saver(folder_of(self._c), rank=group.rank, world=group.world, token=token, say=self._voice.say, keep=c.keep, keep_best=False))
+            made.append(
+                Saver(
+                    folder_of(self._c),
+                    rank=group.rank,
+                    world=group.world,
+                    token=token,
+                    say=self._voice.say,
+                    keep=c.keep,
+                    keep_best=False,
+                )
+            )
 
         group.agreed(make)
         if not group.first:

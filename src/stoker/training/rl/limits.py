@@ -1,4 +1,6 @@
-"""What no GRPO run can be made of, and the numbers that follow from the settings. Pure but for the variable that halves micro-batches."""
+"""What no GRPO run can be made of, and the numbers that follow from the settings. Pure but for the variable that halves
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,34 @@ MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 def check(c: Config) -> None:
     if c.parallel.strategy == "fsdp":
-        raise Refusal("stage grpo writes its answers with whole weights and parallel.strategy fsdp shards them: use ddp", EX_USAGE)
+        raise Refusal(
+            "stage grpo writes its answers with whole weights and parallel.strategy fsdp shards them: use ddp", EX_USAGE
+        )
     if c.parallel.balance != "off" or c.parallel.comm != "full":
-        raise Refusal("stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft and reward", EX_USAGE)
+        raise Refusal(
+            "stage grpo shares answers, not samples: parallel.balance and parallel.comm are for pretrain, midtrain, sft"
+            " and reward",
+            EX_USAGE,
+        )
     if c.generate.temperature == 0:
-        raise Refusal("generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one above 0", EX_USAGE)
+        raise Refusal(
+            "generate.temperature 0 makes all answers of a group the same, and nothing could be learned: give one"
+            " above 0",
+            EX_USAGE,
+        )
     if c.generate.new_tokens >= c.data.context_length:
-        room = f"generate.new_tokens {c.generate.new_tokens} leaves no room for a prompt in data.context_length {c.data.context_length}"
+        room = (
+            f"generate.new_tokens {c.generate.new_tokens} leaves no room for a prompt in data.context_length"
+            f" {c.data.context_length}"
+        )
         raise Refusal(f"{room}: lower the one or raise the other", EX_USAGE)
     answers = c.grpo.prompts_per_step * c.grpo.group
     if c.grpo.updates > answers:
-        raise Refusal(f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step × grpo.group)", EX_USAGE)
+        raise Refusal(
+            f"grpo.updates {c.grpo.updates} is more than the {answers} answers of a step (grpo.prompts_per_step ×"
+            " grpo.group)",
+            EX_USAGE,
+        )
 
 
 def micro_batch(c: Config) -> int:

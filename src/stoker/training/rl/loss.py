@@ -10,7 +10,9 @@ from stoker.training.model.logprobs import token_logprobs
 from stoker.training.rl.batches import Batch
 
 
-def token_losses(logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip_ratio: float, kl: float) -> tuple[Tensor, Tensor]:
+def token_losses(
+    logp: Tensor, old: Tensor, reference: Tensor | None, advantages: Tensor, clip_ratio: float, kl: float
+) -> tuple[Tensor, Tensor]:
     """(loss, KL) of each token. KL by k3: exp(r − p) − (r − p) − 1, unbiased and never below 0."""
     ratio = torch.exp(logp - old)
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_ratio, 1 + clip_ratio) * advantages)

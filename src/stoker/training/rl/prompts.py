@@ -15,7 +15,9 @@ from stoker.contract.shape import shape
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-TOLERATED = 0.01  # of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be
+TOLERATED = (
+    0.01  # of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be
+)
 NAMED = 3
 
 
@@ -27,7 +29,9 @@ class Prompt:
     answer: str
 
 
-def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = "") -> tuple[list[Prompt], list[str]]:
+def read(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, path: str, system: str = ""
+) -> tuple[list[Prompt], list[str]]:
     """`room`: tokens a prompt may have. `system`: said before each that has no such message.
 
     Gives the prompts and what to say about those that were left out.
@@ -37,7 +41,15 @@ def read(rows: Sequence[Mapping[str, Any]], tokenizer: Tokenizer, room: int, pat
     wrong: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         made = _prompt(number, row, tokenizer, system)
-        problem = made if isinstance(made, str) else "longer than data.context_length less generate.new_tokens leaves room for" if len(made.ids) > room else ""
+        problem = (
+            made
+            if isinstance(made, str)
+            else (
+                "longer than data.context_length less generate.new_tokens leaves room for"
+                if len(made.ids) > room
+                else ""
+            )
+        )
         if problem:
             wrong.setdefault(problem, []).append(number + 1)
         elif isinstance(made, Prompt):
@@ -79,7 +91,9 @@ def _messages(asked: Any) -> list[tuple[str, bytes]] | str:
 
 def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
     which = ", ".join(map(str, numbers[:NAMED])) + (", …" if len(numbers) > NAMED else "")
-    return f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{'s' if len(numbers) > 1 else ''} {which})"
+    return (
+        f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{'s' if len(numbers) > 1 else ''} {which})"
+    )
 
 
 def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
@@ -96,18 +110,32 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
     found = np.full(count, math.nan)
     for number, row in enumerate(rows, 1):
         index, weight = row.get("index"), row.get("weight")
-        if not isinstance(index, int) or isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-            raise Refusal(f"grpo.weights {path}, row {number}: an index and a weight from 0 up belong there, found {dict(row)!r:.120}", EX_DATAERR)
+        if (
+            not isinstance(index, int)
+            or isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not 0 <= weight < math.inf
+        ):
+            raise Refusal(
+                f"grpo.weights {path}, row {number}: an index and a weight from 0 up belong there, found"
+                f" {dict(row)!r:.120}",
+                EX_DATAERR,
+            )
         if 0 <= index < count:
             found[index] = weight
     if len(rows) != count or np.isnan(found).any():
         line = f"grpo.weights {path} has weights of {len(rows)} prompts and grpo.prompts {count} rows"
-        raise Refusal(f"{line}: they don't belong together; make them again with stage density, from this prompts file", EX_DATAERR)
+        raise Refusal(
+            f"{line}: they don't belong together; make them again with stage density, from this prompts file",
+            EX_DATAERR,
+        )
     return found
 
 
 def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """How often each prompt is sampled in a step of `count`, on average: by its weight, but never twice while there are enough others."""
+    """How often each prompt is sampled in a step of `count`, on average: by its weight, but never twice while there are
+    enough others.
+    """
     times: NDArray[np.float64] = count * weights / weights.sum()
     if count > np.count_nonzero(weights):
         return times
@@ -126,7 +154,9 @@ class Draw:
         self._weights = weights
 
     def __call__(self, step: int, seed: int, count: int) -> list[int]:
-        """Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares. Frequencies are exact."""
+        """Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares.
+        Frequencies are exact.
+        """
         random = np.random.Generator(np.random.Philox(number_from("draw", seed, step)))
         order = random.permutation(len(self._weights))
         edges = np.cumsum(expected(self._weights, count)[order])

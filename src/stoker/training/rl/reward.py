@@ -27,14 +27,19 @@ def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int)
         return None
     folder = hf_hub.folder_of(c.grpo.reward_model, lambda line: None)
     if load_tokenizer(folder).digest != tokenizer.digest:
-        raise Refusal(f"grpo.reward_model {c.grpo.reward_model} has another tokenizer than {c.model.load}: its scores would be of other words", EX_CONFIG)
+        raise Refusal(
+            f"grpo.reward_model {c.grpo.reward_model} has another tokenizer than {c.model.load}: its scores would be of"
+            " other words",
+            EX_CONFIG,
+        )
     return functools.partial(scores, open_reward(c, c.grpo.reward_model, device), tokenizer, device=device, micro=micro)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
     """(rewards, which are right). `scorer`: the reward model's score of each (prompt, answer).
 
-    Only differences between answers to one prompt mean anything in it: a score counts by how far it is above the mean of its prompt's.
+    Only differences between answers to one prompt mean anything in it: a score counts by how far it is above the mean
+    of its prompt's.
     """
     correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
@@ -44,7 +49,10 @@ def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> t
         for answer, score in zip(answers, scores, strict=True):
             of_prompt.setdefault(answer.prompt.row, []).append(score)
         means = {row: sum(some) / len(some) for row, some in of_prompt.items()}
-        rewards = [one + weight * _sigmoid(score - means[answer.prompt.row]) for one, score, answer in zip(rewards, scores, answers, strict=True)]
+        rewards = [
+            one + weight * _sigmoid(score - means[answer.prompt.row])
+            for one, score, answer in zip(rewards, scores, answers, strict=True)
+        ]
     return rewards, correct
 
 

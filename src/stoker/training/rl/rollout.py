@@ -31,8 +31,17 @@ class Answer:
 class Rollout:
     """An answer depends on the seeds and its own place in the step: on no number of ranks or rows."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group) -> None:
-        self._engine, self._tokenizer, self._stop, self._c, self._group, self._ranks = engine, tokenizer, frozenset(stop), c, group, ranks
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group
+    ) -> None:
+        self._engine, self._tokenizer, self._stop, self._c, self._group, self._ranks = (
+            engine,
+            tokenizer,
+            frozenset(stop),
+            c,
+            group,
+            ranks,
+        )
         self.refresh = engine.refresh  # after the weights changed
 
     def __call__(self, prompts: Sequence[Prompt], *seeds: int) -> list[Answer]:
@@ -41,9 +50,15 @@ class Rollout:
         places = range(share.begin * self._group, share.end * self._group)
         asked = [prompts[place // self._group] for place in places]
         written = self._engine.generate(
-            [prompt.ids for prompt in asked], new_tokens=self._c.new_tokens, stop=self._stop, temperature=self._c.temperature, top_k=self._c.top_k,
-            top_p=self._c.top_p, seed=number_from("answers", *seeds), indexes=places,
-        )  # fmt: skip
+            [prompt.ids for prompt in asked],
+            new_tokens=self._c.new_tokens,
+            stop=self._stop,
+            temperature=self._c.temperature,
+            top_k=self._c.top_k,
+            top_p=self._c.top_p,
+            seed=number_from("answers", *seeds),
+            indexes=places,
+        )
         found: list[Answer] = []
         for place, prompt, ids in zip(places, asked, written, strict=True):
             whole = ids[-1] in self._stop
@@ -55,7 +70,12 @@ class Rollout:
 def rollout_of(model: Decoder, tokenizer: Tokenizer, longest: int, c: Config, ranks: Group) -> Rollout:
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
     share = -(-c.grpo.prompts_per_step // ranks.world)
-    engine = Engine(model, rows=min(c.generate.rows, share * c.grpo.group), length=longest + c.generate.new_tokens, vocab=tokenizer.vocab_size)
+    engine = Engine(
+        model,
+        rows=min(c.generate.rows, share * c.grpo.group),
+        length=longest + c.generate.new_tokens,
+        vocab=tokenizer.vocab_size,
+    )
     return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c.generate, c.grpo.group, ranks)
 
 
@@ -79,16 +99,24 @@ class Outcome:
 
     @property
     def reward(self) -> float:
-        return float(self.rewards[0] if self.constant else self.rewards.mean())  # the value itself: a mean of equals may differ in its last bit
+        return float(
+            self.rewards[0] if self.constant else self.rewards.mean()
+        )  # the value itself: a mean of equals may differ in its last bit
 
     @property
     def spread(self) -> float:
         return 0.0 if self.constant else float(self.rewards.std(unbiased=False))
 
 
-def outcome(answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group) -> Outcome:
-    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step, and the same numbers on all."""
+def outcome(
+    answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group
+) -> Outcome:
+    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step, and the same numbers on
+    all.
+    """
     table = torch.zeros(4, count, dtype=torch.float64)
     for answer, reward, right in zip(answers, rewards, correct, strict=True):
-        table[:, answer.place] = torch.tensor([reward, float(right), float(len(answer.ids)), float(answer.whole)], dtype=torch.float64)
+        table[:, answer.place] = torch.tensor(
+            [reward, float(right), float(len(answer.ids)), float(answer.whole)], dtype=torch.float64
+        )
     return Outcome(*ranks.sum(table.to(ranks.device)).cpu())

@@ -1,4 +1,6 @@
-"""The steps of a GRPO run: sample prompts, write answers, judge them, learn; all ranks act on the same numbers at the same step."""
+"""The steps of a GRPO run: sample prompts, write answers, judge them, learn; all ranks act on the same numbers at the
+same step.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,20 @@ Rewarding = Callable[[Sequence[Answer]], tuple[list[float], list[bool]]]
 
 class Steps:
     def __init__(
-        self, c: Config, group: Group, voice: Voice, prompts: Sequence[Prompt], draw: Draw, rollout: Rollout, rewarding: Rewarding, updater: Updater,
-        keeper: Keeper, position: Position, history: History, steps: int,
-    ) -> None:  # fmt: skip
+        self,
+        c: Config,
+        group: Group,
+        voice: Voice,
+        prompts: Sequence[Prompt],
+        draw: Draw,
+        rollout: Rollout,
+        rewarding: Rewarding,
+        updater: Updater,
+        keeper: Keeper,
+        position: Position,
+        history: History,
+        steps: int,
+    ) -> None:
         self._c, self._group, self._voice, self._prompts, self._draw = c, group, voice, prompts, draw
         self._rollout, self._rewarding, self._updater, self._keeper = rollout, rewarding, updater, keeper
         self.position, self.history, self.steps = position, history, steps
@@ -64,12 +77,17 @@ class Steps:
         if moved and (self._c.checkpoint.at_end or not self.whole):
             stoker.phase("save")
             if not self._keeper.save(self.position, self.history, wait=True):
-                self._voice.say_once(f"the last checkpoint could not be written: {self._keeper.saver.problem() or 'another rank failed'}")
+                self._voice.say_once(
+                    f"the last checkpoint could not be written: {self._keeper.saver.problem() or 'another rank failed'}"
+                )
                 code = EX_CANTCREAT
         self._keeper.saver.close()
         if self.solved is not None:
             self._voice.say_once(self.solved.line)
-        self._voice.say_once(f"{'done' if self.whole else 'stopped'}: {self.position.step} of {self.steps} steps, reward {self.history.recent[-1].reward:.3f}")
+        self._voice.say_once(
+            f"{'done' if self.whole else 'stopped'}: {self.position.step} of {self.steps} steps, reward"
+            f" {self.history.recent[-1].reward:.3f}"
+        )
         return code
 
     def _stop(self, number: int, frame: Any) -> None:
@@ -81,7 +99,12 @@ class Steps:
 
     def _agreed(self, *words: bool) -> list[bool]:
         """True on all ranks where it is on one."""
-        return [value > 0 for value in self._group.sum(torch.tensor([float(word) for word in words], device=self._group.device)).tolist()]
+        return [
+            value > 0
+            for value in self._group.sum(
+                torch.tensor([float(word) for word in words], device=self._group.device)
+            ).tolist()
+        ]
 
     def _step(self, step: int) -> None:
         c, seed = self._c.grpo, self._c.train.seed
@@ -89,7 +112,11 @@ class Steps:
         answers = self._rollout(asked, seed, step)
         rewards, correct = self._rewarding(answers)
         all_ = outcome(answers, rewards, correct, c.prompts_per_step * c.group, self._group)
-        above = advantages(torch.tensor(rewards, dtype=torch.float64).view(-1, c.group), c.scale_by_deviation).flatten().tolist()
+        above = (
+            advantages(torch.tensor(rewards, dtype=torch.float64).view(-1, c.group), c.scale_by_deviation)
+            .flatten()
+            .tolist()
+        )
         share = schedule.share(self._c.optim, step, self.steps)
         learned = self._updater.learn(answers, above, [int(length) for length in all_.lengths.tolist()], share)
         self._rollout.refresh()
@@ -100,28 +127,51 @@ class Steps:
         self.position = Position(step + 1, self._updater.done, self.position.tokens + tokens)
         kl = learned.kl if self._c.grpo.kl > 0 and learned.finite else None
         seen = Seen(
-            step, all_.reward, all_.spread, float(all_.correct.mean()), kl, learned.entropy if learned.finite else None, float(all_.lengths.mean()),
-            float(1 - all_.whole.mean()), learned.finite, all_.unlike(self._c.grpo.group),
-        )  # fmt: skip
+            step,
+            all_.reward,
+            all_.spread,
+            float(all_.correct.mean()),
+            kl,
+            learned.entropy if learned.finite else None,
+            float(all_.lengths.mean()),
+            float(1 - all_.whole.mean()),
+            learned.finite,
+            all_.unlike(self._c.grpo.group),
+        )
         self.history.add(seen)
         self._speed.step(tokens, None)
         # A loss that is no number was skipped: told, it would be taken for a run that goes on with it.
         stoker.beat(step=step + 1, loss=learned.loss if learned.finite else None, tokens=self.position.tokens)
         if not learned.finite:
-            self._voice.say_once(f"step {step}: the loss or its gradient is no number (loss {learned.loss:g}, norm {learned.norm:g}): it changes nothing")
+            self._voice.say_once(
+                f"step {step}: the loss or its gradient is no number (loss {learned.loss:g}, norm {learned.norm:g}): it"
+                " changes nothing"
+            )
         if step % self._c.train.log_every and step + 1 != self.steps:
             return
         left = self._speed.seconds_per_step
         fast = self._speed.tokens_per_s
         self._voice.say_once(
-            f"Step [{step}/{self.steps}] | Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss: {learned.loss:.4f} | "
-            f"KL: {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} | Cut: {seen.cut:.0%} | LR: {rate:.2e} | "
-            f"Grad Norm: {learned.norm:.4f} | ETA: {clock(left * (self.steps - step - 1) if left is not None else None)}"
+            f"Step [{step}/{self.steps}] | Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss:"
+            f" {learned.loss:.4f} | KL: {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} |"
+            f" Length: {seen.length:.1f} | Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA:"
+            f" {clock(left * (self.steps - step - 1) if left is not None else None)}"
         )
         self._voice.metrics(
-            step, loss=learned.loss, reward=seen.reward, correct=seen.correct, reward_std=seen.spread, kl=kl, entropy=learned.entropy, length=seen.length,
-            cut=seen.cut, tokens=self.position.tokens, grad_norm=learned.norm, lr=rate, tokens_per_s=round(fast, 1) if fast else None,
-        )  # fmt: skip
+            step,
+            loss=learned.loss,
+            reward=seen.reward,
+            correct=seen.correct,
+            reward_std=seen.spread,
+            kl=kl,
+            entropy=learned.entropy,
+            length=seen.length,
+            cut=seen.cut,
+            tokens=self.position.tokens,
+            grad_norm=learned.norm,
+            lr=rate,
+            tokens_per_s=round(fast, 1) if fast else None,
+        )
 
 
 def result(history: History, position: Position, stopped: str | None, solved: Finding | None = None) -> dict[str, Any]:
@@ -133,9 +183,15 @@ def result(history: History, position: Position, stopped: str | None, solved: Fi
 
     newest = last[-1] if last else None
     return {
-        "steps": position.step, "tokens": position.tokens,
-        "reward_first": mean([seen.reward for seen in history.first]), "reward_last": mean([seen.reward for seen in last]),
-        "cut_first": mean([seen.cut for seen in history.first]), "cut_last": mean([seen.cut for seen in last]),
-        "kl_last": newest.kl if newest else None, "entropy_last": newest.entropy if newest else None, "length_last": newest.length if newest else None,
-        "stopped": stopped, "solved": solved.line if solved else None,
-    }  # fmt: skip
+        "steps": position.step,
+        "tokens": position.tokens,
+        "reward_first": mean([seen.reward for seen in history.first]),
+        "reward_last": mean([seen.reward for seen in last]),
+        "cut_first": mean([seen.cut for seen in history.first]),
+        "cut_last": mean([seen.cut for seen in last]),
+        "kl_last": newest.kl if newest else None,
+        "entropy_last": newest.entropy if newest else None,
+        "length_last": newest.length if newest else None,
+        "stopped": stopped,
+        "solved": solved.line if solved else None,
+    }

@@ -1,7 +1,7 @@
 """A step's answers become one or several optimizer steps: exact over ranks with unlike numbers of answers and tokens.
 
-Rank r runs its own number of micro-batches, all but the last without an exchange. Its loss is Σ of its token losses × ranks ÷ tokens of all
-ranks, so the mean over ranks that DDP takes is the mean over all tokens.
+Rank r runs its own number of micro-batches, all but the last without an exchange. Its loss is Σ of its token losses ×
+ranks ÷ tokens of all ranks, so the mean over ranks that DDP takes is the mean over all tokens.
 """
 
 from __future__ import annotations
@@ -43,12 +43,23 @@ class _Part:
 
 class Updater:
     def __init__(
-        self, model: Decoder, reference: Decoder | None, optimizer: Optimizer, group: Group, c: GrpoConfig, *, temperature: float, micro: int, attention: str,
-    ) -> None:  # fmt: skip
+        self,
+        model: Decoder,
+        reference: Decoder | None,
+        optimizer: Optimizer,
+        group: Group,
+        c: GrpoConfig,
+        *,
+        temperature: float,
+        micro: int,
+        attention: str,
+    ) -> None:
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
         self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
-        self.before_update: Callable[[], None] = lambda: None  # a checkpoint's snapshot must be out before the weights change
+        self.before_update: Callable[[], None] = lambda: (
+            None
+        )  # a checkpoint's snapshot must be out before the weights change
         self.done = 0  # updates that counted: what the optimizer counts
 
     def resume(self, done: int) -> None:
@@ -56,14 +67,18 @@ class Updater:
         self._optimizer.set_count(done)
 
     def settle(self) -> None:
-        """DDP rebuilds its buckets after the first backward: without two for nothing, the first step after a resume would add in another order."""
+        """DDP rebuilds its buckets after the first backward: without two for nothing, the first step after a resume
+        would add in another order.
+        """
         if self._group.world < 3:
             return
         for _ in range(2):
             self._backward(arrange([], self._micro, self._model.context_length, self._group.device), 0.0)
         self._optimizer.zero()
 
-    def learn(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int], share: float) -> Learned:
+    def learn(
+        self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int], share: float
+    ) -> Learned:
         """`answers` are this rank's, `lengths` those of all ranks' answers, by place."""
         with kernels(self._attention):
             parts = self._parts(answers, advantages, lengths)
@@ -73,9 +88,14 @@ class Updater:
         return Learned(loss, kl, entropy, sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told))
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
-        """Answer by answer dealt out to the updates, by place: the same for any number of ranks, and each has some of every prompt's."""
+        """Answer by answer dealt out to the updates, by place: the same for any number of ranks, and each has some of
+        every prompt's.
+        """
         count = self._c.updates
-        rows = [(answer.place, Row(answer.prompt.ids, answer.ids, advantage)) for answer, advantage in zip(answers, advantages, strict=True)]
+        rows = [
+            (answer.place, Row(answer.prompt.ids, answer.ids, advantage))
+            for answer, advantage in zip(answers, advantages, strict=True)
+        ]
         found = []
         for number in range(count):
             mine = [row for place, row in rows if place % count == number]
@@ -85,7 +105,9 @@ class Updater:
 
     @torch.no_grad()
     def _with_fixed(self, batch: Batch) -> Batch:
-        """What stays as it is during the updates. With a single one the old log-probabilities are those of its own pass."""
+        """What stays as it is during the updates. With a single one the old log-probabilities are those of its own
+        pass.
+        """
         if self._reference is not None:
             batch = replace(batch, reference=logprobs(self._reference, batch, self._temperature)[0])
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
@@ -105,7 +127,8 @@ class Updater:
         world = self._group.world
         total = self._backward(part.batches, world / part.tokens)
         norm = gradient_norm(self._optimizer.parameters)
-        # A gradient that one rank alone spoils after the exchange is bad on all: they skip the same updates, or their weights part.
+        # A gradient that one rank alone spoils after the exchange is bad on all: they skip the same updates, or their
+        # weights part.
         spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
         values = self._group.sum(torch.cat([total, spoiled[None]]))
         self.before_update()

@@ -20,7 +20,11 @@ def check(tokenizer: Tokenizer) -> None:
     missing = [name for name in (START, STOP) if name not in tokenizer.special]
     if missing:
         found = ", ".join(tokenizer.special)
-        raise Refusal(f"tokenizer {tokenizer.where} has no {' and no '.join(missing)}, which a chat is written with; it has {found}", EX_DATAERR)
+        raise Refusal(
+            f"tokenizer {tokenizer.where} has no {' and no '.join(missing)}, which a chat is written with; it has"
+            f" {found}",
+            EX_DATAERR,
+        )
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
@@ -28,7 +32,9 @@ def pad_id(tokenizer: Tokenizer) -> int:
 
 
 def chat(tokenizer: Tokenizer, messages: Sequence[tuple[str, bytes]]) -> tuple[Ids, NDArray[np.uint8]]:
-    """(role, content) pairs to ids and a mask of the learned ones. The marks are put in by id: what stands in a content is text."""
+    """(role, content) pairs to ids and a mask of the learned ones. The marks are put in by id: what stands in a content
+    is text.
+    """
     ids: list[Ids] = []
     mask: list[NDArray[np.uint8]] = []
 

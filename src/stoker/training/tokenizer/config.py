@@ -8,7 +8,10 @@ from stoker.contract.shape import option, shape
 @shape
 class TokenizerConfig:
     path: str = option(
-        "a folder with tokenizer.json, a hub id, `bytes` (one token per byte), or empty: a byte-level BPE is trained on the data", default="", metavar="WHERE"
+        "a folder with tokenizer.json, a hub id, `bytes` (one token per byte), or empty: a byte-level BPE is trained on"
+        " the data",
+        default="",
+        metavar="WHERE",
     )
     vocab_size: int = option("size of a tokenizer that is trained here, special tokens included", default=32768)
     train_megabytes: int = option("how much of the data a tokenizer is trained on, spread evenly over it", default=256)

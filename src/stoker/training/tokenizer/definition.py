@@ -13,7 +13,8 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
 MOST_IDS = 1 << 24  # a table of all ids is made
 KEEPS_TEXT = ("NFC", "NFD", "NFKC", "NFKD")  # normalizers that are left out: text comes back as it was
-GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # what ByteLevel splits by where it is told to
+# what ByteLevel splits by where it is told to
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 @shape
@@ -52,22 +53,34 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         splitter = told.get("pre_tokenizer") or {}
         prefix_space, pattern = _any(splitter, "add_prefix_space"), _pattern(splitter)
     except (ValueError, KeyError, TypeError, AttributeError) as problem:
-        raise refuse(f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}") from problem
+        raise refuse(
+            f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
+        ) from problem
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise refuse(f"its model has {name}: the same text would not always come back")
     missing = [byte for byte, character in enumerate(alphabet.CHARACTERS) if character not in vocabulary]
     if missing:
-        raise refuse(f"{len(missing)} of the 256 bytes have no token (the first: 0x{missing[0]:02x}): it is no byte-level BPE, text would be lost")
+        raise refuse(
+            f"{len(missing)} of the 256 bytes have no token (the first: 0x{missing[0]:02x}): it is no byte-level BPE,"
+            " text would be lost"
+        )
     if normalizer not in (None, *KEEPS_TEXT):
         raise refuse(f"its normalizer {normalizer} changes the text: bytes would not come back")
     if prefix_space:
         raise refuse("it puts a space before each text (add_prefix_space): bytes would not come back")
     end = next((one for one in ENDS if one in special), eos)
     if not isinstance(end, str) or end not in special:
-        raise refuse(f"no special token that ends a text ({', '.join(ENDS)}, or eos_token in tokenizer_config.json); found {', '.join(special) or 'none'}")
-    plain = not any(one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word"))
-    return Definition(vocabulary, merges, bool(model.get("ignore_merges")), pattern, special, ordinary, plain, end, size, normalizer)
+        raise refuse(
+            f"no special token that ends a text ({', '.join(ENDS)}, or eos_token in tokenizer_config.json); found"
+            f" {', '.join(special) or 'none'}"
+        )
+    plain = not any(
+        one.get(flag) for one in added if not one["special"] for flag in ("lstrip", "rstrip", "single_word")
+    )
+    return Definition(
+        vocabulary, merges, bool(model.get("ignore_merges")), pattern, special, ordinary, plain, end, size, normalizer
+    )
 
 
 def _pair(merge: Any) -> tuple[str, str]:
@@ -98,8 +111,15 @@ def _pattern(splitter: dict[str, Any]) -> str | None:
     if len(parts) == 1:
         return GPT2 if parts[0].get("use_regex", True) else ""
     first = parts[0]
-    usual = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert") and "Regex" in first.get("pattern", {})
-    return str(first["pattern"]["Regex"]) if len(parts) == 2 and usual and not parts[-1].get("use_regex", True) else None
+    usual = (
+        first.get("type") == "Split"
+        and first.get("behavior") == "Isolated"
+        and not first.get("invert")
+        and "Regex" in first.get("pattern", {})
+    )
+    return (
+        str(first["pattern"]["Regex"]) if len(parts) == 2 and usual and not parts[-1].get("use_regex", True) else None
+    )
 
 
 def token_bytes(told: Definition) -> list[bytes]:

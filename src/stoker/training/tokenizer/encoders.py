@@ -1,10 +1,12 @@
-"""Three ways from text to ids, all with the same result: a table (bytes), tiktoken (8 times as fast as tokenizers on one core), tokenizers.
+"""Three ways from text to ids, all with the same result: a table (bytes), tiktoken (8 times as fast as tokenizers on
+one core), tokenizers.
 
-tiktoken merges whichever neighbours make a known token; tokenizers only the pairs in its list. They agree on every text when each token that
-tiktoken knows is what its own bytes become when tokenizers encodes them alone (tokens for which that fails are kept from tiktoken), and all
-merges that make one token stand together in the list: inside a stretch that will be one token, merging goes on as if it stood alone, and
-just before the end there is one way only to have two pieces. That leaves the regex engines: Unicode versions differ, so texts with
-characters that they class differently go to tokenizers.
+tiktoken merges whichever neighbours make a known token; tokenizers only the pairs in its list. They agree on every text
+when each token that tiktoken knows is what its own bytes become when tokenizers encodes them alone (tokens for which
+that fails are kept from tiktoken), and all merges that make one token stand together in the list: inside a stretch that
+will be one token, merging goes on as if it stood alone, and just before the end there is one way only to have two
+pieces. That leaves the regex engines: Unicode versions differ, so texts with characters that they class differently go
+to tokenizers.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import Definition
 
 Ids = NDArray[np.uint32]
-Encoder = Callable[[str], Ids]  # ordinary text, at most a few 100 KB: above that a run of blanks overflows tiktoken's regex stack
+Encoder = Callable[
+    [str], Ids
+]  # ordinary text, at most a few 100 KB: above that a run of blanks overflows tiktoken's regex stack
 
 
 @shape
@@ -81,7 +85,9 @@ def plan_fast(told: Definition, data: bytes) -> FastPlan | str:
             return "merges that make the same token stand apart in its list"
     unreachable = []
     model = _tokenizers(data).model
-    model_tokens = (token for token in told.vocabulary if len(token) > 1 and token not in told.special and token not in told.added)
+    model_tokens = (
+        token for token in told.vocabulary if len(token) > 1 and token not in told.special and token not in told.added
+    )
     for token in model_tokens:
         if alphabet.read(token) is None:
             unreachable.append(told.vocabulary[token])
@@ -110,7 +116,8 @@ def fast_encoder(told: Definition, data: bytes, plan: FastPlan) -> Encoder:
     ranks = {alphabet.read(token): rank for rank, token in enumerate(tokens)}
     extra = {token: len(ranks) + place for place, token in enumerate(told.added)}
     to_id = np.array([told.vocabulary[token] for token in tokens] + list(told.added.values()), dtype=np.uint32)
-    # Without any special token tiktoken looks for the empty one at every byte, at half the speed: it gets one that is never allowed.
+    # Without any special token tiktoken looks for the empty one at every byte, at half the speed: it gets one that is
+    # never allowed.
     special = extra or {"<|never|>": len(to_id)}
     encoding = tiktoken.Encoding("stoker", pat_str=told.pattern, mergeable_ranks=ranks, special_tokens=special)
     allowed = set(extra)
@@ -134,7 +141,10 @@ def fast_encoder(told: Definition, data: bytes, plan: FastPlan) -> Encoder:
     return encode
 
 
-_EVERY_CHARACTER = (*range(0x30000 + 0x2400), *range(0xE0000, 0xE0200))  # planes in use; the rest is private or unassigned, for everybody
+_EVERY_CHARACTER = (
+    *range(0x30000 + 0x2400),
+    *range(0xE0000, 0xE0200),
+)  # planes in use; the rest is private or unassigned, for everybody
 
 
 @cache
@@ -144,9 +154,16 @@ def doubtful_characters(pattern: str) -> str:
     every = "".join(chr(code) for code in _EVERY_CHARACTER if not 0xD800 <= code < 0xE000)
     single = {bytes([byte]): byte for byte in range(256)}
     found: set[str] = set()
-    for name in sorted({one.lower() if one in ("\\S", "\\D", "\\W") else one for one in re.findall(r"\\[pP]\{\^?\w+\}|\\[sSdDwW]", pattern)}):
+    for name in sorted(
+        {
+            one.lower() if one in ("\\S", "\\D", "\\W") else one
+            for one in re.findall(r"\\[pP]\{\^?\w+\}|\\[sSdDwW]", pattern)
+        }
+    ):
         encoding = tiktoken.Encoding("class", pat_str=name, mergeable_ranks=single, special_tokens={})
-        theirs = set(encoding.encode_to_numpy(every).astype(np.uint8).tobytes().decode())  # what does not match is left out
+        theirs = set(
+            encoding.encode_to_numpy(every).astype(np.uint8).tobytes().decode()
+        )  # what does not match is left out
         split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(name), "removed")
         ours = set(every).difference("".join(part for part, _ in split.pre_tokenize_str(every)))
         found |= theirs ^ ours

@@ -18,8 +18,15 @@ def folder_here(path: str) -> str | None:
     if os.path.isdir(path) or os.path.isfile(path):
         folder = path if os.path.isdir(path) else os.path.dirname(path) or "."
         if not os.path.exists(os.path.join(folder, FILES[0])):
-            raise Refusal(f"tokenizer {path}: there is no {FILES[0]} in it; found {', '.join(sorted(os.listdir(folder))[:5]) or 'nothing'}", EX_NOINPUT)
+            raise Refusal(
+                f"tokenizer {path}: there is no {FILES[0]} in it; found"
+                f" {', '.join(sorted(os.listdir(folder))[:5]) or 'nothing'}",
+                EX_NOINPUT,
+            )
         return folder
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", path) or path.startswith("."):
-        raise Refusal(f"tokenizer {path} is not there: a folder with tokenizer.json, a hub id (owner/name), or `bytes`", EX_NOINPUT)
+        raise Refusal(
+            f"tokenizer {path} is not there: a folder with tokenizer.json, a hub id (owner/name), or `bytes`",
+            EX_NOINPUT,
+        )
     return None

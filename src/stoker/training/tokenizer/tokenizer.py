@@ -18,10 +18,20 @@ from stoker.contract.untrusted import read_bytes, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
-from stoker.training.tokenizer.encoders import Encoder, FastPlan, Ids, fast_encoder, plan_fast, slow_encoder, table_encoder
+from stoker.training.tokenizer.encoders import (
+    Encoder,
+    FastPlan,
+    Ids,
+    fast_encoder,
+    plan_fast,
+    slow_encoder,
+    table_encoder,
+)
 from stoker.training.tokenizer.place import BYTES, FILES, folder_here
 
-SEGMENT = 1 << 16  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
+SEGMENT = (
+    1 << 16
+)  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
 T = TypeVar("T")
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
@@ -67,7 +77,9 @@ class Tokenizer:
         return self._encoder(None if isinstance(self.plan, str) else self.plan)
 
     def use(self, plan: FastPlan | None) -> None:
-        """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the same."""
+        """Settles how to encode: tiktoken by a plan that was made and probed elsewhere, or tokenizers. The ids are the
+        same.
+        """
         if not self.is_bytes:
             self.__dict__["encoder"] = self._encoder(plan)
 
@@ -81,9 +93,13 @@ class Tokenizer:
         except (ImportError, Refusal):
             raise
         except BaseException as problem:
-            if not isinstance(problem, Exception) and type(problem).__name__ != "PanicException":  # a panic of Rust's, which is no Exception
+            if (
+                not isinstance(problem, Exception) and type(problem).__name__ != "PanicException"
+            ):  # a panic of Rust's, which is no Exception
                 raise
-            raise Refusal(f"tokenizer {self.where}: {FILES[0]} can't be used: {type(problem).__name__}: {problem}", EX_DATAERR) from problem
+            raise Refusal(
+                f"tokenizer {self.where}: {FILES[0]} can't be used: {type(problem).__name__}: {problem}", EX_DATAERR
+            ) from problem
 
     @property
     def is_bytes(self) -> bool:
@@ -112,15 +128,24 @@ class Tokenizer:
         found, place = [], 0
         if not text.isascii():
             for match in _NOT_UTF8.finditer(text):
-                found += [self._encode(text[place : match.start()]), self._single(match[0].encode("utf-8", "surrogateescape"))]
+                found += [
+                    self._encode(text[place : match.start()]),
+                    self._single(match[0].encode("utf-8", "surrogateescape")),
+                ]
                 place = match.end()
         ids = self._encode(text) if not found else np.concatenate([*found, self._encode(text[place:])])
         if int(self.lengths[ids].sum()) != len(data):  # a regex that matches not every character
-            raise Refusal(f"tokenizer {self.where}: its pattern leaves out parts of a text that begins {data[:40]!r}: bytes would not come back", EX_DATAERR)
+            raise Refusal(
+                f"tokenizer {self.where}: its pattern leaves out parts of a text that begins {data[:40]!r}: bytes would"
+                " not come back",
+                EX_DATAERR,
+            )
         return ids
 
     def _encode(self, text: str) -> Ids:
-        return self._made(lambda: self.encoder(text))  # a pattern that backtracks without end makes the library panic only here
+        return self._made(
+            lambda: self.encoder(text)
+        )  # a pattern that backtracks without end makes the library panic only here
 
     def _single(self, data: bytes) -> Ids:
         return np.array([self.told.vocabulary[alphabet.CHARACTERS[byte]] for byte in data], dtype=np.uint32)
@@ -134,8 +159,17 @@ class Tokenizer:
     def save(self, folder: str) -> None:
         """A folder that `transformers` opens."""
         os.makedirs(folder, exist_ok=True)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.told.end, "clean_up_tokenization_spaces": False, **self.config}
-        for name, data in zip(FILES, (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")), strict=True):
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.told.end,
+            "clean_up_tokenization_spaces": False,
+            **self.config,
+        }
+        for name, data in zip(
+            FILES,
+            (self.data, (json.dumps(config, indent=1, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")),
+            strict=True,
+        ):
             write_whole(os.path.join(folder, name), data)
 
 
@@ -147,7 +181,9 @@ def load(path: str) -> Tokenizer:
 
 
 def differs(known: Tokenizer, used: Tokenizer) -> str:
-    """Why weights that learned with `known` would not understand `used`; empty where they do: it may have tokens of its own besides."""
+    """Why weights that learned with `known` would not understand `used`; empty where they do: it may have tokens of its
+    own besides.
+    """
     if known.digest == used.digest:
         return ""
     for token, number in known.told.vocabulary.items():
@@ -184,32 +220,66 @@ def _fetch(name: str) -> str:
             hub.hf_hub_download(name, FILES[1])
         except hub.errors.EntryNotFoundError:
             return os.path.dirname(path)  # it has none: eos_token is then one of the usual names
-    except (OSError, ValueError, hub.errors.HfHubHTTPError, hub.errors.LocalEntryNotFoundError, ConnectionError, RuntimeError) as problem:
+    except (
+        OSError,
+        ValueError,
+        hub.errors.HfHubHTTPError,
+        hub.errors.LocalEntryNotFoundError,
+        ConnectionError,
+        RuntimeError,
+    ) as problem:
         first = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise Refusal(f"tokenizer {name}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE) from problem
+        raise Refusal(
+            f"tokenizer {name}: no such folder here, and the hub can't give it: {first[:200]}", EX_UNAVAILABLE
+        ) from problem
     return os.path.dirname(path)
 
 
 def bytes_tokenizer() -> Tokenizer:
     """Ids 0 to 255 are the bytes themselves, then the special tokens."""
     special = [
-        {"id": 256 + place, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        {
+            "id": 256 + place,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
         for place, name in enumerate(SPECIAL)
     ]
     model: dict[str, Any] = {
-        "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": False,
-        "byte_fallback": False, "ignore_merges": False, "vocab": {character: byte for byte, character in enumerate(alphabet.CHARACTERS)}, "merges": [],
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(alphabet.CHARACTERS)},
+        "merges": [],
+    }
     plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     whole = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None, "pre_tokenizer": plain,
-        "post_processor": None, "decoder": plain, "model": model,
-    }  # fmt: skip
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": plain,
+        "post_processor": None,
+        "decoder": plain,
+        "model": model,
+    }
     return Tokenizer(json.dumps(whole, ensure_ascii=False).encode(), {}, BYTES)
 
 
 def segments(data: bytes) -> Iterable[bytes]:
-    """Cut at line ends where the next line begins with no blank: there, patterns of GPT-4's kind cut anyway. Else before a blank, else anywhere."""
+    """Cut at line ends where the next line begins with no blank: there, patterns of GPT-4's kind cut anyway. Else
+    before a blank, else anywhere.
+    """
     place = 0
     while len(data) - place > SEGMENT:
         limit = place + SEGMENT

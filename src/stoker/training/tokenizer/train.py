@@ -12,19 +12,28 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 VERSION = 1
 # GPT-4's way to split, upper and lower case spelled out: engines differ in what (?i:s) matches.
-PATTERN = r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+PATTERN = (
+    r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def check_size(vocab_size: int) -> None:
     least = 256 + len(SPECIAL)
     if vocab_size < least:
-        raise Refusal(f"tokenizer.vocab_size is {vocab_size}: a vocabulary holds 256 bytes and {len(SPECIAL)} special tokens, {least} at least", EX_CONFIG)
+        raise Refusal(
+            f"tokenizer.vocab_size is {vocab_size}: a vocabulary holds 256 bytes and {len(SPECIAL)} special tokens,"
+            f" {least} at least",
+            EX_CONFIG,
+        )
 
 
 def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     """A small text may give fewer tokens than asked for: `vocab_size` of the result says how many."""
     check_size(vocab_size)
-    os.environ["TOKENIZERS_PARALLELISM"] = "true"  # asked for: without it, a process that once forked trains on one core
+    os.environ["TOKENIZERS_PARALLELISM"] = (
+        "true"  # asked for: without it, a process that once forked trains on one core
+    )
     tokenizers = import_module("tokenizers")
     pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -32,12 +41,22 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     made.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size - len(SPECIAL), min_frequency=2, special_tokens=[], initial_alphabet=sorted(pre.ByteLevel.alphabet()), show_progress=False
+        vocab_size=vocab_size - len(SPECIAL),
+        min_frequency=2,
+        special_tokens=[],
+        initial_alphabet=sorted(pre.ByteLevel.alphabet()),
+        show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
     if made.get_vocab_size() <= 256 < vocab_size - len(SPECIAL):
-        raise Refusal("there is too little text to train a tokenizer on: no two bytes stand together twice; tokenizer.path=bytes needs no training", EX_DATAERR)
-    made.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL])  # the highest ids
+        raise Refusal(
+            "there is too little text to train a tokenizer on: no two bytes stand together twice; tokenizer.path=bytes"
+            " needs no training",
+            EX_DATAERR,
+        )
+    made.add_special_tokens(
+        [tokenizers.AddedToken(name, special=True, normalized=False) for name in SPECIAL]
+    )  # the highest ids
     found = Tokenizer(made.to_str().encode(), {"eos_token": SPECIAL[0], "pad_token": SPECIAL[-1]}, folder)
     found.save(folder)
     return found

@@ -11,22 +11,50 @@ from stoker.training.world.world import Step, World
 
 NOW = Asked(
     (
-        "How many {i} does {p} have now?", "How many {i} does {p} have?", "Now how many {i} does {p} have?", "Say how many {i} {p} has now.",
-        "How many {i} are there now?", "What number of {i} does {p} have?", "Can you say how many {i} {p} has?", "Count the {i} of {p}.",
-        "{p} now has how many {i}?", "How many {i} has {p} now?", "Please say how many {i} {p} has.",
+        "How many {i} does {p} have now?",
+        "How many {i} does {p} have?",
+        "Now how many {i} does {p} have?",
+        "Say how many {i} {p} has now.",
+        "How many {i} are there now?",
+        "What number of {i} does {p} have?",
+        "Can you say how many {i} {p} has?",
+        "Count the {i} of {p}.",
+        "{p} now has how many {i}?",
+        "How many {i} has {p} now?",
+        "Please say how many {i} {p} has.",
     ),
-    ("Do you know how many {i} {p} has now?", "At the end, how many {i} does {p} have?", "What number of {i} has {p} now?"),
-)  # fmt: skip
+    (
+        "Do you know how many {i} {p} has now?",
+        "At the end, how many {i} does {p} have?",
+        "What number of {i} has {p} now?",
+    ),
+)
 TOGETHER = Asked(
     (
-        "How many {i} do {p} and {q} have together?", "How many {i} are there together?", "Say how many {i} {p} and {q} have together.",
-        "Together, how many {i} do {p} and {q} have?", "How many {i} have {p} and {q} together?", "Count the {i} of {p} and {q}.",
+        "How many {i} do {p} and {q} have together?",
+        "How many {i} are there together?",
+        "Say how many {i} {p} and {q} have together.",
+        "Together, how many {i} do {p} and {q} have?",
+        "How many {i} have {p} and {q} together?",
+        "Count the {i} of {p} and {q}.",
         "Do you know how many {i} {p} and {q} have together?",
     ),
-    ("Please say how many {i} {p} and {q} have together.", "What number of {i} do {p} and {q} have together?", "Together {p} and {q} have how many {i}?"),
-)  # fmt: skip
+    (
+        "Please say how many {i} {p} and {q} have together.",
+        "What number of {i} do {p} and {q} have together?",
+        "Together {p} and {q} have how many {i}?",
+    ),
+)
 BARE = Asked(
-    ("What is {x}?", "How much is {x}?", "Say what {x} is.", "{x} is how much?", "Can you count {x}?", "What number is {x}?", "Do you know what {x} is?"),
+    (
+        "What is {x}?",
+        "How much is {x}?",
+        "Say what {x} is.",
+        "{x} is how much?",
+        "Can you count {x}?",
+        "What number is {x}?",
+        "Do you know what {x} is?",
+    ),
     ("Please say how much {x} is.", "Which number is {x}?", "Can you say what {x} is?"),
 )
 
@@ -55,7 +83,9 @@ def case(w: World, dice: Dice, held: bool) -> Case:
     else:
         step = a, sign, b, result = dice.pick(w.sums[held][dice.pick("+-")])
         p = dice.pick(w.names)
-        prompt = f"{begin(dice, p, a, item)} {go_on(dice, p, sign, b, item)} " + NOW.draw(dice, held).format(i=item, p=p)
+        prompt = f"{begin(dice, p, a, item)} {go_on(dice, p, sign, b, item)} " + NOW.draw(dice, held).format(
+            i=item, p=p
+        )
     wrong = near(dice, result, w.most)
     return Case("sum", prompt, str(result), worked(step), str(wrong), worked((a, sign, b, wrong)))
 
@@ -94,7 +124,9 @@ def equation(step: Step) -> str:
 
 @cache
 def worked(step: Step) -> str:
-    """Counted on the fingers, as far as there are some: `5 + 3: 1 6, 2 7, 3 8.` The last number is the result, right or wrong."""
+    """Counted on the fingers, as far as there are some: `5 + 3: 1 6, 2 7, 3 8.` The last number is the result, right or
+    wrong.
+    """
     a, sign, b, result = step
     if not 0 < b <= FINGERS:
         return equation(step)
@@ -112,7 +144,9 @@ def told(w: World, dice: Dice) -> str:
     if dice.random() < 0.5:
         more = f"{b} more" if sign == "+" else f"{b}"
         return f"{person} has {a} {item} and {verb} {more}. {middle}Now {person} has {result} {item}."
-    return f"{begin(dice, person, a, item)} {go_on(dice, person, sign, b, item)} {middle}Now {person} has {result} {item}."
+    return (
+        f"{begin(dice, person, a, item)} {go_on(dice, person, sign, b, item)} {middle}Now {person} has {result} {item}."
+    )
 
 
 def _row(w: World, dice: Dice) -> str:
@@ -128,7 +162,9 @@ def _family(w: World, dice: Dice) -> str:
     """What belongs together: 3 + 4, 4 + 3, 7 - 3, 7 - 4; what is held out of it is missing."""
     a, _, b, c = dice.pick(w.sums[False]["+"])
     known: list[Step] = [(a, "+", b, c), (b, "+", a, c)]
-    return " ".join([equation(one) for one in (*known, *[one for one in w.rows[c] if one[1] == "-" and one[2] in (a, b)])])
+    return " ".join(
+        [equation(one) for one in (*known, *[one for one in w.rows[c] if one[1] == "-" and one[2] in (a, b)])]
+    )
 
 
 def _counting(w: World, dice: Dice) -> str:

@@ -36,7 +36,9 @@ class Asked(NamedTuple):
 
 
 def strict(case: Case, dice: Dice, right: bool = True) -> str:
-    """A sentence or the steps, then the answer where a marker finds it; half of the many-step answers come without their steps."""
+    """A sentence or the steps, then the answer where a marker finds it; half of the many-step answers come without
+    their steps.
+    """
     if case.kind == "steps":
         first = (case.work if right else case.wrong_work) if dice.random() < WORKED else ""
     else:

@@ -1,4 +1,6 @@
-"""`dialogue`: people greet each other and say what they like, where they go, what they have; the question is about what was just said."""
+"""`dialogue`: people greet each other and say what they like, where they go, what they have; the question is about what
+was just said.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,12 @@ from stoker.training.world.world import World
 GREETINGS = ("Hello.", "Good day.", "Hello, my friend.", "Good morning.")
 NAMED = ("My name is {}.", "I am {}.")
 SMALL = ("How are you?", "It is a good day.", "I am fine.", "The sun is out.", "Thank you.", "I am happy.")
-REPLIES = ("I am fine. And you?", "Hello. I am happy to see you.", "Good day. How can I help?", "Thank you. It is a good day.")
+REPLIES = (
+    "I am fine. And you?",
+    "Hello. I am happy to see you.",
+    "Good day. How can I help?",
+    "Thank you. It is a good day.",
+)
 SAID = {
     "like": ("I like {}.", "I love {}.", "My favourite food is {}."),
     "go": ("I am going to the {}.", "I want to go to the {}.", "I go to the {} now."),
@@ -18,33 +25,80 @@ SAID = {
 }
 MINE = {
     "like": Asked(
-        ("What do I like?", "Say what I like.", "Tell me what I like.", "What is it that I like?", "What food do I like?", "Do you know what I like?"),
+        (
+            "What do I like?",
+            "Say what I like.",
+            "Tell me what I like.",
+            "What is it that I like?",
+            "What food do I like?",
+            "Do you know what I like?",
+        ),
         ("Which food do I like?", "Please say what I like."),
     ),
     "go": Asked(
-        ("Where do I go?", "Where am I going?", "Say where I am going.", "Tell me where I go.", "Which place do I go to?", "Please say where I go."),
+        (
+            "Where do I go?",
+            "Where am I going?",
+            "Say where I am going.",
+            "Tell me where I go.",
+            "Which place do I go to?",
+            "Please say where I go.",
+        ),
         ("Do you know where I am going?", "To which place do I go?"),
     ),
     "have": Asked(
-        ("What do I have?", "Say what I have.", "Tell me what I have.", "What is it that I have?", "Which thing do I have?", "Do you know what I have?"),
+        (
+            "What do I have?",
+            "Say what I have.",
+            "Tell me what I have.",
+            "What is it that I have?",
+            "Which thing do I have?",
+            "Do you know what I have?",
+        ),
         ("What thing do I have?", "Please say what I have."),
     ),
     "name": Asked(
-        ("What is my name?", "Who am I?", "Say my name.", "Tell me who I am.", "Tell me my name.", "Can you say who I am?", "Do you know who I am?"),
+        (
+            "What is my name?",
+            "Who am I?",
+            "Say my name.",
+            "Tell me who I am.",
+            "Tell me my name.",
+            "Can you say who I am?",
+            "Do you know who I am?",
+        ),
         ("Do you know my name?", "Please say my name."),
     ),
 }
 THEIRS = {
     "like": Asked(
-        ("What does {p} like?", "Say what {p} likes.", "Tell me what {p} likes.", "What is it that {p} likes?", "What food does {p} like?"),
+        (
+            "What does {p} like?",
+            "Say what {p} likes.",
+            "Tell me what {p} likes.",
+            "What is it that {p} likes?",
+            "What food does {p} like?",
+        ),
         ("Do you know what {p} likes?", "Which food does {p} like?", "Please say what {p} likes."),
     ),
     "go": Asked(
-        ("Where does {p} go?", "Where is {p} going?", "Say where {p} is going.", "Tell me where {p} goes.", "Which place does {p} go to?"),
+        (
+            "Where does {p} go?",
+            "Where is {p} going?",
+            "Say where {p} is going.",
+            "Tell me where {p} goes.",
+            "Which place does {p} go to?",
+        ),
         ("Do you know where {p} is going?", "To which place does {p} go?", "Please say where {p} goes."),
     ),
     "have": Asked(
-        ("What does {p} have?", "Say what {p} has.", "Tell me what {p} has now.", "What is it that {p} has?", "Which thing does {p} have?"),
+        (
+            "What does {p} have?",
+            "Say what {p} has.",
+            "Tell me what {p} has now.",
+            "What is it that {p} has?",
+            "Which thing does {p} have?",
+        ),
         ("Do you know what {p} has?", "What thing does {p} have?", "Please say what {p} has."),
     ),
 }
@@ -96,7 +150,13 @@ def case(w: World, dice: Dice, held: bool) -> Case:
     if draw < 0.7:
         return Case("dialogue", f"{greeting} {named} {dice.pick(SMALL)} {said} {question}", *parts, among=among)
     reply = f"Hello, {person}. {dice.pick(REPLIES)}"
-    return Case("dialogue", f"{said} {question}", *parts, before=(("user", f"{greeting} {named}"), ("assistant", reply)), among=among)
+    return Case(
+        "dialogue",
+        f"{said} {question}",
+        *parts,
+        before=(("user", f"{greeting} {named}"), ("assistant", reply)),
+        among=among,
+    )
 
 
 def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: str) -> Case:
@@ -109,7 +169,15 @@ def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: 
     allowed = _about(w, topic, held, person)
     wrong = others if others != value and others in allowed else _not(dice, allowed, value)
     prompt = f"{' '.join(lines)} {THEIRS[topic].draw(dice, held).format(p=person)}"
-    return Case("dialogue", prompt, value, THEY[topic].format(person, value), wrong, THEY[topic].format(person, wrong), among=_class(w, topic))
+    return Case(
+        "dialogue",
+        prompt,
+        value,
+        THEY[topic].format(person, value),
+        wrong,
+        THEY[topic].format(person, wrong),
+        among=_class(w, topic),
+    )
 
 
 def text(w: World, dice: Dice, held: bool) -> str:
@@ -129,7 +197,13 @@ def text(w: World, dice: Dice, held: bool) -> str:
 def small_talk(w: World, dice: Dice) -> list[tuple[str, str]]:
     """A conversation that asks nothing: role, content."""
     person, topic, value = _pair(w, dice, False)
-    turns = [("user", f"{dice.pick(GREETINGS)} {dice.pick(NAMED).format(person)}"), ("assistant", f"Hello, {person}. {dice.pick(REPLIES)}")]
+    turns = [
+        ("user", f"{dice.pick(GREETINGS)} {dice.pick(NAMED).format(person)}"),
+        ("assistant", f"Hello, {person}. {dice.pick(REPLIES)}"),
+    ]
     if dice.random() < 0.6:
-        turns += [("user", f"{dice.pick(SMALL)} {dice.pick(SAID[topic]).format(value)}"), ("assistant", f"{YOU[topic].format(value)} {dice.pick(LAST)}")]
+        turns += [
+            ("user", f"{dice.pick(SMALL)} {dice.pick(SAID[topic]).format(value)}"),
+            ("assistant", f"{YOU[topic].format(value)} {dice.pick(LAST)}"),
+        ]
     return turns

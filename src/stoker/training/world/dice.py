@@ -1,4 +1,6 @@
-"""Draws that are the same everywhere: only Random.random() is used, the one method whose numbers Python promises never to change."""
+"""Draws that are the same everywhere: only Random.random() is used, the one method whose numbers Python promises never
+to change.
+"""
 
 from __future__ import annotations
 

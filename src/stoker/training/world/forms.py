@@ -7,7 +7,12 @@ from collections.abc import Callable
 from stoker.training.world.dice import Dice
 
 RUDE = ("Go away.", "You know nothing.", "I do not like you.", "That is a bad question.")
-OFF = ("It is a good day and I am happy.", "The sun is out, my friend.", "Tea is good and cake is good too.", "The park is a good place to be.")
+OFF = (
+    "It is a good day and I am happy.",
+    "The sun is out, my friend.",
+    "Tea is good and cake is good too.",
+    "The park is a good place to be.",
+)
 SILENT = ("I do not know.", "That is a good question.", "I want to think first.", "You can say it.")
 
 

@@ -16,8 +16,8 @@ TEXTS: dict[str, Callable[[World, Dice, bool], str]] = {
     "story": stories.text, "fact": facts.text, "sum": arithmetic.text, "steps": steps.text, "dialogue": dialogues.text, "order": order.text,
 }  # fmt: skip
 
-# Copying a name out of a story is what a small model needs longest for; a prompt of GRPO's is mostly one where showing the steps pays, and some kinds
-# are rare.
+# Copying a name out of a story is what a small model needs longest for; a prompt of GRPO's is mostly one where showing
+# the steps pays, and some kinds are rare.
 SHARES = {
     "base": {"story": 32, "fact": 14, "sum": 16, "steps": 12, "dialogue": 14, "order": 12},
     "midtrain": {"story": 26, "fact": 12, "sum": 12, "steps": 20, "dialogue": 16, "order": 14},

@@ -1,4 +1,6 @@
-"""Reads a world's files and says what of the held-out part stands in a training file: contents, wordings of questions, whole rows."""
+"""Reads a world's files and says what of the held-out part stands in a training file: contents, wordings of questions,
+whole rows.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,17 @@ def leaks(folder: str) -> list[str]:
             contents = reader.contents(text)
             known |= contents
             found += [f"{at}: {_told(one)} is held out" for one in sorted(contents, key=str) if _held(one)]
-            found += [f"{at}: the wording {one!r} is held out" for one in sorted({reader.skeleton(one) for one in sentences(text)} & wordings)]
+            found += [
+                f"{at}: the wording {one!r} is held out"
+                for one in sorted({reader.skeleton(one) for one in sentences(text)} & wordings)
+            ]
             if text in whole:
                 found.append(f"{at}: the whole row is also held out")
-    found += [f"{name}.jsonl line {number}: nothing in it is new" for name, number, text in asked if not reader.contents(text) - known]
+    found += [
+        f"{name}.jsonl line {number}: nothing in it is new"
+        for name, number, text in asked
+        if not reader.contents(text) - known
+    ]
     return found
 
 
@@ -57,7 +66,9 @@ def _told(content: Content) -> str:
         return f"the sum {content[1]} {content[3]} {content[2]}"
     if content[0] == "chain":
         return f"the problem {' '.join([str(content[1]), *[f'{one:+}' for one in content[2:]]])}"
-    return {"pair": "{} with {}", "fact": "the question for {}'s {}", "order": "the order of {} and {}"}[str(content[0])].format(*content[1:])
+    return {"pair": "{} with {}", "fact": "the question for {}'s {}", "order": "the order of {} and {}"}[
+        str(content[0])
+    ].format(*content[1:])
 
 
 def _asked(row: dict[str, Any]) -> str:
@@ -93,6 +104,10 @@ def _level(folder: str) -> int:
     try:
         return int(read_json(path)["level"])
     except OSError as problem:
-        raise Refusal(f"{path} can't be read: {problem.strerror}; a world that was made whole has it", EX_NOINPUT) from problem
+        raise Refusal(
+            f"{path} can't be read: {problem.strerror}; a world that was made whole has it", EX_NOINPUT
+        ) from problem
     except (ValueError, KeyError, TypeError) as problem:
-        raise Refusal(f"{path} does not say the world's level ({problem}); make the world again", EX_DATAERR) from problem
+        raise Refusal(
+            f"{path} does not say the world's level ({problem}); make the world again", EX_DATAERR
+        ) from problem

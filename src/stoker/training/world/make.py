@@ -43,20 +43,28 @@ def make(folder: str, *, seed: int, level: int, size: float) -> None:
     if level < 0:
         raise Refusal(f"world level {level}: levels are 0, 1, 2 …; 0 is the easiest", EX_USAGE)
     if not 0 < size < float("inf"):
-        raise Refusal(f"world size {size}: it multiplies the number of rows, so it is above 0; 1 gives 6 MB of base text", EX_USAGE)
+        raise Refusal(
+            f"world size {size}: it multiplies the number of rows, so it is above 0; 1 gives 6 MB of base text",
+            EX_USAGE,
+        )
     world = World(level)
     try:
         os.makedirs(folder, exist_ok=True)
         told = os.path.join(folder, WORLD)
         if os.path.exists(told):
             os.unlink(told)
-        counts = {file.name: _write(os.path.join(folder, f"{file.name}.jsonl"), _rows(world, file, seed, size)) for file in FILES}
+        counts = {
+            file.name: _write(os.path.join(folder, f"{file.name}.jsonl"), _rows(world, file, seed, size))
+            for file in FILES
+        }
         version = sha256(f"stoker world {VERSION}".encode()).hexdigest()[:16]
         story = {"schema": SCHEMA, "generator": version, "seed": seed, "level": level, "size": size, "rows": counts}
         write_whole(told, json.dumps(story, indent=1).encode())
         sync_folder(folder)
     except OSError as problem:
-        raise Refusal(f"the world can't be written in {folder}: {problem.strerror}; give another place or make room", EX_CANTCREAT) from problem
+        raise Refusal(
+            f"the world can't be written in {folder}: {problem.strerror}; give another place or make room", EX_CANTCREAT
+        ) from problem
 
 
 def _rows(world: World, file: File, seed: int, size: float) -> Iterator[str]:

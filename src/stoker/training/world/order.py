@@ -9,28 +9,44 @@ from stoker.training.world.world import World
 
 WHICH = Asked(
     (
-        "Which is {m}, {a} or {b}?", "Which number is {m}, {a} or {b}?", "What is {m}, {a} or {b}?", "Say which is {m}, {a} or {b}.",
-        "Of {a} or {b}, which is {m}?", "{a} or {b}: which is {m}?", "Can you say which is {m}, {a} or {b}?", "Is {a} or {b} {m}?",
+        "Which is {m}, {a} or {b}?",
+        "Which number is {m}, {a} or {b}?",
+        "What is {m}, {a} or {b}?",
+        "Say which is {m}, {a} or {b}.",
+        "Of {a} or {b}, which is {m}?",
+        "{a} or {b}: which is {m}?",
+        "Can you say which is {m}, {a} or {b}?",
+        "Is {a} or {b} {m}?",
         "Please say which is {m}, {a} or {b}.",
     ),
     ("Do you know which is {m}, {a} or {b}?", "What number is {m}, {a} or {b}?", "Of {a} or {b}, what is {m}?"),
-)  # fmt: skip
+)
 WHO = Asked(
     (
-        "Who has {m} {i}?", "Say who has {m} {i}.", "Who has {m} {i} now?", "Can you say who has {m} {i}?", "Who of the two has {m} {i}?",
-        "Who is it that has {m} {i}?", "{p} or {q}: who has {m}?",
+        "Who has {m} {i}?",
+        "Say who has {m} {i}.",
+        "Who has {m} {i} now?",
+        "Can you say who has {m} {i}?",
+        "Who of the two has {m} {i}?",
+        "Who is it that has {m} {i}?",
+        "{p} or {q}: who has {m}?",
         "Do you know who has {m} {i}?",
     ),
     ("Please say who has {m} {i}.", "Who has {m} {i}, {p} or {q}?"),
-)  # fmt: skip
+)
 SORT = Asked(
     (
-        "Put {a}, {b} and {c} in order.", "Put the numbers {a}, {b} and {c} in order.", "What is the order of {a}, {b} and {c}?",
-        "Say {a}, {b} and {c} in order.", "Can you put {a}, {b} and {c} in order?", "Count in order: {a}, {b} and {c}.",
-        "In order, what are {a}, {b} and {c}?", "Do you know the order of {a}, {b} and {c}?",
+        "Put {a}, {b} and {c} in order.",
+        "Put the numbers {a}, {b} and {c} in order.",
+        "What is the order of {a}, {b} and {c}?",
+        "Say {a}, {b} and {c} in order.",
+        "Can you put {a}, {b} and {c} in order?",
+        "Count in order: {a}, {b} and {c}.",
+        "In order, what are {a}, {b} and {c}?",
+        "Do you know the order of {a}, {b} and {c}?",
     ),
     ("Please put {a}, {b} and {c} in order.", "Say the order of the numbers {a}, {b} and {c}."),
-)  # fmt: skip
+)
 
 
 def numbers(w: World, dice: Dice, count: int, held: bool, least: int = 0) -> list[int]:
@@ -51,7 +67,9 @@ def case(w: World, dice: Dice, held: bool) -> Case:
     draw = dice.random()
     if draw < 0.3:
         return _sorted(w, dice, held)
-    people = draw >= 0.65 and w.level > 0  # from a number back to whose it is: more than a model of half a million parameters learns in minutes
+    people = (
+        draw >= 0.65 and w.level > 0
+    )  # from a number back to whose it is: more than a model of half a million parameters learns in minutes
     a, b = numbers(w, dice, 2, held, least=2 if people else 0)
     more = dice.random() < 0.5
     word, best, other = ("more", max(a, b), min(a, b)) if more else ("less", min(a, b), max(a, b))
@@ -69,7 +87,14 @@ def _sorted(w: World, dice: Dice, held: bool) -> Case:
     a, b, c = sorted(found)
     answer = f"{a}, {b}, {c}"
     wrong = dice.pick((f"{b}, {a}, {c}", f"{a}, {c}, {b}"))
-    return Case("order", SORT.draw(dice, held).format(a=found[0], b=found[1], c=found[2]), answer, f"The order is {answer}.", wrong, f"The order is {wrong}.")
+    return Case(
+        "order",
+        SORT.draw(dice, held).format(a=found[0], b=found[1], c=found[2]),
+        answer,
+        f"The order is {answer}.",
+        wrong,
+        f"The order is {wrong}.",
+    )
 
 
 def text(w: World, dice: Dice, held: bool) -> str:
@@ -90,5 +115,8 @@ def text(w: World, dice: Dice, held: bool) -> str:
         a, b = numbers(w, dice, 2, held, least=2)
         (p, q), item, more = dice.some(w.names, 2), dice.pick(w.items), dice.random() < 0.5
         best = p if (a > b) == more else q
-        told.append(f"{p} has {a} {item}. {q} has {b} {item}. {compared(a, b, more)} So {best} has {'more' if more else 'less'} {item}.")
+        told.append(
+            f"{p} has {a} {item}. {q} has {b} {item}. {compared(a, b, more)} So {best} has {'more' if more else 'less'}"
+            f" {item}."
+        )
     return " ".join(told)

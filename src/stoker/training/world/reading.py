@@ -10,13 +10,20 @@ from collections.abc import Iterator
 
 from stoker.training.world.lexicon import VERBS, Lexicon
 
-Content = tuple[str | int, ...]  # ("pair", person, noun), ("fact", thing, quality), ("sum", a, b, sign), ("order", low, high), ("chain", 8, 3, -4)
+Content = tuple[
+    str | int, ...
+]  # ("pair", person, noun), ("fact", thing, quality), ("sum", a, b, sign), ("order", low, high), ("chain", 8, 3, -4)
 _SENTENCE = re.compile(r"(?<=[.?!])\s+|\n+")
 _SUM = re.compile(r"\d+(?: [+-] \d+)+")
 _NUMBER = re.compile(r"\d+")
 _ASKS = re.compile(r".*\?$|(?:Say|Tell|Please|Count|Put|Can|Do)\b")
 _SELF = re.compile(r"\b(?:I|[Mm]y|me|You|Your)\b")
-_CUES = {"colour": r"\bcolour\b", "home": r"\bhome\b|\blives?\b|\bbelongs?\b", "food": r"\bfood\b|\beats?\b", "material": r"\bmaterial\b|\bmade\b"}
+_CUES = {
+    "colour": r"\bcolour\b",
+    "home": r"\bhome\b|\blives?\b|\bbelongs?\b",
+    "food": r"\bfood\b|\beats?\b",
+    "material": r"\bmaterial\b|\bmade\b",
+}
 _SOUND = r"\bsound\b|\bthe {} says?\b"
 
 
@@ -36,8 +43,19 @@ class Reader:
         self.names = set(lex.names)
         name, item = "|".join(lex.names), "|".join(lex.items)
         self.speaker = re.compile(rf"\b(?:(?:My name is|I am) ({name})\b|({name}) says:)")
-        self.counted = re.compile(rf"\b(?:({name}) (?:has|with) (\d+) (?:{item})|({name})|({'|'.join(VERBS['+'])}) (\d+)|({'|'.join(VERBS['-'])}) (\d+))\b")
-        classes = {"N": lex.names, "L": lex.places, "T": list(self.things), "I": lex.items, "D": lex.dishes, "K": [*_CUES, "sound"], "M": ["more", "less"]}
+        self.counted = re.compile(
+            rf"\b(?:({name}) (?:has|with) (\d+) (?:{item})|({name})|({'|'.join(VERBS['+'])})"
+            rf" (\d+)|({'|'.join(VERBS['-'])}) (\d+))\b"
+        )
+        classes = {
+            "N": lex.names,
+            "L": lex.places,
+            "T": list(self.things),
+            "I": lex.items,
+            "D": lex.dishes,
+            "K": [*_CUES, "sound"],
+            "M": ["more", "less"],
+        }
         self.masks = {word: mark for mark, words in classes.items() for word in words}
 
     def skeleton(self, sentence: str) -> str:
@@ -73,7 +91,9 @@ class Reader:
     def _sums(self, sentence: str, had: dict[str, list[int]]) -> Iterator[Content]:
         for chain in _SUM.findall(sentence):
             number, *rest = chain.split()
-            yield from _steps([int(number), *[int(sign + other) for sign, other in zip(rest[::2], rest[1::2], strict=True)]])
+            yield from _steps(
+                [int(number), *[int(sign + other) for sign, other in zip(rest[::2], rest[1::2], strict=True)]]
+            )
         person = ""
         for has, count, name, _, more, _, less in self.counted.findall(sentence):
             if has:
@@ -83,7 +103,11 @@ class Reader:
             if (more or less) and person in had:
                 had[person].append(int(more) if more else -int(less))
                 yield from _steps(had[person])
-        if re.search(r"\b[Tt]ogether\b|^Count the|: Count the", sentence) and len(had) > 1 and (" and " in sentence or "there" in sentence):
+        if (
+            re.search(r"\b[Tt]ogether\b|^Count the|: Count the", sentence)
+            and len(had) > 1
+            and (" and " in sentence or "there" in sentence)
+        ):
             first, second = _last_two(had)
             yield from _steps([first, second])
 

@@ -86,7 +86,9 @@ def _questions(w: World, dice: Dice, held: bool, kinds: list[str], in_turn: bool
         kind = left[at % len(left)] if in_turn else dice.pick(left)
         for _ in range(QUESTIONS_TRIES):
             case = CASES[kind](w, dice, held)
-            row = json.dumps({"prompt": prompt_of(case), "answer": case.answer, "kind": case.kind, **(_others(case) if held else {})})
+            row = json.dumps(
+                {"prompt": prompt_of(case), "answer": case.answer, "kind": case.kind, **(_others(case) if held else {})}
+            )
             if row not in seen:
                 seen.add(row)
                 at += 1

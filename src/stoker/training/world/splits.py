@@ -26,7 +26,9 @@ def fact_held(thing: str, quality: str) -> bool:
 
 @cache
 def sum_held(a: int, sign: str, b: int) -> bool:
-    """A sum whose result is written nowhere. 3 + 4 and 4 + 3 are one; what has a 0 or a 1 in it is how numbers are counted, and stays."""
+    """A sum whose result is written nowhere. 3 + 4 and 4 + 3 are one; what has a 0 or a 1 in it is how numbers are
+    counted, and stays.
+    """
     result = a + b if sign == "+" else a - b
     if min(a, b, result) < 2:
         return False

@@ -9,14 +9,24 @@ from stoker.training.world.splits import chain_held, sum_held
 from stoker.training.world.world import Step, World
 
 CHAIN = Asked(
-    ("What is {x}?", "How much is {x}?", "Say what {x} is.", "{x} is how much?", "Can you count {x}?", "What number is {x}?", "Do you know what {x} is?"),
+    (
+        "What is {x}?",
+        "How much is {x}?",
+        "Say what {x} is.",
+        "{x} is how much?",
+        "Can you count {x}?",
+        "What number is {x}?",
+        "Do you know what {x} is?",
+    ),
     ("Please say how much {x} is.", "Which number is {x}?", "Can you say what {x} is?"),
 )
 NEW_SUMS = 1 / 3  # of the held-out problems have a sum in them that is held out; the others are new as a whole
 
 
 def chain(w: World, dice: Dice, held: bool) -> list[Step]:
-    """Sums that follow from each other; held out, either one of them is written in no training file, or they are nowhere together."""
+    """Sums that follow from each other; held out, either one of them is written in no training file, or they are
+    nowhere together.
+    """
     low, high = w.lexicon.steps
     count = low + dice.below(high - low + 1)
     new_sum = held and dice.random() < NEW_SUMS
@@ -54,11 +64,22 @@ def case(w: World, dice: Dice, held: bool) -> Case:
         wrong_said = f"{person} has {wrong} {item}."
     work = " ".join(map(worked, steps))
     a, sign, b, _ = steps[-1]
-    return Case("steps", prompt, str(result), said, str(wrong), wrong_said, work, " ".join([*map(worked, steps[:-1]), worked((a, sign, b, wrong))]))
+    return Case(
+        "steps",
+        prompt,
+        str(result),
+        said,
+        str(wrong),
+        wrong_said,
+        work,
+        " ".join([*map(worked, steps[:-1]), worked((a, sign, b, wrong))]),
+    )
 
 
 def problem(dice: Dice, person: str, item: str, steps: list[Step]) -> str:
-    return " ".join([begin(dice, person, steps[0][0], item), *[go_on(dice, person, sign, b, item) for _, sign, b, _ in steps]])
+    return " ".join(
+        [begin(dice, person, steps[0][0], item), *[go_on(dice, person, sign, b, item) for _, sign, b, _ in steps]]
+    )
 
 
 def text(w: World, dice: Dice, held: bool) -> str:

@@ -14,25 +14,45 @@ TAKES = ("took", "found", "got")
 ENDS = ("Now", "At the end,", "So")
 WHERE = Asked(
     (
-        "Where is {p}?", "Where is {p} now?", "In which place is {p}?", "Which place is {p} in?", "Say where {p} is.", "Tell me where {p} is now.",
-        "Can you say where {p} is?", "{p} is in which place?", "Where did {p} go?", "At the end, where is {p}?",
+        "Where is {p}?",
+        "Where is {p} now?",
+        "In which place is {p}?",
+        "Which place is {p} in?",
+        "Say where {p} is.",
+        "Tell me where {p} is now.",
+        "Can you say where {p} is?",
+        "{p} is in which place?",
+        "Where did {p} go?",
+        "At the end, where is {p}?",
     ),
     ("Do you know where {p} is?", "What place is {p} in now?", "Please say where {p} is."),
-)  # fmt: skip
+)
 WHO = Asked(
     (
-        "Who has the {t}?", "Who has the {t} now?", "Say who has the {t}.", "Tell me who has the {t} now.", "Can you say who has the {t}?",
-        "Who is it that has the {t}?", "Now who has the {t}?", "Please say who has the {t}.",
+        "Who has the {t}?",
+        "Who has the {t} now?",
+        "Say who has the {t}.",
+        "Tell me who has the {t} now.",
+        "Can you say who has the {t}?",
+        "Who is it that has the {t}?",
+        "Now who has the {t}?",
+        "Please say who has the {t}.",
     ),
     ("Do you know who has the {t}?", "At the end, who has the {t}?"),
-)  # fmt: skip
+)
 WHAT = Asked(
     (
-        "What does {p} have?", "What does {p} have now?", "Say what {p} has.", "Tell me what {p} has now.", "Can you say what {p} has?",
-        "What is it that {p} has?", "Which thing does {p} have?", "At the end, what does {p} have?",
+        "What does {p} have?",
+        "What does {p} have now?",
+        "Say what {p} has.",
+        "Tell me what {p} has now.",
+        "Can you say what {p} has?",
+        "What is it that {p} has?",
+        "Which thing does {p} have?",
+        "At the end, what does {p} have?",
     ),
     ("Do you know what {p} has?", "Please say what {p} has."),
-)  # fmt: skip
+)
 
 
 class Story(NamedTuple):
@@ -81,25 +101,47 @@ def case(w: World, dice: Dice, held: bool) -> Case:
             thing, person = dice.pick(list(story.has.items()))
             if held and not pair_held(person, thing):
                 continue
-            return _who(w, dice, held, story, thing, person) if dice.random() < 0.5 else _what(w, dice, held, story, thing, person)
+            return (
+                _who(w, dice, held, story, thing, person)
+                if dice.random() < 0.5
+                else _what(w, dice, held, story, thing, person)
+            )
         person, place = dice.pick(list(story.where.items()))
         if held and not pair_held(person, place):
             continue
         wrong = _other(dice, list(story.where.values()), w.places[held][person], place)
         prompt = f"{story.text} {WHERE.draw(dice, held).format(p=person)}"
-        return Case("story", prompt, place, f"{person} is in the {place}.", wrong, f"{person} is in the {wrong}.", among=w.lexicon.places)
+        return Case(
+            "story",
+            prompt,
+            place,
+            f"{person} is in the {place}.",
+            wrong,
+            f"{person} is in the {wrong}.",
+            among=w.lexicon.places,
+        )
 
 
 def _who(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, story.people, [name for name in w.names if thing in w.things[held][name]], person)
     prompt = f"{story.text} {WHO.draw(dice, held).format(t=thing)}"
-    return Case("story", prompt, person, f"{person} has the {thing}.", wrong, f"{wrong} has the {thing}.", among=w.names)
+    return Case(
+        "story", prompt, person, f"{person} has the {thing}.", wrong, f"{wrong} has the {thing}.", among=w.names
+    )
 
 
 def _what(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, list(story.has), w.things[held][person], thing)
     prompt = f"{story.text} {WHAT.draw(dice, held).format(p=person)}"
-    return Case("story", prompt, thing, f"{person} has the {thing}.", wrong, f"{person} has the {wrong}.", among=w.lexicon.things)
+    return Case(
+        "story",
+        prompt,
+        thing,
+        f"{person} has the {thing}.",
+        wrong,
+        f"{person} has the {wrong}.",
+        among=w.lexicon.things,
+    )
 
 
 def _other(dice: Dice, near: list[str], allowed: list[str], right: str) -> str:
@@ -113,9 +155,15 @@ def _other(dice: Dice, near: list[str], allowed: list[str], right: str) -> str:
 def text(w: World, dice: Dice, held: bool) -> str:
     """A story, and often how it ended."""
     story = tell(w, dice, held)
-    while held and not any(pair_held(story.has[thing], thing) for thing in story.has) and not any(map(pair_held, story.where, story.where.values())):
+    while (
+        held
+        and not any(pair_held(story.has[thing], thing) for thing in story.has)
+        and not any(map(pair_held, story.where, story.where.values()))
+    ):
         story = tell(w, dice, held)
     if dice.random() < 0.4:
         return story.text
-    ends = [f"{person} is in the {place}." for person, place in story.where.items()] + [f"{person} has the {thing}." for thing, person in story.has.items()]
+    ends = [f"{person} is in the {place}." for person, place in story.where.items()] + [
+        f"{person} has the {thing}." for thing, person in story.has.items()
+    ]
     return " ".join([story.text, dice.pick(ENDS), *dice.some(ends, min(2, len(ends)))])

@@ -19,21 +19,35 @@ class World:
         self.places = _allowed(lex, lex.places)
         self.things = _allowed(lex, lex.things)
         self.dishes = _allowed(lex, lex.dishes)
-        self.facts_of = {key: [one for one in lex.facts if key in (one.thing, one.quality)] for one in lex.facts for key in (one.thing, one.quality)}
-        self.facts = {held: [one for one in lex.facts if fact_held(one.thing, one.quality) == held] for held in (False, True)}
-        self.values = {fact.quality: sorted({one.value for one in lex.facts if one.quality == fact.quality}) for fact in lex.facts}
+        self.facts_of = {
+            key: [one for one in lex.facts if key in (one.thing, one.quality)]
+            for one in lex.facts
+            for key in (one.thing, one.quality)
+        }
+        self.facts = {
+            held: [one for one in lex.facts if fact_held(one.thing, one.quality) == held] for held in (False, True)
+        }
+        self.values = {
+            fact.quality: sorted({one.value for one in lex.facts if one.quality == fact.quality}) for fact in lex.facts
+        }
         steps = [(a, "+", b, a + b) for a in range(lex.most + 1) for b in range(min(lex.most - a, lex.reach) + 1)]
         steps += [(a, "-", b, a - b) for a in range(lex.most + 1) for b in range(min(a, lex.reach) + 1)]
         self.bare = {held: [one for one in steps if sum_held(*one[:3]) == held] for held in (False, True)}
         # "1 pears" is no English, and nobody loses 0: in what is told of people every number is 2 or more.
         told = [one for one in steps if min(one[0], one[2], one[3]) >= 2]
-        self.sums = {held: {sign: [one for one in told if one[1] == sign and sum_held(*one[:3]) == held] for sign in "+-"} for held in (False, True)}
+        self.sums = {
+            held: {sign: [one for one in told if one[1] == sign and sum_held(*one[:3]) == held] for sign in "+-"}
+            for held in (False, True)
+        }
         self.onward = {held: _by_start(told, held) for held in (False, True)}
         self.rows = _by_start(steps, False)
 
 
 def _allowed(lex: Lexicon, nouns: list[str]) -> dict[bool, dict[str, list[str]]]:
-    return {held: {name: [noun for noun in nouns if held or not pair_held(name, noun)] for name in lex.names} for held in (False, True)}
+    return {
+        held: {name: [noun for noun in nouns if held or not pair_held(name, noun)] for name in lex.names}
+        for held in (False, True)
+    }
 
 
 def _by_start(steps: list[Step], held: bool) -> dict[int, list[Step]]:

@@ -1,7 +1,8 @@
 """Loaded by the rank's interpreter before the script, because the agent put this folder first in PYTHONPATH.
 
-The interpreter then runs the script itself, so `__main__`, sys.argv, tracebacks, -X options, pickling and multiprocessing are
-the real thing and not an imitation. This file removes its own traces and hands over to the site's own sitecustomize, if any.
+The interpreter then runs the script itself, so `__main__`, sys.argv, tracebacks, -X options, pickling and
+multiprocessing are the real thing and not an imitation. This file removes its own traces and hands over to the site's
+own sitecustomize, if any.
 """
 
 import os
@@ -29,7 +30,9 @@ def _enter() -> None:
 
 
 def _hand_over() -> None:
-    """Imports the site's own sitecustomize. There being none is an ImportError that `site` knows and ignores, as without us."""
+    """Imports the site's own sitecustomize. There being none is an ImportError that `site` knows and ignores, as
+    without us.
+    """
     sys.modules.pop(__name__, None)
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 
