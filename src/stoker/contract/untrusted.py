@@ -207,8 +207,14 @@ def lines_of(path: str | os.PathLike[str], longest: int = LONGEST_LINE) -> Itera
     with os.fdopen(open_regular(path), "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(longest + 1), b""), 1):
             if len(line) > longest:
-                raise ValueError(f"line {number} is longer than {longest >> 20} MB")
+                raise ValueError(f"line {number} is longer than {longest >> 20} MB")  # its end may never come
             yield line
+
+
+def text_lines(path: str | os.PathLike[str], longest: int = 1 << 20) -> Iterator[str]:
+    """The same as UTF-8 text, without a byte-order mark: what csv.reader takes. ValueError as above, or no UTF-8."""
+    for number, line in enumerate(lines_of(path, longest)):
+        yield (line if number else line.removeprefix(b"\xef\xbb\xbf")).decode()
 
 
 def is_count(text: str) -> bool:

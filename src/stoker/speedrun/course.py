@@ -23,7 +23,7 @@ from stoker.speedrun.keys import keys_of
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
-from stoker.speedrun.state import Entry, entries, recorded_otherwise
+from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
 
 CACHE = "cache"
 # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not
@@ -91,6 +91,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     if root == layout.private_runs(dict(environment)):
         make_private(root)
     folder = os.path.abspath(os.path.join(root, f"speedrun-{preset.name}{f'-{options.name}' if options.name else ''}"))
+    check_own(folder)
     data, prepare = _data(options, folder)
     lacking = what_it_lacks(preset, gpus, any(isinstance(place, File) for place in data.places["base"]))
     if lacking is not None and not options.plan:

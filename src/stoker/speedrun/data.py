@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import lines_of, open_regular, parse_json
+from stoker.contract.untrusted import lines_of, open_regular, parse_json, text_lines
 from stoker.training.data.ours import files_below
 
 TEXT, ROWS, PARQUET, CSV = (".txt", ".text", ".md"), (".jsonl", ".ndjson", ".json"), ".parquet", ".csv"
@@ -177,7 +177,6 @@ def _first_row(path: str) -> Any:
 
 def _is_mmlu(path: str) -> bool:
     try:
-        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            return len(next(csv.reader(file), [])) == 6
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        return len(next(csv.reader(text_lines(path)), [])) == 6
+    except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"--data: {path} can't be read: {problem}", EX_NOINPUT) from problem

@@ -185,7 +185,8 @@ def _read(index: str) -> dict[str, Any]:
         told = read_json(index)
     except (FileNotFoundError, ValueError):
         return {}  # it only saves reading: what it held is found again
-    return told["files"] if isinstance(told, dict) and told.get("schema") == SCHEMA else {}
+    files = told.get("files") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+    return files if isinstance(files, dict) else {}
 
 
 def copy_usable(role: str, sources: Sequence[str], target: str) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_CANTCREAT, EX_TEMPFAIL, Refusal
 from stoker.contract.shape import as_json, replace, shape
+from stoker.contract.typed import read_shape
 from stoker.contract.wholefile import write_json
 from stoker.control.record import ownership, reader
 from stoker.speedrun.keys import run_name
@@ -77,14 +79,13 @@ def result_of(run: str) -> dict[str, Any] | None:
 
 def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> dict[str, Entry]:
     """As the files have it now. chain.json only adds what files do not tell: time, energy, how it failed."""
-    told = reader.read_json(os.path.join(folder, CHAIN))
-    rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
-    before = {row["name"]: row for row in rows or () if isinstance(row, dict) and "name" in row}
+    before = {entry.name: entry for entry in _recorded(folder)}
     found: dict[str, Entry] = {}
     for stage in stages:
         key = keys[stage.name]
-        row = before.get(stage.name, {})
-        entry = _read(stage, row) if row.get("key") == key else Entry(stage.name, stage.stage, key)
+        entry = before.get(stage.name)
+        if entry is None or (entry.key, entry.stage) != (key, stage.stage):
+            entry = Entry(stage.name, stage.stage, key)
         run = run_of(folder, stage, keys)
         if stage.stage == REPORT:
             whole = all(os.path.exists(os.path.join(folder, name)) for name in stage.outputs) and all(
@@ -108,12 +109,7 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
 
 def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:
     """chain.json is of stages with other keys than these: of other settings, or of other code."""
-    told = reader.read_json(os.path.join(folder, CHAIN))
-    rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
-    return any(
-        isinstance(row, dict) and row.get("key") != keys.get(str(row.get("name")))
-        for row in (rows if isinstance(rows, list) else ())
-    )
+    return any(entry.key != keys.get(entry.name) for entry in _recorded(folder))
 
 
 def note_price(folder: str, price: float) -> None:
@@ -124,13 +120,17 @@ def note_price(folder: str, price: float) -> None:
     write_json(path, {**told, "price_per_hour": price}, durable=False)
 
 
-def _read(stage: Stage, row: Mapping[str, Any]) -> Entry:
-    known = {
-        name: row[name]
-        for name in ("key", "run", "status", "seconds", "attempts", "energy_wh", "cost", "began", "trouble")
-        if name in row
-    }
-    return Entry(stage.name, stage.stage, **known, restarts=tuple(row.get("restarts") or ()))
+def _recorded(folder: str) -> list[Entry]:
+    """The rows of chain.json; one that is damaged, or of another schema, counts as none."""
+    told = reader.read_json(os.path.join(folder, CHAIN))
+    rows = told.get("stages") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
+    found = []
+    for row in rows if isinstance(rows, list) else ():
+        try:
+            found.append(read_shape(Entry, row))
+        except ValueError:
+            continue  # it only adds what the run directories don't tell
+    return found
 
 
 def _lost_seconds(run: str, began: float | None) -> float:
@@ -167,6 +167,18 @@ def write_chain(folder: str, about: Mapping[str, Any], found: Mapping[str, Entry
     )
 
 
+def check_own(folder: str) -> None:
+    """Before anything in it is read: in a runs folder that several share, anybody can make one of this name."""
+    try:
+        about = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(about.st_mode) or not ownership.is_mine(about.st_uid, os.path.dirname(folder)):
+        raise Refusal(
+            f"the speedrun folder {folder} is not a folder of yours: give yours a --name of its own", EX_CANTCREAT
+        )
+
+
 def hold(folder: str) -> int:
     """Makes the folder, for its owner alone, and locks it for this process's life: two chains in one would run each
     stage twice.
@@ -175,10 +187,7 @@ def hold(folder: str) -> int:
     """
     try:
         os.makedirs(folder, 0o700, exist_ok=True)
-        if not ownership.is_mine(os.stat(folder).st_uid, os.path.dirname(folder)):
-            raise Refusal(
-                f"the speedrun folder {folder} belongs to another user: give yours a --name of its own", EX_CANTCREAT
-            )
+        check_own(folder)
         os.makedirs(runs_root(folder), exist_ok=True)
         os.makedirs(os.path.join(folder, LOGS), exist_ok=True)
         handle = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

@@ -12,6 +12,7 @@ from stoker.contract.shape import shape
 from stoker.control.doctor.debris import paths_in_use, walk
 from stoker.control.doctor.leftovers import AGENTS
 from stoker.control.machine import processes
+from stoker.control.record.ownership import cache_home
 
 
 @shape
@@ -35,6 +36,7 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
         *(("data", os.path.join(folder, "datasets"), ".*") for folder in dict.fromkeys(data)),
         ("compile", f"/tmp/torchinductor_{user}", ".*"),
         ("compile", os.path.join(home, ".triton", "cache"), ".*"),
+        ("compile", os.path.join(cache_home(environment), "compile"), ".*"),
         ("agent", os.path.join(home, ".cache", "stoker"), r"agent-.*"),
     ]
 

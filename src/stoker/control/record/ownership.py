@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Callable, Mapping
 
 from stoker.contract.names import EX_NOPERM, Refusal
 
@@ -46,6 +47,38 @@ def own_folder(root: str, name: str) -> str:
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not about.st_mode & 0o022:
             return candidate
     raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
+
+
+def closed(about: os.stat_result) -> bool:
+    """Nobody but its owner and root can write there. A group of the owner's own (of the same number) is no other user."""
+    others = stat.S_IWOTH | (0 if about.st_gid == about.st_uid else stat.S_IWGRP)
+    return stat.S_ISDIR(about.st_mode) and not about.st_mode & others
+
+
+def cache_home(environment: Mapping[str, str]) -> str:
+    """This user's own folder for what may be made again."""
+    base = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(base, "stoker")
+
+
+def private_cache(name: str, say: Callable[[str], None]) -> str:
+    """A folder of code that will be executed (compiled kernels): ours, and closed to everybody else. Never in a project,
+    whose folder may come from a stranger. Where there is no such place, a new one for this process alone.
+    """
+    path = os.path.join(cache_home(os.environ), name)
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+        about = os.lstat(path)
+        if is_mine(about.st_uid, os.path.dirname(path)) and closed(about):
+            return path
+        problem = "other users can write there"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    import tempfile
+
+    fresh = tempfile.mkdtemp(prefix=f"stoker-{name}-")
+    say(f"{path} can't be used ({problem}): compiled kernels are kept in {fresh}, for this start only")
+    return fresh
 
 
 def user_name(uid: int) -> str:

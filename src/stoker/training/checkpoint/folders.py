@@ -68,12 +68,12 @@ def put_in_place(fresh: str, final: str) -> None:
         remove(old)
 
 
-def mend(folder: str) -> None:
-    """A checkpoint that was being replaced when the writer died comes back."""
+def mend(folder: str, only: str = "") -> None:
+    """A checkpoint (or the folder `only`) that was being replaced when the writer died comes back."""
     if not os.path.isdir(folder):
         return
     for name in os.listdir(folder):
-        if name.startswith(_REPLACED):
+        if name == _REPLACED + only if only else name.startswith(_REPLACED):
             final = os.path.join(folder, name.removeprefix(_REPLACED))
             if os.path.isdir(final):
                 remove(os.path.join(folder, name))

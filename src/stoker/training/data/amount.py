@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract.names import Refusal
+from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import lines_of
 from stoker.training.config.schema import Config
 from stoker.training.data.prepared import Prepared
 from stoker.training.data.sources import FORMS, local_files, share_of
@@ -89,12 +90,16 @@ def of_prompts(config: Config) -> Amount:
 def lines_in(path: str) -> int:
     """That are not blank."""
     count = read = 0
-    with open(path, "rb") as file:
-        for line in file:
+    try:
+        for line in lines_of(path):
             count += not line.isspace()
             read += len(line)
             if read >= COUNTED:
                 break
+    except OSError as problem:
+        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
+    except ValueError as problem:
+        raise Refusal(f"{path}: {problem}: is this a row per line?", EX_DATAERR) from problem
     return round(count * os.path.getsize(path) / read) if read else 0
 
 

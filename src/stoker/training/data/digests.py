@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stoker.contract.untrusted import read_json
+from stoker.contract import typed
+from stoker.contract.untrusted import open_lock_file, open_regular, read_json
 from stoker.contract.wholefile import write_json
 
 BLOCK = 32 << 20
 SCHEMA = 1
+_FILES = "dict[str, tuple[list[int], str]]"
 SETTLED_NS = (
     2_000_000_000  # a file changed just now may change again within the clock's grain: its digest is not remembered
 )
@@ -55,7 +57,7 @@ def digest_files(paths: Sequence[str], cache: str, workers: int, say: Callable[[
 def _block(block: tuple[str, int]) -> bytes:
     path, begin = block
     whole = hashlib.sha256()
-    with open(path, "rb") as file:
+    with os.fdopen(open_regular(path), "rb") as file:
         file.seek(begin)
         left = BLOCK
         while left and (data := file.read(min(left, 1 << 20))):
@@ -67,13 +69,17 @@ def _block(block: tuple[str, int]) -> bytes:
 def _read(index: str) -> dict[str, list[object]]:
     try:
         told = read_json(index, 1 << 30)  # a line for each of a million files
+        files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
     except (FileNotFoundError, ValueError):
         return {}  # it only saves reading: what it held is found again
-    return told["files"] if isinstance(told, dict) and told.get("schema") == SCHEMA else {}
+    return files if told["schema"] == SCHEMA else {}
 
 
 def _remember(index: str, settled: dict[str, list[object]]) -> None:
     os.makedirs(os.path.dirname(index) or ".", exist_ok=True)
-    with open(index + ".lock", "w") as lock:
+    lock = open_lock_file(index + ".lock")
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_json(index, {"schema": SCHEMA, "files": {**_read(index), **settled}})
+    finally:
+        os.close(lock)

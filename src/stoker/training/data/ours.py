@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Iterator
 
 from stoker.contract import layout
+from stoker.contract.wholefile import write_whole
+from stoker.control.record import ownership
 
 TAG = "CACHEDIR.TAG"  # of the cache directory tagging specification: backups leave such a folder out, too
 _SIGNATURE = (
@@ -19,9 +21,25 @@ def tag(cache: str) -> None:
     """Marks the cache as one."""
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, TAG)
-    if not os.path.exists(path):
-        with open(path, "w", encoding="ascii") as file:
-            file.write(_SIGNATURE)
+    if not os.path.lexists(path):
+        write_whole(path, _SIGNATURE, durable=False)
+
+
+def own_cache(cache: str, say: Callable[[str], None]) -> str:
+    """The cache itself where only we can write to it, else a folder of our own in it: prepared data and tokenizers that
+    another user left there are not used.
+    """
+    try:
+        link, about = os.lstat(cache), os.stat(cache)
+    except FileNotFoundError:
+        return cache
+    parent = os.path.dirname(os.path.abspath(cache))
+    if all(ownership.is_mine(uid, parent) for uid in (link.st_uid, about.st_uid)) and ownership.closed(about):
+        return cache
+    own = ownership.own_folder(cache, f"user-{os.geteuid()}")
+    os.makedirs(own, 0o700, exist_ok=True)
+    say(f"data.cache {cache} is open to other users: yours is {own}")
+    return own
 
 
 def files_below(folder: str, say: Callable[[str], None]) -> Iterator[str]:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_DATAERR, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.training.data import shards
 from stoker.training.data.build import alone, build, whole
 from stoker.training.data.config import DataConfig
 from stoker.training.data.crew import ALONE, cores
 from stoker.training.data.digests import digest_files
 from stoker.training.data.learn import trained
-from stoker.training.data.ours import tag
+from stoker.training.data.ours import own_cache, tag
 from stoker.training.data.prepared import TOKENIZER, Prepared, from_manifest
 from stoker.training.data.read import conversations, texts
 from stoker.training.data.sources import Source, find_sources, share_of
@@ -68,6 +68,7 @@ def _room(folder: str) -> str:
 def _prepare(data: DataConfig, tokenizer: TokenizerConfig, say: Say, verify: bool) -> Prepared:
     if data.context_length < 1:
         raise Refusal(f"data.context_length is {data.context_length}: a sample has at least one token", EX_CONFIG)
+    data = replace(data, cache=own_cache(data.cache, say))
     workers = data.num_workers or cores()
     share = share_of(data.validation)
     train = find_sources(data.path, data.cache, say)

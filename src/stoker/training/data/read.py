@@ -4,6 +4,7 @@ and place.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from collections.abc import Iterator
@@ -142,7 +143,7 @@ def _text(row: dict[str, Any], key: str, place: str) -> bytes:
     if key not in row:
         hint = "; rows with messages are chats: data.kind=chat" if MESSAGES in row else _did_you_mean(key, row)
         raise Refusal(
-            f"{at(place)} has no {key!r}; its keys: {', '.join(map(str, row)) or 'none'}{hint} (data.text_key)",
+            f"{at(place)} has no {key!r}; its keys: {_names(row)}{hint} (data.text_key)",
             EX_DATAERR,
         )
     value = row[key]
@@ -167,9 +168,7 @@ class _NotAChat(ValueError):
 
 def _messages(row: dict[str, Any]) -> list[Message]:
     if MESSAGES not in row:
-        raise _NotAChat(
-            f" has no {MESSAGES!r}; its keys: {', '.join(map(str, row)) or 'none'}{_did_you_mean(MESSAGES, row)}"
-        )
+        raise _NotAChat(f" has no {MESSAGES!r}; its keys: {_names(row)}{_did_you_mean(MESSAGES, row)}")
     told = row[MESSAGES]
     if not isinstance(told, list) or not told:
         raise _NotAChat(
@@ -188,8 +187,13 @@ def _messages(row: dict[str, Any]) -> list[Message]:
     return found
 
 
+def _names(row: dict[str, Any]) -> str:
+    shown = ", ".join(str(name)[:80] for name in itertools.islice(row, 20))
+    return f"{shown} and {len(row) - 20} more" if len(row) > 20 else shown or "none"
+
+
 def _did_you_mean(key: str, names: Any) -> str:
-    return suggest(key, [str(name) for name in names])
+    return suggest(key, [str(name)[:80] for name in itertools.islice(names, 100)])
 
 
 def at(place: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from stoker.contract import typed
 from stoker.contract.untrusted import kind_of, read_json
 from stoker.contract.wholefile import write_json
 
@@ -75,6 +76,16 @@ class ShardWriter:
         return [{**about, "tokens": about["bytes"] // self.width} for about in self.files]
 
 
+_SPLIT = {
+    "tokens": "int", "bytes": "int", "documents": "int", "shards": "list[Any]", "masks?": "list[Any]", "samples?": "int | None",
+    "fill?": "float | None", "cut?": "int", "dropped?": "int",
+}  # fmt: skip
+_MANIFEST = {
+    "key": "str", "kind": "str", "context": "int | None", "tokenizer_digest": "str", "vocab_size": "int", "end_id": "int",
+    "seconds": "float", "splits": {"train": _SPLIT, "validation": _SPLIT},
+}  # fmt: skip
+
+
 def read_manifest(folder: str) -> dict[str, Any] | None:
     """None where there is none, or one of another schema."""
     try:
@@ -90,8 +101,9 @@ def _plain(manifest: dict[str, Any]) -> bool:
     """Its shards are files of its own folder, with sizes and sums. One that came with somebody's cache may name
     anything.
     """
-    splits = manifest.get("splits")
-    if not isinstance(splits, dict) or not all(isinstance(split, dict) for split in splits.values()):
+    try:
+        splits: dict[str, Any] = typed.read_fields(_MANIFEST, manifest)["splits"]
+    except ValueError:
         return False
     parts = [part for split in splits.values() for part in (split.get("shards"), split.get("masks", []))]
     return all(isinstance(part, list) and all(_is_shard(about) for about in part) for part in parts)

@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.shape import replace, shape
-from stoker.contract.untrusted import open_regular
+from stoker.contract.untrusted import text_lines
 from stoker.training.data import jsonl
 from stoker.training.data.parquet import open_parquet, read_rows
 from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusable, messages_of, mmlu_cells
@@ -19,6 +19,9 @@ from stoker.training.evaluate.questions import FORMS, Form, Question, Row, Unusa
 TOLERATED = 0.01  # a share of unusable rows that is skipped; from there on the file is wrong
 _PLAIN_NAMES = ("test", "train", "dev", "val", "validation")
 _ENDINGS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv")
+
+
+_MOST_CHARACTERS = 256 << 20  # of all questions of a file together
 
 
 @shape
@@ -198,7 +201,18 @@ def _parquet_rows(path: str) -> list[tuple[str, Row]]:
         raise Refusal(f"evaluate.tasks {path} is not there", EX_NOINPUT)
     table = open_parquet(path)
     groups = range(table.metadata.num_row_groups)
-    rows = [row for group in groups for some in read_rows(path, table, group, table.schema_arrow.names) for row in some]
+    rows: list[Row] = []
+    characters = 0
+    for group in groups:
+        for some in read_rows(path, table, group, table.schema_arrow.names):
+            rows += some
+            characters += sum(
+                len(value) for row in some for value in row.values() if isinstance(value, (str, bytes, list))
+            )
+            if characters > _MOST_CHARACTERS:
+                raise Refusal(
+                    f"evaluate.tasks {path} unpacks to more than {_MOST_CHARACTERS >> 20} MB of text", EX_DATAERR
+                )
     if not rows:
         raise Refusal(f"evaluate.tasks {path} has no rows", EX_NOINPUT)
     return [(f"row {number}", row) for number, row in enumerate(rows, 1)]
@@ -206,9 +220,8 @@ def _parquet_rows(path: str) -> list[tuple[str, Row]]:
 
 def _csv_rows(path: str) -> list[tuple[str, list[str]]]:
     try:
-        with os.fdopen(open_regular(path), encoding="utf-8-sig", newline="") as file:
-            rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(file), 1) if cells]
-    except (OSError, UnicodeDecodeError, csv.Error) as problem:
+        rows = [(f"row {number}", cells) for number, cells in enumerate(csv.reader(text_lines(path)), 1) if cells]
+    except (OSError, ValueError, csv.Error) as problem:
         raise Refusal(f"evaluate.tasks {path} can't be read: {problem}", EX_NOINPUT) from problem
     if rows and rows[0][1][-1].strip().lower() == "answer":
         rows = rows[1:]  # a copy with a header

@@ -8,6 +8,7 @@ import torch
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.schema import Config
+from stoker.training.data.ours import own_cache
 from stoker.training.data.read import texts
 from stoker.training.data.sources import find_sources
 from stoker.training.data.units import split
@@ -19,7 +20,7 @@ from stoker.training.tokenizer.tokenizer import Tokenizer
 
 def documents(c: Config, say: Callable[[str], None]) -> Iterator[bytes]:
     """Whole texts of jsonl, parquet or text files."""
-    sources = find_sources((c.evaluate.texts,), c.data.cache, say, "evaluate.texts")
+    sources = find_sources((c.evaluate.texts,), own_cache(c.data.cache, say), say, "evaluate.texts")
     begun = b""
     for span in split(sources, 0.0)[0]:
         for part, ends in texts(span, c.data.text_key):

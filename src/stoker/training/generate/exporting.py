@@ -51,9 +51,8 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
     shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
     with torch.device("meta"):
-        model = Decoder(
-            shape, context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048, torch.float32
-        )
+        model = Decoder(shape, 1, torch.float32)  # no table of angles for a context that nobody computes with here
+    model.context_length = context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048
     model.place(torch.device("cpu"))
     hf.load(model, folder, say)
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
@@ -74,7 +73,8 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
 
 def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
     opened = open_checkpoint(path)
-    told, context = opened.meta.get("model"), (opened.meta.get("data") or {}).get("context")
+    told, data = opened.meta.get("model"), opened.meta.get("data")
+    context = data.get("context") if isinstance(data, dict) else None
     if not isinstance(told, dict) or not isinstance(context, int):
         raise Refusal(
             f"{path} does not say which model it is of: it was written by something else than `stoker train`",

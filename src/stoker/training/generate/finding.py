@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import read_json
-from stoker.control.record import reader
+from stoker.control.record import ownership, reader
 from stoker.training.checkpoint.folders import steps_in
 from stoker.training.checkpoint.manifest import NAME as MANIFEST
 from stoker.training.model.hf_config import CONFIG
@@ -144,7 +145,7 @@ def _speedruns(root: str) -> Iterator[str]:
         yield from (
             entry.path
             for entry in os.scandir(root)
-            if not entry.is_symlink() and os.path.isdir(os.path.join(entry.path, STAGES))
+            if _is_own(entry, root) and os.path.isdir(os.path.join(entry.path, STAGES))
         )
 
 
@@ -153,7 +154,7 @@ def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str
     place = os.path.join(folder, inside) if inside else folder
     if not os.path.isdir(place):
         return []
-    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if not entry.is_symlink() and entry.is_dir()]
+    paths = [os.path.join(entry.path, HF) for entry in os.scandir(place) if _is_own(entry, place)]
     return sorted(
         (
             path
@@ -162,6 +163,12 @@ def _models(folder: str, inside: str = STAGES, scores: bool = False) -> list[str
         ),
         key=_made,
     )
+
+
+def _is_own(entry: os.DirEntry[str], folder: str) -> bool:
+    """Nobody gets a stranger's model without having named it."""
+    about = entry.stat(follow_symlinks=False)
+    return stat.S_ISDIR(about.st_mode) and ownership.is_mine(about.st_uid, folder)
 
 
 def _made(folder: str) -> float:

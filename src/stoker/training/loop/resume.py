@@ -12,6 +12,7 @@ from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import as_json, shape
+from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.model.config import ModelConfig
@@ -71,6 +72,8 @@ def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded
         hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
         raise Refusal(f"checkpoint {where} was trained with another tokenizer: {hint}", EX_CONFIG)
     theirs, mine = found.get("model", {}), as_json(model)
+    if not isinstance(theirs, dict):
+        raise Refusal(f"checkpoint {where} is damaged: its model is a {type(theirs).__name__}", EX_CONFIG)
     for key in _SHAPE:
         if key in theirs and theirs[key] != mine[key]:
             raise Refusal(
@@ -125,8 +128,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             return None
         where = steps[max(steps)]
     try:
-        with open(os.path.join(where, "manifest.json"), "rb") as file:
-            found = manifest.decode(file.read())
+        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), 2 << 30))
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before

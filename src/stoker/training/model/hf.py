@@ -176,7 +176,7 @@ def end_ids_of(tokenizer_folder: str | None) -> tuple[int, ...]:
         text = eos["content"] if isinstance(eos, dict) else eos
         added = {token["content"]: token["id"] for token in tokenizer.get("added_tokens") or ()}
         return (int(added[text]),) if text in added else ()
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as problem:
         raise Refusal(
             f"tokenizer {tokenizer_folder}: its eos_token can't be read: {type(problem).__name__}: {problem}",
             EX_DATAERR,

@@ -13,6 +13,7 @@ from stoker.contract.shape import shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
+from stoker.training.model.hf_config import shape_of
 from stoker.training.model.hf_names import EMBEDDING, HEAD, Part, places
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,6 +39,11 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     """
     found = stored_in(folder)
     wanted = {part.name: part for place in places(c) for part in place.parts}
+    rows, own = found[EMBEDDING].shape[:1] if EMBEDDING in found else (), shape_of(folder).vocab_size
+    if rows and rows != (own,):  # else 36 KB of a stranger's would ask for any number of new rows
+        raise Refusal(
+            f"model {folder}: {EMBEDDING} has {rows[0]} rows and config.json a vocab_size of {own}", EX_DATAERR
+        )
     for name, part in wanted.items():
         if name not in found:
             raise Refusal(f"model {folder}: {name} is missing from its weights", EX_DATAERR)

@@ -211,7 +211,7 @@ def _refuse_foreign_files(folder: str) -> None:
 
 def _sweep(parent: str, name: str) -> None:
     """What exports that were killed left behind: the one that was being replaced comes back, unfinished ones go."""
-    mend(parent)
+    mend(parent, only=name)
     host = socket.gethostname()
     for entry in os.listdir(parent):
         pid = entry.removeprefix(f".{name}.{host}-").removesuffix(".tmp")

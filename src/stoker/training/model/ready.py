@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.control.record.ownership import private_cache
 from stoker.training.model import fp8
 from stoker.training.model.decoder import Decoder, Linear
 from stoker.training.parallel.config import ComputeConfig
@@ -25,11 +26,12 @@ COMPILE_THREADS = (
 )
 
 
-def environment(cache: str) -> None:
+def environment(say: Callable[[str], None]) -> None:
     """Before CUDA and the compiler start. What the user has set stays."""
-    here = os.path.abspath(os.path.join(cache, "compile"))
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(here, "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(here, "triton"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ or "TRITON_CACHE_DIR" not in os.environ:
+        here = private_cache("compile", say)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(here, "inductor"))
+        os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(here, "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(COMPILE_THREADS, len(os.sched_getaffinity(0)))))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (

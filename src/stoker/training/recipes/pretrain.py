@@ -38,7 +38,7 @@ def learn(name: str, argv: list[str]) -> int:
     c = resolved.config
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)
-    ready.environment(c.data.cache)
+    ready.environment(stage.from_rank_0)
     on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"
     compiler = (
         ready.warm_compiler()

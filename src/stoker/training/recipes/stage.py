@@ -40,7 +40,7 @@ def settings(argv: list[str], training: str = "") -> Config:
     """`training`: the stage's name, of one that trains: what nobody gave is derived."""
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0)
     c = resolved.config
-    ready.environment(c.data.cache)
+    ready.environment(from_rank_0)
     return with_stage_defaults(training, c, resolved.given) if training else c
 
 

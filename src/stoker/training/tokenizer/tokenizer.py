@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -33,6 +34,10 @@ SEGMENT = (
     1 << 16
 )  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
 T = TypeVar("T")
+_PROBE = (
+    "The cow says moo; it's 3 + 2 = 5, isn't it? aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n\n    def f(x):  return x_1**2  # aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n"
+    '     \t  www.example.com/a-b?c=d&e=1234567890 AAAA    !!!!????....  <|x|> {"key": [1, 2.5e-3]}\r\n'
+)
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
 
@@ -84,7 +89,24 @@ class Tokenizer:
             self.__dict__["encoder"] = self._encoder(plan)
 
     def _encoder(self, plan: FastPlan | None) -> Encoder:
-        return self._made(lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan))
+        encode = self._made(
+            lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
+        )
+        self._check_speed(encode)
+        return encode
+
+    def _check_speed(self, encode: Encoder) -> None:
+        """A stranger's pattern may try a million ways at every character, and nothing can stop it once it has begun."""
+        self._made(lambda: encode(_PROBE[:1]))  # what is made at the first call is not counted
+        for length in (8, 32, 128, len(_PROBE)):
+            began = time.thread_time()
+            self._made(lambda length=length: encode(_PROBE[:length]))  # type: ignore[misc]
+            if (seconds := time.thread_time() - began) > 0.5:
+                raise Refusal(
+                    f"tokenizer {self.where}: its pattern is too slow to be used: {length} characters took"
+                    f" {seconds:.1f} s",
+                    EX_DATAERR,
+                )
 
     def _made(self, make: Callable[[], T]) -> T:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""

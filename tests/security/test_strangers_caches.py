@@ -1,0 +1,269 @@
+"""Caches, models, manifests and tokenizers that somebody else may have made: nothing of theirs is run, followed, waited
+for or believed, and a small file takes no gigabytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hostile_files import write_model
+
+from stoker.contract.names import Refusal
+from stoker.control.record import ownership
+from stoker.speedrun import state
+from stoker.speedrun.stages import Stage
+from stoker.training.checkpoint import folders, manifest
+from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
+from stoker.training.data import ours, shards
+from stoker.training.data.amount import lines_in
+from stoker.training.data.digests import digest_files
+from stoker.training.data.read import _did_you_mean, _names
+from stoker.training.evaluate import tasks
+from stoker.training.generate import finding
+from stoker.training.model import hf_config, hf_files
+from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
+
+STRANGER = 12345
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="another user's files can only be made by root")
+
+
+def quiet(_line: str) -> None:
+    pass
+
+
+# ---- the data cache ----
+
+
+def test_compiled_code_never_comes_from_the_project_s_folder(tmp_path: Path) -> None:
+    """The compiler unpickles and runs what lies in its cache; ./cache may have come with a downloaded project."""
+    (tmp_path / "cache" / "compile").mkdir(parents=True)
+    code = """import os
+from stoker.training.model import ready
+ready.environment(print)
+print(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["TRITON_CACHE_DIR"])"""
+    env = {name: value for name, value in os.environ.items() if not name.endswith("_CACHE_DIR")}
+    run = [sys.executable, "-c", code]
+    home = {**env, "XDG_CACHE_HOME": str(tmp_path / "home")}
+    said = subprocess.run(run, cwd=tmp_path, env=home, capture_output=True, text=True, check=True).stdout.split()
+    assert said == [str(tmp_path / "home" / "stoker" / "compile" / name) for name in ("inductor", "triton")]
+    assert (tmp_path / "home" / "stoker" / "compile").stat().st_mode & 0o077 == 0
+
+
+@needs_root
+def test_a_compile_cache_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    place = tmp_path / "stoker" / "compile"
+    place.mkdir(parents=True)
+    for spoil in (lambda: place.chmod(0o777), lambda: (place.chmod(0o755), os.chown(place, STRANGER, STRANGER))):
+        spoil()
+        lines: list[str] = []
+        used = ownership.private_cache("compile", lines.append)
+        assert used != str(place) and "can't be used" in lines[0] and os.stat(used).st_mode & 0o077 == 0
+        os.rmdir(used)
+
+
+@needs_root
+def test_prepared_data_of_another_user_is_not_used(tmp_path: Path) -> None:
+    for number, (uid, mode, own) in enumerate(((0, 0o755, True), (STRANGER, 0o755, False), (0, 0o777, False))):
+        cache = tmp_path / f"cache{number}"
+        cache.mkdir()
+        cache.chmod(mode)
+        os.chown(cache, uid, uid)
+        lines: list[str] = []
+        used = ours.own_cache(str(cache), lines.append)
+        assert (used == str(cache)) is own and bool(lines) is not own
+        if not own:
+            assert used == str(cache / "user-0") and os.stat(used).st_mode & 0o077 == 0
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "cache0")
+    assert ours.own_cache(str(link), quiet) == str(link), "a link of one's own to a larger disk is fine"
+    os.lchown(link, STRANGER, STRANGER)
+    assert ours.own_cache(str(link), quiet) != str(link)
+
+
+def test_a_link_in_place_of_a_lock_empties_nothing(tmp_path: Path) -> None:
+    victim, cache, data = tmp_path / "victim", tmp_path / "cache", tmp_path / "a.txt"
+    victim.write_text("mine")
+    data.write_text("text")
+    os.utime(data, (1, 1))
+    cache.mkdir()
+    (cache / "digests.json.lock").symlink_to(victim)
+    (cache / ours.TAG).symlink_to(tmp_path / "made")
+    ours.tag(str(cache))
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(OSError):
+        digest_files([str(data)], str(cache), 1, quiet)
+    assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "content", ['{"schema": 1}', '{"schema": 1, "files": 3}', '{"schema": 1, "files": {"x": [1]}}', "[]"]
+)
+def test_a_damaged_index_of_digests_is_made_again(tmp_path: Path, content: str) -> None:
+    data = tmp_path / "a.txt"
+    data.write_text("text")
+    os.utime(data, (1, 1))
+    (tmp_path / "digests.json").write_text(content)
+    first = digest_files([str(data)], str(tmp_path), 1, quiet)
+    assert first == digest_files([str(data)], str(tmp_path), 1, quiet)
+    assert list(json.loads((tmp_path / "digests.json").read_text())["files"]) == [str(data)]
+
+
+@pytest.mark.parametrize(
+    "content", [{}, {"splits": {}}, {"splits": {"train": {}, "validation": {}}}, {"key": 3, "splits": []}]
+)
+def test_a_manifest_of_data_that_lacks_something_is_none(tmp_path: Path, content: dict[str, Any]) -> None:
+    (tmp_path / shards.MANIFEST).write_text(json.dumps({"schema": shards.SCHEMA, **content}))
+    assert shards.read_manifest(str(tmp_path)) is None
+
+
+# ---- the speedrun's folder ----
+
+
+@needs_root
+def test_a_speedrun_uses_no_folder_of_another_user(tmp_path: Path) -> None:
+    victim, link, theirs = tmp_path / "victim", tmp_path / "speedrun-cpu", tmp_path / "speedrun-gpu"
+    victim.mkdir()
+    theirs.mkdir()
+    os.chown(theirs, STRANGER, STRANGER)
+    link.symlink_to(victim)
+    for folder in (link, theirs):
+        for use in (state.check_own, state.hold):
+            with pytest.raises(Refusal, match="not a folder of yours"):
+                use(str(folder))
+    assert not os.listdir(victim)
+
+
+@pytest.mark.parametrize(
+    "rows", [[{"name": [1]}], [3], {"a": 1}, [{"name": "base", "key": "k", "stage": 3}], [{"name": "base"}], None]
+)
+def test_a_damaged_chain_counts_as_none(tmp_path: Path, rows: Any) -> None:
+    (tmp_path / state.CHAIN).write_text(json.dumps({"schema": 1, "stages": rows}))
+    stage = Stage("base", "pretrain", (), {}, ("model",))
+    found = state.entries(str(tmp_path), [stage], {"base": "k"})
+    assert found["base"].status == state.WAITING and not state.recorded_otherwise(str(tmp_path), {"base": "k"})
+
+
+# ---- models ----
+
+
+def test_a_config_asks_for_no_more_rows_than_are_stored(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    path = tmp_path / "config.json"
+    told = json.loads(path.read_text())
+    hf_files.check(str(tmp_path), hf_config.shape_of(str(tmp_path)))
+    path.write_text(json.dumps({**told, "vocab_size": 1 << 24}))
+    with pytest.raises(Refusal, match="a vocab_size of 16777216"):
+        hf_files.check(str(tmp_path), hf_config.shape_of(str(tmp_path)))
+
+
+@needs_root
+def test_nobody_chats_with_a_stranger_s_model_by_default(tmp_path: Path) -> None:
+    for name, uid in (("mine", 0), ("theirs", STRANGER)):
+        folder = tmp_path / name / "hf"
+        folder.mkdir(parents=True)
+        write_model(folder)
+        os.chown(tmp_path / name, uid, uid)
+        os.utime(folder / "config.json", (1e9 + uid, 1e9 + uid))
+    assert finding.find(None, None, str(tmp_path), quiet).folder == str(tmp_path / "mine" / "hf")
+
+
+# ---- questions and rows ----
+
+
+def test_questions_that_unpack_to_gigabytes(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    path = tmp_path / "q.parquet"
+    values = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 5000, pyarrow.int32()), pyarrow.array(["x" * (1 << 20)])
+    )
+    parquet.write_table(pyarrow.table({"question": values, "answer": values}), path)
+    with pytest.raises(Refusal, match="256 MB of text"):
+        tasks._parquet_rows(str(path))
+
+
+def test_rows_are_counted_of_regular_files_with_ends_of_line(tmp_path: Path) -> None:
+    pipe, endless, fine = tmp_path / "pipe.jsonl", tmp_path / "endless.jsonl", tmp_path / "fine.jsonl"
+    os.mkfifo(pipe)
+    with endless.open("wb") as file:
+        file.truncate(4 << 30)
+    fine.write_text("{}\n\n{}\n{}")
+    assert lines_in(str(fine)) == 3
+    for path, why in ((pipe, "named pipe"), (endless, "longer than 64 MB")):
+        with pytest.raises(Refusal, match=why):
+            lines_in(str(path))
+    with pytest.raises(OSError, match="named pipe"):
+        digest_files([str(pipe)], str(tmp_path), 1, quiet)
+    with pytest.raises(Refusal, match="longer than 1 MB"):
+        tasks._csv_rows(str(endless))
+
+
+def test_a_row_of_a_million_keys_is_refused_at_once() -> None:
+    row = {f"key{number}": 1 for number in range(1_000_000)}
+    began = time.monotonic()
+    assert _names(row).endswith("and 999980 more") and isinstance(_did_you_mean("messages", row), str)
+    assert time.monotonic() - began < 5, "it looks at all of them"
+
+
+# ---- checkpoints ----
+
+
+def a_manifest(
+    tensors: dict[str, Entry], files: dict[str, Sums] | None = None, meta: dict[str, Any] | None = None
+) -> bytes:
+    return manifest.encode(Manifest(1, 1, "t", files or {"f": Sums(0, 1 << 24, ())}, tensors, meta or {}))
+
+
+def grid(rows: int, columns: int) -> Entry:
+    pieces = tuple(Piece("f", f"{r}-{c}", (r, c), (1, 1)) for r in range(rows) for c in range(columns))
+    return Entry((rows, columns), "F32", pieces)
+
+
+def test_pieces_along_any_dimension_are_checked_quickly_and_in_a_grid_within_bounds() -> None:
+    columns = Entry((2, 60_000), "F32", tuple(Piece("f", str(n), (0, n), (2, 1)) for n in range(60_000)))
+    assert manifest.decode(a_manifest({"a": columns, "b": grid(30, 30)})).tensors["b"].shape == (30, 30)
+    with pytest.raises(ValueError, match="too many pieces"):
+        manifest.decode(a_manifest({f"t{n}": grid(64, 64) for n in range(8)}))
+    twice = Entry((2, 2), "F32", (Piece("f", "a", (0, 0), (2, 1)), Piece("f", "b", (0, 0), (1, 2))))
+    with pytest.raises(ValueError, match="do not make the whole"):
+        manifest.decode(a_manifest({"a": twice}))
+
+
+def test_a_file_in_chunks_of_a_byte_is_refused() -> None:
+    with pytest.raises(ValueError, match="in chunks of 1"):
+        manifest.decode(a_manifest({}, {"f": Sums(5000, 1, (0,) * 5000)}))
+
+
+def test_an_export_mends_only_its_own_folder(tmp_path: Path) -> None:
+    for name in ("x", "other"):
+        (tmp_path / f".replaced-{name}").mkdir()
+    folders.mend(str(tmp_path), only="x")
+    assert sorted(os.listdir(tmp_path)) == [".replaced-other", "x"]
+
+
+# ---- tokenizers ----
+
+
+def with_pattern(pattern: str) -> Tokenizer:
+    told = json.loads(bytes_tokenizer().data)
+    size = max([*told["model"]["vocab"].values(), *(token["id"] for token in told["added_tokens"])]) + 1
+    told["model"]["vocab"]["aa"], told["model"]["merges"] = size, ["a a"]
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    plain = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, plain]}
+    return Tokenizer(json.dumps(told).encode(), {}, "x")
+
+
+def test_a_pattern_that_tries_a_million_ways_at_every_character() -> None:
+    assert with_pattern(r"\w+|[\s\S]").encode("aab c")
+    slow = with_pattern(r"(?:.|.){21}\x00|[\s\S]")
+    with pytest.raises(Refusal, match="too slow"):
+        slow.use(None)  # `tokenizers`, whose engine tries them all
