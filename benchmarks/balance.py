@@ -1,17 +1,13 @@
-"""What balance gains where one rank is slow, and what each way to exchange gradients costs and gives: 2 CPU ranks, one
-thread each.
+"""What balance gains where one rank is slow, and what each way to exchange gradients costs and gives: 2 CPU ranks, one thread each.
 
     python benchmarks/balance.py --repeats 3                 # unlike ranks: recipes and drop-in
-    python benchmarks/balance.py --only comm                 # gradients over a slow link (two network namespaces; needs
-    root)
+    python benchmarks/balance.py --only comm                 # gradients over a slow link (two network namespaces; needs root)
 
-A rank stands for a card: besides the little its process computes, each backward is idle for 15 ms a sample, the slow
-rank's for two or three times as long, before its last gradient. (`--slow work`: no idling; the slow rank does its
-forward and backward two or three times. That is a slow card only where each rank has a core of its own: where cores
-have other work, the ranks take them from each other.) A plan is made as in any run; from step 60 on, equal shares
-(without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what else the
-machine does hits both. A pair is two blocks side by side, less two steps where they meet; the ratio is the median over
-the pairs of all runs.
+A rank stands for a card: besides the little its process computes, each backward is idle for 15 ms a sample, the slow rank's for two or three times as
+long, before its last gradient. (`--slow work`: no idling; the slow rank does its forward and backward two or three times. That is a slow card only where
+each rank has a core of its own: where cores have other work, the ranks take them from each other.) A plan
+is made as in any run; from step 60 on, equal shares (without any of balance's measuring) and the plan take turns, ten steps each, in the same processes: what
+else the machine does hits both. A pair is two blocks side by side, less two steps where they meet; the ratio is the median over the pairs of all runs.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""What the coordinator of a large run costs: memory and CPU of `stoker run --hosts cluster.yaml` with 64 hosts of 8
-ranks each.
+"""What the coordinator of a large run costs: memory and CPU of `stoker run --hosts cluster.yaml` with 64 hosts of 8 ranks each.
 
     python benchmarks/coordinator.py                        2 minutes
     python benchmarks/coordinator.py --hosts 8 --seconds 20   a try
 
-The process measured is the real one, untouched. An `ssh` that stands first on its PATH leads to simulated agents
-(coordinator_agent.py), which speak the real protocol: every check before the start is answered, then every rank steps
-twice a second and prints a line each time. At the end the record must have every line of every rank, and the run must
-be complete.
+The process measured is the real one, untouched. An `ssh` that stands first on its PATH leads to simulated agents (coordinator_agent.py), which
+speak the real protocol: every check before the start is answered, then every rank steps twice a second and prints a line each time. At the
+end the record must have every line of every rank, and the run must be complete.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
-"""Simulated agents for benchmarks/coordinator.py: one process that speaks the real protocol for many hosts, as real
-agents with busy ranks do.
+"""Simulated agents for benchmarks/coordinator.py: one process that speaks the real protocol for many hosts, as real agents with busy ranks do.
 
-    coordinator_agent.py connect SOCKET ARGS...   stands in for ssh: hands its own stdin and stdout over to the player,
-    and waits coordinator_agent.py play SOCKET --ranks 8    the player: ends the ranks when its stdin is closed, then
-    says what they printed
+    coordinator_agent.py connect SOCKET ARGS...   stands in for ssh: hands its own stdin and stdout over to the player, and waits
+    coordinator_agent.py play SOCKET --ranks 8    the player: ends the ranks when its stdin is closed, then says what they printed
 
-What a rank says: imports for 2 s, then a step every 0.5 s with a line of output; 12 collectives a step in its flight
-recorder. What its agent makes of that follows control/agent: a line goes out as it comes, streams then rest until the
-next tenth of a second, beats go out twice a second at most, a ping every second, each with the first wake at which it
-is due.
+What a rank says: imports for 2 s, then a step every 0.5 s with a line of output; 12 collectives a step in its flight recorder. What its agent
+makes of that follows control/agent: a line goes out as it comes, streams then rest until the next tenth of a second, beats go out twice a
+second at most, a ping every second, each with the first wake at which it is due.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Preparing data: tokens/s of `stoker prepare` against `datasets.map` with the same tokenizer, on the same cores; and
-the second call.
+"""Preparing data: tokens/s of `stoker prepare` against `datasets.map` with the same tokenizer, on the same cores; and the second call.
 
-    python benchmarks/data.py                     100 MB of made-up text as jsonl, 3 rounds, both ways in turn: about 5
-    minutes on 2 cores python benchmarks/data.py --megabytes 20      shorter python benchmarks/data.py --text book.txt
-    your own text, a paragraph per row
+    python benchmarks/data.py                     100 MB of made-up text as jsonl, 3 rounds, both ways in turn: about 5 minutes on 2 cores
+    python benchmarks/data.py --megabytes 20      shorter
+    python benchmarks/data.py --text book.txt     your own text, a paragraph per row
 
-`datasets` as people use it: load_dataset("json"), then .map(batched=True, num_proc=cores) with a
-PreTrainedTokenizerFast around the same tokenizer.json, the end of text appended. Its time is that of .map alone; ours
-is the whole command, from the start of Python to shards on disk with checksums. The made-up text has a Zipf vocabulary
-of 100,000 words, so that a cache of words does not flatter anybody, punctuation and numbers.
+`datasets` as people use it: load_dataset("json"), then .map(batched=True, num_proc=cores) with a PreTrainedTokenizerFast around the same
+tokenizer.json, the end of text appended. Its time is that of .map alone; ours is the whole command, from the start of Python to shards on disk
+with checksums. The made-up text has a Zipf vocabulary of 100,000 words, so that a cache of words does not flatter anybody, punctuation and numbers.
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """Every fault of tests/faults under stoker and under torchrun: who notices, how soon, and do they say what was wrong?
 
-    python benchmarks/faults.py                                   all that can be made here: about an hour, most of it
-    torchrun not noticing python benchmarks/faults.py --only hang_sleep-2 crash_import  some python benchmarks/faults.py
-    --kind hang --no-torchrun python benchmarks/faults.py --gpu                             only those that need a GPU
-    python benchmarks/faults.py --family style --repeat 3         programs in the styles of HF Trainer, Lightning and
-    others, three times
+    python benchmarks/faults.py                                   all that can be made here: about an hour, most of it torchrun not noticing
+    python benchmarks/faults.py --only hang_sleep-2 crash_import  some
+    python benchmarks/faults.py --kind hang --no-torchrun
+    python benchmarks/faults.py --gpu                             only those that need a GPU
+    python benchmarks/faults.py --family style --repeat 3         programs in the styles of HF Trainer, Lightning and others, three times
 
-Seconds are counted from the fault itself, whose time the script leaves in a file right before it breaks: to the
-explanation (a hang: the suspicion that names the right rank; else the verdict; of torchrun: its error report) and to
-clean (the launcher has ended and no process is left). torchrun gets 40 s after the fault, then everything of it is
-killed. Prints Markdown for docs/benchmarks.md.
+Seconds are counted from the fault itself, whose time the script leaves in a file right before it breaks: to the explanation (a hang: the suspicion
+that names the right rank; else the verdict; of torchrun: its error report) and to clean (the launcher has ended and no process is left).
+torchrun gets 40 s after the fault, then everything of it is killed. Prints Markdown for docs/benchmarks.md.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
     python benchmarks/goodput.py                        about 10 minutes
     python benchmarks/goodput.py --seed 7 --only stoker
 
-Goodput = useful steps × median step time ÷ wall time. Useful steps are those in the state that is left at the end: the
-last one's number where the job ended well, else the newest checkpoint's. Faults come after a random number of steps
-made, redone ones included (exponential; every kind equally often, in random order), so both launchers meet the same
-faults after the same work, and none while they are down.
+Goodput = useful steps × median step time ÷ wall time. Useful steps are those in the state that is left at the end: the last one's number where
+the job ended well, else the newest checkpoint's. Faults come after a random number of steps made, redone ones included (exponential; every
+kind equally often, in random order), so both launchers meet the same faults after the same work, and none while they are down.
 
-The process group's timeout is 60 s, for both: by default gloo's is 30 min, and torchrun would never notice a hang
-before the cap.
+The process group's timeout is 60 s, for both: by default gloo's is 30 min, and torchrun would never notice a hang before the cap.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""What detection and restart times mean at 8 … 1,024 GPUs: a Monte Carlo of failures, checkpoints, hangs and restarts,
-beside the closed form.
+"""What detection and restart times mean at 8 … 1,024 GPUs: a Monte Carlo of failures, checkpoints, hangs and restarts, beside the closed form.
 
     python benchmarks/goodput_simulator.py
     python benchmarks/goodput_simulator.py --mtbf-hours 2000 --checkpoint-s 60 --stoker-silent-s 300
     python benchmarks/goodput_simulator.py --gpus 64 --interval-s 1800 --json out.json
 
-Failures are exponential, one GPU's failure ends the job's attempt, and what was done since the last checkpoint is done
-again. A failure during the restart begins the restart again. Until a failure is noticed nothing happens; a silent one
-(a hang) is noticed late. Checked in tests/test_goodput_simulator.py against J. T. Daly, "A higher order estimate of the
-optimum checkpoint interval for restart dumps", FGCS 22 (2006), and J. W. Young's first-order waste, CACM 17 (1974).
+Failures are exponential, one GPU's failure ends the job's attempt, and what was done since the last checkpoint is done again. A failure
+during the restart begins the restart again. Until a failure is noticed nothing happens; a silent one (a hang) is noticed late.
+Checked in tests/test_goodput_simulator.py against J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart
+dumps", FGCS 22 (2006), and J. W. Young's first-order waste, CACM 17 (1974).
 """
 
 from __future__ import annotations

@@ -1,18 +1,14 @@
-"""GRPO on one GPU: tokens/s of generation beside transformers' `generate`, and seconds per step beside TRL's
-GRPOTrainer.
+"""GRPO on one GPU: tokens/s of generation beside transformers' `generate`, and seconds per step beside TRL's GRPOTrainer.
 
     python benchmarks/grpo.py --json cells.jsonl --commit $(git rev-parse --short HEAD)      both parts
     python benchmarks/grpo.py --parts generate --rounds 2
-    python benchmarks/grpo.py --read cells.jsonl                                             the table of cells measured
-    before python benchmarks/grpo.py --size T                                                       no GPU: shows that
-    it works, measures nothing
+    python benchmarks/grpo.py --read cells.jsonl                                             the table of cells measured before
+    python benchmarks/grpo.py --size T                                                       no GPU: shows that it works, measures nothing
 
-generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, sampled at
-temperature 1 (grpo_generate.py) step        the same shape, 8 prompts in groups of 8, against TRL's defaults
-(grpo_step.py)
+generate    64 prompts of 64 tokens, 256 new tokens each, Qwen3-0.6B's shape with random weights, bf16, sampled at temperature 1 (grpo_generate.py)
+step        the same shape, 8 prompts in groups of 8, against TRL's defaults (grpo_step.py)
 
-Every cell is a process of its own; neighbours in time are different peers, and who goes first changes with the round.
-Medians of all repeats count.
+Every cell is a process of its own; neighbours in time are different peers, and who goes first changes with the round. Medians of all repeats count.
 """
 
 from __future__ import annotations

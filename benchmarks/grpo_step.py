@@ -1,14 +1,12 @@
-"""Seconds per GRPO step on one GPU: Stoker's parts (stage grpo's engine, loss and update) and TRL's GRPOTrainer with
-its defaults, one process each.
+"""Seconds per GRPO step on one GPU: Stoker's parts (stage grpo's engine, loss and update) and TRL's GRPOTrainer with its defaults, one process each.
 
     python benchmarks/grpo_step.py --peers stoker,trl --json cells.jsonl --commit $(git rev-parse --short HEAD)
     python benchmarks/grpo_step.py --size T --peers stoker,trl           no GPU: shows that it works, measures nothing
 
-Both start from the same random weights of Qwen3-0.6B's shape (one folder, bf16), take 8 prompts of 64 bytes a step,
-write 8 answers of up to 256 tokens to each at temperature 1, reward the length of the text modulo 7, and learn with
-AdamW at 1e-6 in bf16. TRL's default has no reference model (beta 0); neither has ours, unless --kl gives it one. A step
-counts from the end of the one before; the first is reported by itself and the median of the others counts. One JSON
-line per cell.
+Both start from the same random weights of Qwen3-0.6B's shape (one folder, bf16), take 8 prompts of 64 bytes a step, write 8 answers of up to 256
+tokens to each at temperature 1, reward the length of the text modulo 7, and learn with AdamW at 1e-6 in bf16. TRL's default has no reference
+model (beta 0); neither has ours, unless --kl gives it one. A step counts from the end of the one before; the first is reported by itself and the
+median of the others counts. One JSON line per cell.
 """
 
 from __future__ import annotations

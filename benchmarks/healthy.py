@@ -1,13 +1,11 @@
-"""False alarms: 50 healthy runs of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and
-nothing blamed in the end.
+"""False alarms: 50 healthy runs of varied shape under stoker. Suspicions may be voiced; nothing may be stopped, and nothing blamed in the end.
 
     python benchmarks/healthy.py                            50 runs, two at a time: about half an hour
     python benchmarks/healthy.py --quick                    pauses a tenth as long, --hang-timeout 20s: about 6 minutes
     python benchmarks/healthy.py --only subgroups pipeline  the shapes whose names contain one of these words
 
-The shapes are in tests/healthy/shapes.py. Each runs once with stoker's default options (--hang-timeout 5m); those whose
-longest silence is well below 30 s run again, with another seed, with --hang-timeout 30s. Prints Markdown for
-docs/benchmarks.md; exit code 1 on a false alarm.
+The shapes are in tests/healthy/shapes.py. Each runs once with stoker's default options (--hang-timeout 5m); those whose longest silence is
+well below 30 s run again, with another seed, with --hang-timeout 30s. Prints Markdown for docs/benchmarks.md; exit code 1 on a false alarm.
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
-"""Hosts that fail at random moments of a run with three of them: does it always end finished, or with a true verdict,
-and leave nothing behind?
+"""Hosts that fail at random moments of a run with three of them: does it always end finished, or with a true verdict, and leave nothing behind?
 
     python benchmarks/host_failures.py                   200 failures: about two hours on 2 cores
     python benchmarks/host_failures.py --failures 10     a try
 
-Three hosts (network namespaces with their own sshd, tests/netcluster.py; root only), `stoker run --hosts ...
---min-hosts 2`. A failure is one of: the cable is cut; the agent, its guardian, a rank, or everything on the host is
-killed with SIGKILL; the agent is stopped. It is mended a while later. Most come while all hosts train, some at any
-time: at the start, while the run goes on without a host, while that one joins again. A few hit two hosts.
+Three hosts (network namespaces with their own sshd, tests/netcluster.py; root only), `stoker run --hosts ... --min-hosts 2`. A failure is one of: the
+cable is cut; the agent, its guardian, a rank, or everything on the host is killed with SIGKILL; the agent is stopped. It is mended a while later. Most
+come while all hosts train, some at any time: at the start, while the run goes on without a host, while that one joins again. A few hit two hosts.
 
-What must be true at each end: every step was made in order, with its own samples and the loss of a lone process; no two
-attempts trained at the same time; a run that did not finish had fewer than two hosts left, and its verdict names one
-that was hurt; no process is left on any host.
+What must be true at each end: every step was made in order, with its own samples and the loss of a lone process; no two attempts trained at
+the same time; a run that did not finish had fewer than two hosts left, and its verdict names one that was hurt; no process is left on any host.
 """
 
 from __future__ import annotations

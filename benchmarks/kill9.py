@@ -1,10 +1,9 @@
-"""`kill -9` of the launcher, again and again: how many processes of the run are left one second later, and when the
-last one was gone.
+"""`kill -9` of the launcher, again and again: how many processes of the run are left one second later, and when the last one was gone.
 
     python benchmarks/kill9.py [--times 20] [--ranks 2]
 
-Each rank has two forked and two spawned data-loader workers that ignore SIGTERM, a `setsid` helper and a daemon that
-forked twice. torchrun beside it: what it leaves is counted too, and then ended by pid and start time.
+Each rank has two forked and two spawned data-loader workers that ignore SIGTERM, a `setsid` helper and a daemon that forked twice.
+torchrun beside it: what it leaves is counted too, and then ended by pid and start time.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and
-never from a damaged file?
+"""SIGKILL of a random rank, or of the whole job, while checkpoints are written at every step: does it always go on, and never from a damaged file?
 
     python benchmarks/kills.py                  200 kills: 20 to 25 minutes on 2 cores
     python benchmarks/kills.py --kills 10       a try
 
-A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again.
-Most kills come while a checkpoint is being written, once there is a new one; some come at any time, the start included.
-A run of --steps steps that has ended is compared with one that nobody killed, loss by loss and bit by bit, and the next
-one begins, until all kills are done.
+A rank that is killed is followed by the launcher's own restart; after the whole job the same command is given again. Most kills come while a
+checkpoint is being written, once there is a new one; some come at any time, the start included. A run of --steps steps that has ended is
+compared with one that nobody killed, loss by loss and bit by bit, and the next one begins, until all kills are done.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Pretraining on one GPU: tokens/s, memory and seconds to the first step of Stoker and of what one would pick instead,
-with a loss-parity gate.
+"""Pretraining on one GPU: tokens/s, memory and seconds to the first step of Stoker and of what one would pick instead, with a loss-parity gate.
 
-    python benchmarks/pretrain.py --sizes S,M,L --peers stoker,hf-tuned --json cells.jsonl --commit $(git rev-parse
-    --short HEAD) python benchmarks/pretrain.py --sizes S --peers stoker,hf-tuned,hf,lightning,loop --parity --rounds 3
-    python benchmarks/pretrain.py --read cells.jsonl more.jsonl          the table of cells measured before python
-    benchmarks/pretrain.py --sizes T --peers stoker,hf,hf-tuned,lightning,loop --parity     no GPU: shows that it works,
-    measures nothing
+    python benchmarks/pretrain.py --sizes S,M,L --peers stoker,hf-tuned --json cells.jsonl --commit $(git rev-parse --short HEAD)
+    python benchmarks/pretrain.py --sizes S --peers stoker,hf-tuned,hf,lightning,loop --parity --rounds 3
+    python benchmarks/pretrain.py --read cells.jsonl more.jsonl          the table of cells measured before
+    python benchmarks/pretrain.py --sizes T --peers stoker,hf,hf-tuned,lightning,loop --parity     no GPU: shows that it works, measures nothing
 
 stoker      `stoker train pretrain`'s recipe as it is, bf16; stoker-fp8 the same with compute.fp8 tensorwise
 hf          transformers' Trainer, bf16=True, its other defaults
@@ -13,13 +11,11 @@ hf-tuned    the same with torch_compile, 4 workers, pinned memory, rare logging,
 lightning   bf16-mixed, compiled, fused AdamW
 loop        a hand-written loop on the transformers module, compiled, autocast: the floor of what such loops reach
 
-Every cell is a process of its own with an empty compile cache. All of them start from the same weights (made once,
-loaded from safetensors), see the same tokens in the same order, 262,144 a step, the same micro-batch, AdamW at 3e-4
-constant (0.9, 0.95, 1e-8, decay 0.1 of matrices), clipped at 1.0. A row has T inputs and T targets for everybody
-(transformers takes them as `shift_labels`). The tokens are Zipf's, half of them told by the one before, so that the
-loss falls and a wrong gradient shows. A step's end is a CUDA event, read when all is done; the median of the steps
-after the warm-up counts. The first step is waited for, counted from the start of the process. Losses are kept on the
-device: nobody syncs for them.
+Every cell is a process of its own with an empty compile cache. All of them start from the same weights (made once, loaded from safetensors), see the
+same tokens in the same order, 262,144 a step, the same micro-batch, AdamW at 3e-4 constant (0.9, 0.95, 1e-8, decay 0.1 of matrices), clipped at 1.0.
+A row has T inputs and T targets for everybody (transformers takes them as `shift_labels`). The tokens are Zipf's, half of them told by the one
+before, so that the loss falls and a wrong gradient shows. A step's end is a CUDA event, read when all is done; the median of the steps after
+the warm-up counts. The first step is waited for, counted from the start of the process. Losses are kept on the device: nobody syncs for them.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
-"""Restart after SIGKILL of a random rank at a random step: how often it is clean, and how soon the next attempt makes
-its first step.
+"""Restart after SIGKILL of a random rank at a random step: how often it is clean, and how soon the next attempt makes its first step.
 
     python benchmarks/restarts.py                  20 runs under stoker: about 6 minutes
     python benchmarks/restarts.py --torchrun 12    and 12 under torchrun: up to 20 minutes more
 
-Clean is: completed, with exactly one restart. The bar: from the kill to the first step again at most one rank start +
-0.5 s, a rank start being what the same run needed from the beginning of its first attempt to the first step. Both are
-counted until every rank has stepped.
+Clean is: completed, with exactly one restart. The bar: from the kill to the first step again at most one rank start + 0.5 s, a rank start
+being what the same run needed from the beginning of its first attempt to the first step. Both are counted until every rank has stepped.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Learning is right, not only fast: nanoGPT's Shakespeare sizes on the same bytes, 90/10, and the seconds to its
-published loss.
+"""Learning is right, not only fast: nanoGPT's Shakespeare sizes on the same bytes, 90/10, and the seconds to its published loss.
 
     python benchmarks/shakespeare.py shakespeare.txt            # the GPU's size where there is one, else the CPU's
     python benchmarks/shakespeare.py shakespeare.txt --size cpu
 
-Counts from the command, imports and data included, to the first validation at or below the bound. Other keys go through
-to the recipe.
+Counts from the command, imports and data included, to the first validation at or below the bound. Other keys go through to the recipe.
 """
 
 from __future__ import annotations

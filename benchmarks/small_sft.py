@@ -1,13 +1,11 @@
 """SFT on 200 chats with nothing but defaults: what the model learns of them, and what it forgets of the rest.
 
     stoker speedrun --preset cpu --until eval-sft            # the model; its folder is runs/speedrun-cpu
-    python benchmarks/small_sft.py runs/speedrun-cpu [--from sft|midtrain] [--seeds 0 1 2] [-- more options of stoker
-    train sft]
+    python benchmarks/small_sft.py runs/speedrun-cpu [--from sft|midtrain] [--seeds 0 1 2] [-- more options of stoker train sft]
 
-From sft: 200 chats of a kind that the built-in data set has not (greeting and thanking by name); held out are names
-that no chat has. From midtrain: the first 200 of the data set's own SFT chats. The rest is the data set's held-out
-questions. `marked` is how `stoker train evaluate` counts; `content` takes an answer in any form: the right word
-anywhere, or the right last number.
+From sft: 200 chats of a kind that the built-in data set has not (greeting and thanking by name); held out are names that no chat has.
+From midtrain: the first 200 of the data set's own SFT chats. The rest is the data set's held-out questions. `marked` is how
+`stoker train evaluate` counts; `content` takes an answer in any form: the right word anywhere, or the right last number.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""SIGKILL of a speedrun at random moments, of the command, of a stage's launcher or of a rank: does the same command
-always finish, with the same results?
+"""SIGKILL of a speedrun at random moments, of the command, of a stage's launcher or of a rank: does the same command always finish, with the same results?
 
     python benchmarks/speedrun_kills.py                     10 kills: 25 to 30 minutes on 2 cores
     python benchmarks/speedrun_kills.py --kills 2           a try
     python benchmarks/speedrun_kills.py --jobs 6            on a machine with 12 cores
 
-A short chain (all 16 stages, few steps, deterministic) runs once with nobody touching it. Then each trial starts the
-same chain in a folder of its own, kills at a random moment (a stage by its share of that time, then a share of the
-stage), and gives the same command until it ends with 0. Each result.json must be the uninterrupted chain's, times
-apart, and so must the report's tables.
+A short chain (all 16 stages, few steps, deterministic) runs once with nobody touching it. Then each trial starts the same chain in a folder of its own,
+kills at a random moment (a stage by its share of that time, then a share of the stage), and gives the same command until it ends with 0. Each result.json
+must be the uninterrupted chain's, times apart, and so must the report's tables.
 """
 
 from __future__ import annotations

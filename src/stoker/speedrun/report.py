@@ -2,8 +2,7 @@
 
     python -m stoker.speedrun.report runs/speedrun-cpu
 
-report_summary.py, report_results.py, report_models.py, report_samples.py and report_chain.py decide what is in it, this
-file how it is written.
+report_summary.py, report_results.py, report_models.py, report_samples.py and report_chain.py decide what is in it, this file how it is written.
 """
 
 from __future__ import annotations

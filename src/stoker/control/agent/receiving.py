@@ -1,11 +1,9 @@
-"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought
-and is no more.
+"""The far end of a copy: says which files it lacks, takes those, and removes what an earlier copy from there brought and is no more.
 
 Orders come as the protocol's messages on stdin:
-  {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's
-  target] → {"is": "need"} + a JSON list {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end",
-  "sha256"}                        (per file) {"do": "finish"}
-  → {"is": "finished", "written", "removed", "others"}
+  {"do": "offer", "root", "manifest", "origin", "silence"} + a JSON list of [path, kind, mode, size, sha256 or link's target] → {"is": "need"} + a JSON list
+  {"do": "begin", "path", "mode"}, {"do": "data"} + bytes …, {"do": "end", "sha256"}                        (per file)
+  {"do": "finish"}                                                                                          → {"is": "finished", "written", "removed", "others"}
 Nothing is ever half there: a file is written beside its place, compared by hash, and then takes it.
 """
 

@@ -1,5 +1,4 @@
-"""The hosts of a run, in rank order: from a hosts file (YAML or JSON) or from `a,b,user@c`. Everything that can't be is
-refused here.
+"""The hosts of a run, in rank order: from a hosts file (YAML or JSON) or from `a,b,user@c`. Everything that can't be is refused here.
 
 ssh_config: ~/.ssh/config        # optional
 defaults: {user: train, python: ~/venv/bin/python, workdir: ~/train}

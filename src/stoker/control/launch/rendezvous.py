@@ -1,11 +1,10 @@
-"""Machines started by hand without numbers: they meet at --rdzv-endpoint. Who owns that address listens, numbers the
-others as they come and tells everybody. One line of JSON from each, one back; the listening ends with that.
+"""Machines started by hand without numbers: they meet at --rdzv-endpoint. Who owns that address listens, numbers the others as they come
+and tells everybody. One line of JSON from each, one back; the listening ends with that.
 
     guest → {"job", "count", "ranks"}                 → {"rank", "first", "world", "port", "nodes"}, or {"refused": why}
 
-Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is
-waited for: every guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove
-that they know it, for this meeting only:
+Anybody who reaches the port may speak, so nothing that is said there is believed before it is checked, and nobody is waited for: every
+guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py) both sides prove that they know it, for this meeting only:
 
     guest → {"job", "count", "ranks", "nonce"}   → {"challenge"}   → {"proof"}   → {"rank", ..., "proof"}
 """

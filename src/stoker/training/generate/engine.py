@@ -5,8 +5,7 @@
     …                                          # a training step
     engine.refresh()
 
-An answer depends on the seed and on the prompt's index, not on the batch it was written in, up to the rounding of
-products of another size.
+An answer depends on the seed and on the prompt's index, not on the batch it was written in, up to the rounding of products of another size.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     stoker burnin --minutes 5
     torchrun --nproc-per-node 2 burnin.py --steps 200      # works too; the judging is `stoker burnin`'s
 
-Replicas with one seed and no gradient sync: what one computes, its twins must compute, to the last bit. Every ROUND
-steps the training begins anew from the seed, so that each card is its own twin, too: a single card that errs once is
-found, and of two that disagree the one that changed its mind is known. Nobody waits for anybody until the links are
-tried. Writes burnin/rank-N.jsonl and burnin/links.jsonl in the run directory.
+Replicas with one seed and no gradient sync: what one computes, its twins must compute, to the last bit. Every ROUND steps the
+training begins anew from the seed, so that each card is its own twin, too: a single card that errs once is found, and of two that
+disagree the one that changed its mind is known. Nobody waits for anybody until the links are tried.
+Writes burnin/rank-N.jsonl and burnin/links.jsonl in the run directory.
 """
 
 from __future__ import annotations

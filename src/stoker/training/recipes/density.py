@@ -1,10 +1,8 @@
-"""Density: how crowded each prompt's surroundings are, and how often it should be sampled for it. Sparse prompts get
-more weight.
+"""Density: how crowded each prompt's surroundings are, and how often it should be sampled for it. Sparse prompts get more weight.
 
     stoker train density --model.load sft/hf --density.prompts prompts.jsonl
 
-Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes weights.jsonl, a line per row of the
-prompts' file, and result.json.
+Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes weights.jsonl, a line per row of the prompts' file, and result.json.
 """
 
 from __future__ import annotations

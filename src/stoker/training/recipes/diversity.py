@@ -1,7 +1,6 @@
 """Diversity: are one model's answers more varied than another's?
 
-    stoker train diversity --model.load sft/hf --diversity.prompts prompts.jsonl --diversity.baseline uniform/hf
-    --diversity.compared density/hf
+    stoker train diversity --model.load sft/hf --diversity.prompts prompts.jsonl --diversity.baseline uniform/hf --diversity.compared density/hf
 
 Reads top to bottom: settings, prompts, both models' answers, embeddings by a third model, comparison.
 Writes completions.jsonl, diversity_report.md and result.json.

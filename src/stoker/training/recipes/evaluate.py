@@ -1,11 +1,9 @@
 """Evaluation: questions that have answers, and held-out text.
 
     stoker train evaluate --model.load runs/latest/hf --evaluate.tasks questions.jsonl --evaluate.draws 4
-    stoker train evaluate --model.load base/hf --evaluate.chat false --evaluate.shots 4 --evaluate.tasks
-    gsm8k/test.jsonl --evaluate.texts held-out.jsonl
+    stoker train evaluate --model.load base/hf --evaluate.chat false --evaluate.shots 4 --evaluate.tasks gsm8k/test.jsonl --evaluate.texts held-out.jsonl
 
-Reads top to bottom: settings, questions, model, answers, numbers. Writes completions.jsonl (every answer) and
-result.json (the numbers).
+Reads top to bottom: settings, questions, model, answers, numbers. Writes completions.jsonl (every answer) and result.json (the numbers).
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """GRPO: the model answers each prompt several times and learns from which of its answers were right.
 
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
-    stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl
-    --grpo.reward_model reward/hf
+    stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
 
-Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: steps.py makes the
-steps, loss.py has the formula.
+Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: steps.py makes the steps, loss.py has the formula.
 """
 
 from __future__ import annotations

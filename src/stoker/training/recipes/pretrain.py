@@ -3,8 +3,8 @@
     stoker train pretrain --data texts/ --preset small
     torchrun --nproc-per-node 2 -m stoker.training.recipes.pretrain --preset debug --data notes.txt      # works too
 
-Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; loop/job.py builds the parts,
-loop/steps.py makes the steps. Midtraining and fine-tuning are the same with other data: they call `learn`.
+Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; loop/job.py builds the parts, loop/steps.py makes the steps.
+Midtraining and fine-tuning are the same with other data: they call `learn`.
 """
 
 from __future__ import annotations

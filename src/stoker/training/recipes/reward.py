@@ -2,8 +2,8 @@
 
     stoker train reward --model.load runs/latest/hf --reward.pairs pairs.jsonl --reward.held_out pairs-held-out.jsonl
 
-data.context_length must hold both answers of a pair with their prompt. Ends with the share of held-out pairs in the
-right order, by kind, and how far the model's own probabilities can be trusted (calibration).
+data.context_length must hold both answers of a pair with their prompt. Ends with the share of held-out pairs in the right order, by kind, and how far
+the model's own probabilities can be trusted (calibration).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     stoker train tokenizer --data texts/ --tokenizer.vocab_size 32768
 
-Writes tokenizer/ into the run directory; later stages take it with --tokenizer.path. One process's work: no ranks, no
-GPU. The data is tokenized on the way, which a pretraining with the same data finds in the cache.
+Writes tokenizer/ into the run directory; later stages take it with --tokenizer.path. One process's work: no ranks, no GPU. The data is tokenized on the
+way, which a pretraining with the same data finds in the cache.
 """
 
 from __future__ import annotations

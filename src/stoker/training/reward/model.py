@@ -2,9 +2,9 @@
 
     s(x, y) = w · h(x, y) + a · log p(y | x)
 
-The second term is what the decoder itself thinks of the answer, with a learned weight: a small model's likelihood tells
-right from wrong (91 % of the small world's pairs) long before a vector has learned to. Bradley and Terry: the better of
-two answers wins with probability σ(s(better) − s(worse)); the loss is −log of that, summed over pairs.
+The second term is what the decoder itself thinks of the answer, with a learned weight: a small model's likelihood tells right from wrong (91 % of the
+small world's pairs) long before a vector has learned to. Bradley and Terry: the better of two answers wins with probability σ(s(better) − s(worse)); the
+loss is −log of that, summed over pairs.
 """
 
 from __future__ import annotations
