@@ -65,9 +65,8 @@ def ranks_text(ranks: Iterable[int]) -> str:
     first = before = None
     for rank in [*ranks, None]:
         if first is not None and before is not None and (rank is None or rank != before + 1):
-            parts.append(
-                str(first) if first == before else f"{first}-{before}" if before > first + 1 else f"{first}, {before}"
-            )
+            between = "-" if before > first + 1 else ", "
+            parts.append(str(first) if first == before else f"{first}{between}{before}")
             first = rank
         first = rank if first is None else first
         before = rank

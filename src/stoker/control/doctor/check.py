@@ -93,4 +93,4 @@ def run(checks: list[Check], found: Examination, asked: Asked) -> list[Finding]:
 def exit_code(findings: list[Finding]) -> int:
     """2 failure, 3 something could not be checked, 1 warning, 0 fine."""
     levels = {finding.level for finding in findings}
-    return 2 if "fail" in levels else 3 if "unknown" in levels else 1 if "warn" in levels else 0
+    return next((code for level, code in (("fail", 2), ("unknown", 3), ("warn", 1)) if level in levels), 0)

@@ -66,7 +66,9 @@ def is_collectives(end: RankEnd) -> bool:
 
 def is_mismatch(end: RankEnd) -> bool:
     """gloo found other sizes than its own: it ends the rank that received them, and another rank sent them."""
-    text = end.error.message if end.error is not None else end.tail if end.code == -6 else ""
+    text = end.tail if end.code == -6 else ""
+    if end.error is not None:
+        text = end.error.message
     return bool(re.search(_SIZES, text))
 
 

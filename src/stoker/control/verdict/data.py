@@ -198,13 +198,9 @@ def corrupt(case: Case) -> Found | None:
     if not found and not _cut_off(case):
         return None
     error = case.end.error
-    what = (
-        first_line(re.sub(r"\s+", " ", found[0]))
-        if found
-        else f"{error.type}: {first_line(error.message) or 'the file ends too early'}"
-        if error
-        else ""
-    )
+    what = f"{error.type}: {first_line(error.message) or 'the file ends too early'}" if error else ""
+    if found:
+        what = first_line(re.sub(r"\s+", " ", found[0]))
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
     return Found(
         f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what)

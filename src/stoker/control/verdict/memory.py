@@ -112,7 +112,9 @@ def allocation(case: Case) -> Found | None:
     text = said(case)
     asked = re.search(r"tried to (?:allocate|mmap) (\d+) bytes", text)
     array = re.search(r"Unable to allocate ([\d.]+ \w+) for an array with shape [^\n]*", text)
-    what = f" {amount(int(asked[1]))}" if asked else f" {array[1]}" if array else ""
+    what = f" {array[1]}" if array else ""
+    if asked:
+        what = f" {amount(int(asked[1]))}"
     around = case.end.around
     fix: tuple[str, ...] = ()
     if asked and around.host_total and int(asked[1]) > around.host_total:
@@ -122,7 +124,9 @@ def allocation(case: Case) -> Found | None:
                 f" the shape at {place(case.end)}"
             ),
         )
-    said_so = (line_of(found),) if found else (f"{error.type}: {first_line(error.message)}",) if error else ()
+    said_so = (f"{error.type}: {first_line(error.message)}",) if error else ()
+    if found:
+        said_so = (line_of(found),)
     at = (f"at {place(case.end)}",) if error else ()
     return Found(
         f"{case.who}: the host gave no memory{' for' + what if what else ''}",

@@ -50,11 +50,8 @@ def find_sources(
 def _source(path: str) -> Source:
     ending = os.path.splitext(path)[1].lower()
     if ending in PACKED:
-        raise Refusal(
-            f"{path} is packed: unpack it first, e.g."
-            f" `{'gunzip -k' if ending == '.gz' else 'unzip' if ending == '.zip' else 'unxz -k'} {path}`",
-            EX_DATAERR,
-        )
+        unpack = {".gz": "gunzip -k", ".zip": "unzip"}.get(ending, "unxz -k")
+        raise Refusal(f"{path} is packed: unpack it first, e.g. `{unpack} {path}`", EX_DATAERR)
     form = FORMS.get(ending, "text")
     check_head(path, text=form != "parquet")
     if form == "jsonl":

@@ -102,13 +102,14 @@ def median_seconds(work: Any, device: torch.device) -> float:
 def speed(device: torch.device) -> dict[str, float]:
     """TFLOP/s of one fixed matmul, and GB/s of a copy, read and write counted."""
     big = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= 6e9
-    side = 8192 if big else 4096 if device.type == "cuda" else 512
+    side, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 25)
+    if big:
+        side, count = 8192, 1 << 30
     a = torch.randn(side, side, device=device).to(
         precision(device)
     )  # constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these
     out = torch.empty_like(a)
     tflops = 2 * side**3 / median_seconds(lambda: torch.mm(a, a, out=out), device) / 1e12
-    count = (1 << 30) if big else (1 << 28) if device.type == "cuda" else (1 << 25)
     source = torch.zeros(count, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return {"tflops": tflops, "gbs": 2 * count / median_seconds(lambda: target.copy_(source), device) / 1e9}

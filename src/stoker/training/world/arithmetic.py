@@ -139,8 +139,11 @@ def told(w: World, dice: Dice) -> str:
     step = dice.pick(w.sums[False][dice.pick("+-")])
     a, sign, b, result = step
     verb = dice.pick(VERBS[sign])
-    draw = dice.random()
-    middle = f"{worked(step)} " if draw < 0.5 else f"{equation(step)} " if draw < 0.7 else ""
+    draw, middle = dice.random(), ""
+    if draw < 0.5:
+        middle = f"{worked(step)} "
+    elif draw < 0.7:
+        middle = f"{equation(step)} "
     if dice.random() < 0.5:
         more = f"{b} more" if sign == "+" else f"{b}"
         return f"{person} has {a} {item} and {verb} {more}. {middle}Now {person} has {result} {item}."

@@ -40,7 +40,8 @@ def strict(case: Case, dice: Dice, right: bool = True) -> str:
     their steps.
     """
     if case.kind == "steps":
-        first = (case.work if right else case.wrong_work) if dice.random() < WORKED else ""
+        steps = case.work if right else case.wrong_work
+        first = steps if dice.random() < WORKED else ""
     else:
         first = case.said if right else case.wrong_said
     end = f"The answer is {case.answer if right else case.wrong}."

@@ -109,11 +109,11 @@ TOPICS = ("like", "go", "have")
 
 
 def _about(w: World, topic: str, held: bool, person: str) -> list[str]:
-    return (w.dishes if topic == "like" else w.places if topic == "go" else w.things)[held][person]
+    return {"like": w.dishes, "go": w.places, "have": w.things}[topic][held][person]
 
 
 def _class(w: World, topic: str) -> list[str]:
-    return w.lexicon.dishes if topic == "like" else w.lexicon.places if topic == "go" else w.lexicon.things
+    return {"like": w.lexicon.dishes, "go": w.lexicon.places, "have": w.lexicon.things}[topic]
 
 
 def _pair(w: World, dice: Dice, held: bool) -> tuple[str, str, str]:
