@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from conftest import Stoker
+from stoker.contract import checkpoints
+from stoker.control.agent import probe_ready
 from stoker.control.cluster import listing
 
 OTHER = 65534
@@ -59,3 +63,61 @@ def test_a_strangers_checkout_inside_ours_is_copied_without_asking_git(tmp_path:
             os.chown(os.path.join(folder, name), OTHER, OTHER, follow_symlinks=False)
     assert "inner/code.py" in {entry.path for entry in listing.working_directory(str(outer)).entries}
     assert not (tmp_path / "planted").exists()
+
+
+# ---- a run directory that somebody else made ----
+
+
+def _give(path: Path, uid: int = OTHER) -> None:
+    os.chown(path, uid, uid, follow_symlinks=False)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link", "file", "runs folder"])
+def test_a_host_refuses_a_run_directory_that_somebody_else_made(tmp_path: Path, kind: str) -> None:
+    needs_root()
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    run_dir = runs / "20260101-000000-exp"
+    if kind == "link":
+        (tmp_path / "theirs").mkdir(mode=0o777)
+        run_dir.symlink_to(tmp_path / "theirs")
+    elif kind == "file":
+        run_dir.write_text("")
+    elif kind == "folder":
+        run_dir.mkdir()
+        run_dir.chmod(0o777)
+        (run_dir / f".shared-{os.getpid()}").write_text("")  # a name that was to be guessed
+    _give(runs if kind == "runs folder" else run_dir)
+    answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), f".shared-{os.urandom(8).hex()}")
+    assert len(answer["problems"]) == 1 and not answer["shared"], answer
+    assert "--runs-dir" in answer["problems"][0] or "--name" in answer["problems"][0]
+
+
+def test_a_host_takes_a_run_directory_of_ones_own_again(tmp_path: Path) -> None:
+    run_dir = tmp_path / "runs" / "20260101-000000-exp"
+    for _ in range(2):
+        answer = probe_ready.ready(str(tmp_path), sys.executable, str(run_dir), ".shared-x")
+        assert answer == {"problems": [], "shared": False, "unwritable": ""}
+
+
+def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> None:
+    needs_root()
+    stoker.script(
+        "a.py",
+        "import os, stoker\n"
+        "folder = os.path.join(os.environ['STOKER_RUN_DIR'], 'checkpoints')\n"
+        "os.mkdir(folder)\n"
+        "for step in (1, 2): open(f'{folder}/step-{step}.pt', 'w').close()\n"
+        f"os.chown(f'{{folder}}/step-2.pt', {OTHER}, {OTHER})\n"
+        "print('resumed', os.path.basename(stoker.resume()))\n"
+        f"os.chown(folder, {OTHER}, {OTHER})\n"
+        "print('resumed', stoker.resume())\n",
+    )
+    done = stoker("run", "--nproc-per-node", "1", "a.py")
+    assert done.code == 0 and "resumed step-1.pt" in done.out and "resumed None" in done.out, done.out + done.err
+    assert "step-2.pt belongs to" in done.err + done.out
+    folder = stoker.latest / "checkpoints"
+    assert checkpoints.newest(str(stoker.latest)) is None
+    os.chown(folder, 0, 0)
+    saved = checkpoints.newest(str(stoker.latest))
+    assert saved is not None and saved.path.endswith("step-1.pt")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from conftest import Done, Stoker, forget_verdict, machine_json, tagged, wait_for
-from stoker.contract import names
+from stoker.contract import names, owners
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
 from stoker.control.record import follow, ownership, reader
@@ -548,5 +548,5 @@ def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(
     about = tmp_path.stat()
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: about.st_uid + 7)
-    monkeypatch.setattr(ownership, "_given", {})
+    monkeypatch.setattr(owners, "_given", {})
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
