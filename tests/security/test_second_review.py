@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest import Stoker
 from stoker.contract import checkpoints
 from stoker.control.agent import probe_ready
 from stoker.control.cluster import listing
+from stoker.training.config import files
 
 OTHER = 65534
 
@@ -121,3 +123,30 @@ def test_a_checkpoint_of_another_user_is_not_resumed_from(stoker: Stoker) -> Non
     os.chown(folder, 0, 0)
     saved = checkpoints.newest(str(stoker.latest))
     assert saved is not None and saved.path.endswith("step-1.pt")
+
+
+# ---- files of the working directory ----
+
+
+@pytest.mark.parametrize("key", ["python", "ssh_options"])
+def test_a_hosts_file_that_lies_here_is_not_obeyed_unasked(stoker: Stoker, key: str) -> None:
+    owned, program = stoker.cwd / "owned", stoker.cwd / "planted.sh"
+    program.write_text(f"#!/bin/sh\ntouch '{owned}'\n")
+    program.chmod(0o755)
+    hosts = {
+        "python": f"hosts: [{{host: localhost, python: {program}}}]\n",
+        "ssh_options": f"ssh_options: ['-oProxyCommand={program}']\nhosts: [nowhere.example]\n",
+    }
+    (stoker.cwd / "cluster.yaml").write_text(hosts[key])
+    done = stoker("cluster", "check", "--quick")
+    assert done.code == 64 and "--hosts cluster.yaml" in done.err, done.err
+    assert not owned.exists()
+    stoker("cluster", "check", "--quick", "--hosts", "cluster.yaml")  # the test is real: asked, it is obeyed
+    assert owned.exists() or (key == "ssh_options" and not shutil.which("ssh"))
+
+
+def test_a_config_by_name_is_ours_whatever_lies_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = files.shipped()[0]
+    (tmp_path / name).write_text("{planted: true}\n")
+    monkeypatch.chdir(tmp_path)
+    assert "planted" not in files.load(name) and files.load(f"./{name}") == {"planted": True}
