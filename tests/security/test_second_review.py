@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from conftest import Stoker
 from stoker.contract import checkpoints
 from stoker.control.agent import probe_ready
-from stoker.control.cluster import listing
+from stoker.control.cluster import listing, submit
 from stoker.training.config import files
 
 OTHER = 65534
@@ -150,3 +151,79 @@ def test_a_config_by_name_is_ours_whatever_lies_here(tmp_path: Path, monkeypatch
     (tmp_path / name).write_text("{planted: true}\n")
     monkeypatch.chdir(tmp_path)
     assert "planted" not in files.load(name) and files.load(f"./{name}") == {"planted": True}
+
+
+# ---- a runs folder where somebody else can exchange run directories ----
+
+
+@pytest.mark.parametrize(
+    ("uid", "mode", "reason"),
+    [
+        (OTHER, 0o1777, "belongs to"),
+        (OTHER, 0o755, "belongs to"),
+        (0, 0o777, "all users can write"),
+        (0, 0o775, "its group"),
+        (0, 0o1777, ""),
+        (0, 0o1770, ""),
+        (0, 0o755, ""),
+    ],
+)
+def test_no_run_is_started_where_others_can_exchange_it(stoker: Stoker, uid: int, mode: int, reason: str) -> None:
+    needs_root()
+    runs = stoker.cwd / "runs"
+    runs.mkdir()
+    os.chown(runs, uid, OTHER)
+    runs.chmod(mode)
+    stoker.script("ok.py", "print('fine')\n")
+    for words in (["run", "ok.py"], ["run", "--runs-dir", str(runs), "ok.py"]):
+        done = stoker(*words)
+        if reason:
+            assert done.code == 73 and reason in done.err and "--runs-dir" in done.err and not list(runs.iterdir())
+        else:
+            assert done.code == 0, done.err
+    assert stoker("runs").code == 0  # to look at it is harmless
+
+
+def test_a_link_that_somebody_else_made_is_not_the_runs_folder(stoker: Stoker) -> None:
+    needs_root()
+    (stoker.cwd / "mine").mkdir(mode=0o700)
+    (stoker.cwd / "runs").symlink_to("mine")
+    _give(stoker.cwd / "runs")
+    done = stoker("run", stoker.script("ok.py", ""))
+    assert done.code == 73 and "belongs to" in done.err and not list((stoker.cwd / "mine").iterdir())
+
+
+def test_a_run_directory_that_is_replaced_gets_no_further_attempt(stoker: Stoker) -> None:
+    """As the owner of a folder above can do it: another one with their checkpoint lies there when the ranks restart."""
+    stoker.script(
+        "a.py",
+        "import os, stoker\n"
+        "place = os.environ['STOKER_RUN_DIR']\n"
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], stoker.resume(), flush=True)\n"
+        "os.rename(place, place + '.away')\n"
+        "os.makedirs(place + '/checkpoints/theirs')\n"
+        "raise SystemExit(3)\n",
+    )
+    done = stoker("run", "--max-restarts", "2", "a.py")
+    assert done.code == 73 and "moved or replaced the run directory" in done.err, done.err
+    assert done.out.count("attempt") == 1
+    (kept,) = (stoker.cwd / "runs").glob("*.away")
+    assert json.loads((kept / "verdict.json").read_text())["cause"] == "launch.runs-dir"
+    (there,) = (path for path in (stoker.cwd / "runs").iterdir() if path.name[0] == "2" and path != kept)
+    assert sorted(path.name for path in there.iterdir()) == ["checkpoints"]
+
+
+def test_sbatch_gets_the_script_that_was_made_whatever_lies_in_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "sbatch"
+    tool.write_text(
+        f'#!/bin/sh\n[ -z "$2" ] || cat "$2" > {tmp_path}/got\n[ -n "$2" ] || cat > {tmp_path}/got\necho 12\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    script = submit.make_script(submit.SubmitOptions(), ["stoker", "run"], ["a.py"], "a", str(tmp_path), "/", False)
+    path = submit.write(script, str(tmp_path / "runs"), "a")
+    Path(path).write_text("#!/bin/sh\ntouch planted\n")
+    assert submit.submit(path, script, os.environ) == "12"
+    assert (tmp_path / "got").read_text() == script.text
