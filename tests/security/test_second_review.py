@@ -7,14 +7,16 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import Stoker, wait_for
 from stoker.contract import checkpoints
 from stoker.control.agent import probe_ready
 from stoker.control.cluster import listing, submit
+from stoker.control.machine import processes
 from stoker.training.config import files
 
 OTHER = 65534
@@ -227,3 +229,53 @@ def test_sbatch_gets_the_script_that_was_made_whatever_lies_in_the_folder(
     Path(path).write_text("#!/bin/sh\ntouch planted\n")
     assert submit.submit(path, script, os.environ) == "12"
     assert (tmp_path / "got").read_text() == script.text
+
+
+# ---- a command line without end ----
+
+_HUGE = """
+import ctypes, mmap, os, struct, sys, time
+size = int(sys.argv[1]) << 20
+area = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+area.write(b"python\\0--token\\0sk-not-to-be-shown-0123456789\\0" + b"word\\0" * ((size - 64) // 5))
+begin = ctypes.addressof(ctypes.c_char.from_buffer(area))
+stat = open("/proc/self/stat").read().rpartition(")")[2].split()
+code, data, brk, stack = stat[23:25], stat[42:44], stat[44], stat[25]
+libc = ctypes.CDLL(None, use_errno=True)
+libc.sbrk.restype = ctypes.c_long
+now = libc.sbrk(0)
+fields = [*map(int, code), *map(int, data), int(brk), now, int(stack), begin, begin + size, begin, begin]
+packed = ctypes.create_string_buffer(struct.pack("=11QQIi", *fields, 0, 0, -1))
+if libc.prctl(35, 14, ctypes.byref(packed), len(packed) - 1, 0):
+    sys.exit(os.strerror(ctypes.get_errno()))
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_command_line_of_half_a_gigabyte_is_cut_before_it_is_read(tmp_path: Path) -> None:
+    """Any user's process can do that to itself."""
+    with subprocess.Popen(
+        [sys.executable, "-c", _HUGE, "512"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        try:
+            assert child.stdout is not None and child.stderr is not None
+            if child.stdout.readline() != b"up\n":
+                pytest.skip(f"this kernel does not let a process do that: {child.stderr.read().decode()[-200:]}")
+            began = time.process_time()
+            line = processes.command(child.pid)
+            assert time.process_time() - began < 1.0
+            assert line is not None and line.startswith("python --token <redacted> word") and line.endswith("word …")
+            assert len(line) < 5000
+            processes.environment(child.pid)
+        finally:
+            child.kill()
+
+
+@pytest.mark.parametrize(("words", "shown"), [(["x" * 5000], "…"), (["a b " + "x" * 5000], "a b …")])
+def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
+    with subprocess.Popen([*words, "600"], executable="/bin/sleep") as child:
+        try:
+            assert wait_for(lambda: processes.command(child.pid), 10.0) == shown  # empty for a moment after exec
+        finally:
+            child.kill()
