@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
@@ -279,3 +280,42 @@ def test_a_word_is_not_cut_within(words: list[str], shown: str) -> None:
             assert wait_for(lambda: processes.command(child.pid), 10.0) == shown  # empty for a moment after exec
         finally:
             child.kill()
+
+
+# ---- files that the doctor writes ----
+
+
+@pytest.mark.parametrize("flag", ["--bundle", "--record"])
+@pytest.mark.parametrize("kind", ["pipe", "theirs", "link"])
+def test_the_doctor_writes_a_new_file_whatever_lies_there(stoker: Stoker, flag: str, kind: str) -> None:
+    path, precious = stoker.cwd / "out", stoker.cwd / "precious"
+    precious.write_text("kept")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to(precious)
+    else:
+        needs_root()
+        path.write_text("")
+        path.chmod(0o666)
+        _give(path)
+    done = stoker("doctor", "--only", "host.disk", "--no-probe", flag, "out", timeout=60)
+    about = path.lstat()
+    assert done.code in (0, 1) and about.st_uid == os.geteuid() and stat.S_IMODE(about.st_mode) == 0o600, done.err
+    assert stat.S_ISREG(about.st_mode) and about.st_size and precious.read_text() == "kept"
+
+
+def test_a_folder_of_the_path_that_may_not_be_entered_costs_no_bundle(tmp_path: Path) -> None:
+    """A program that may not be run gives another error than one that is missing."""
+    for name in ("nvidia-smi", "dmesg"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o644)
+    code = "from stoker.control.doctor.bundle import _said; print(_said(['nvidia-smi', '-q']))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "nvidia-smi can't be started: Permission denied" in done.stdout, done.stderr
