@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 import shutil
+import socket
 import stat
 import subprocess
 import sys
@@ -15,9 +17,12 @@ from pathlib import Path
 import pytest
 
 from conftest import Stoker, wait_for
-from stoker.contract import checkpoints
-from stoker.control.agent import probe_ready
+from stoker.contract import checkpoints, untrusted
+from stoker.control.agent import probe_net, probe_ready
+from stoker.control.agent import receiving as receiving_end
 from stoker.control.cluster import listing, submit
+from stoker.control.launch import rendezvous
+from stoker.control.launch.nodes import Meeting
 from stoker.control.machine import processes
 from stoker.training.config import files
 
@@ -356,3 +361,134 @@ def test_listing_all_users_runs_takes_bounded_memory_and_time(stoker: Stoker) ->
     assert {row["seconds"] for row in listing["runs"]} == {2.0, None}
     assert "damaged" in done.stderr and "2 MiB" in done.stderr
     assert "30 folders of users with very many runs left out" in stoker("runs", "--all").out
+
+
+# ---- ports that anybody can reach ----
+
+
+def _connect(port: int, source: str = "127.0.0.1") -> socket.socket:
+    made = socket.socket()
+    made.settimeout(10.0)
+    made.bind((source, 0))
+    made.connect(("127.0.0.1", port))
+    return made
+
+
+def test_strangers_use_up_no_threads_of_a_network_check_and_it_outlives_a_lack_of_descriptors() -> None:
+    code = (
+        "import resource, threading\n"
+        "from stoker.control.agent import probe_net\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))\n"
+        "probe_net.MOST_STRANGERS = int(input())\n"
+        "listener = probe_net._listen('127.0.0.1', (0,))\n"
+        "threading.Thread(target=probe_net._serve, args=(listener, b'k' * 16, []), daemon=True).start()\n"
+        "print(listener.getsockname()[1], flush=True)\n"
+        "while input() != 'end': print(threading.active_count(), flush=True)\n"
+    )
+    for most in (20, 1000):  # turned away one by one; and so many that the descriptors run out first
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        ) as child:
+            assert child.stdin is not None and child.stdout is not None
+            child.stdin.write(f"{most}\n")
+            port = int(child.stdout.readline())
+            flood = [_connect(port) for _ in range(150)]
+            try:
+                if most > 100:
+                    time.sleep(0.5)  # it meets the lack of descriptors
+                    for way in flood:
+                        way.close()
+                assert probe_net._reach("127.0.0.1", port, b"k" * 16) == ""
+                child.stdin.write("count\n")
+                assert int(child.stdout.readline()) <= (60 if most == 20 else 200)
+            finally:
+                for way in flood:
+                    way.close()
+                child.stdin.write("end\n")
+
+
+def test_a_flood_does_not_push_out_who_is_about_to_prove_the_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STOKER_RDZV_SECRET", "a secret that both sides know")
+    secret = rendezvous._secret()
+    assert secret is not None
+    with socket.socket() as own:
+        own.bind(("127.0.0.1", 0))
+        own.listen(1024)
+        port = own.getsockname()[1]
+        meeting = Meeting(2, None, "127.0.0.1", port, "job", 0)
+        lines: list[str] = []
+        flood: list[socket.socket] = []
+        with rendezvous._Receiving(meeting, 1, own, secret, lines.append) as receiving:
+            guest = _connect(port, "127.0.0.2")
+            hello = {"job": "job", "count": 2, "ranks": 1, "nonce": secret.nonce()}
+            guest.sendall(json.dumps(hello).encode() + b"\n")
+            wait_for(lambda: (receiving._welcome(), receiving._guests)[1], 5.0)
+            (there,) = receiving._guests.values()
+            receiving._hear(there)
+            challenge = json.loads(guest.makefile().readline())["challenge"]
+            for number in range(300):  # some say hello, too
+                flood.append(_connect(port, "127.0.0.3"))
+                if number % 2:
+                    flood[-1].sendall(json.dumps(hello).encode() + b"\n")
+                receiving._welcome()
+            guest.sendall(json.dumps({"proof": secret.proof(rendezvous.GUEST, hello, challenge)}).encode() + b"\n")
+            receiving.wait(time.monotonic() + 10.0, lambda: None)
+            assert [one.address for one in receiving._accepted] == ["127.0.0.2"]
+            for way in (guest, *flood):
+                way.close()
+
+
+# ---- imports, and lists of what may be removed ----
+
+
+@pytest.mark.parametrize("path", ["/nowhere:", ":/nowhere", "."])
+def test_an_empty_entry_of_pythonpath_is_not_the_working_directory(tmp_path: Path, path: str) -> None:
+    (tmp_path / "planted.py").write_text("print('planted')\n")
+    done = subprocess.run(
+        [sys.executable, "-c", untrusted.NOT_FROM_HERE + "import planted"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "ModuleNotFoundError" in done.stderr and not done.stdout
+
+
+def test_a_working_directory_that_is_gone_ends_no_question(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    code = f"import os, subprocess, sys; os.rmdir({str(gone)!r}); sys.exit(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code, untrusted.NOT_FROM_HERE + "print(1)"], cwd=gone, check=False
+        ).returncode
+        == 0
+    )
+
+
+def test_a_copy_removes_nothing_that_anothers_list_names(tmp_path: Path) -> None:
+    needs_root()
+    (tmp_path / "mine").write_text("precious")
+    digest = hashlib.sha256(b"precious").hexdigest()
+    for uid, left in ((OTHER, True), (0, False)):
+        manifest = tmp_path / ".stoker-sync.json"
+        manifest.unlink(missing_ok=True)
+        manifest.write_text(json.dumps({"schema": 2, "origins": {"here": {"mine": digest}}}))
+        _give(manifest, uid)
+        receiver = receiving_end.Receiver()
+        assert receiver.offer(str(tmp_path), "inside", [], "here") == []
+        finished = receiver.finish()
+        assert (tmp_path / "mine").exists() == left and finished["removed"] == (0 if left else 1)
+        assert ("is ignored" in finished["ignored"]) == left
+
+
+def test_code_is_not_copied_into_anothers_folder(tmp_path: Path) -> None:
+    needs_root()
+    folder = tmp_path / "work"
+    folder.mkdir()
+    folder.chmod(0o777)
+    _give(folder)
+    with pytest.raises(receiving_end.Refused, match="belongs to"):
+        receiving_end.Receiver().offer(str(folder), "inside", [], "here")
+    assert receiving_end.Receiver().offer(str(folder), "", [], "here") == []
