@@ -98,7 +98,7 @@ def test_a_link_in_place_of_a_lock_empties_nothing(tmp_path: Path) -> None:
     (cache / ours.TAG).symlink_to(tmp_path / "made")
     ours.tag(str(cache))
     assert not (tmp_path / "made").exists()
-    with pytest.raises(OSError):
+    with pytest.raises(Refusal, match="lock file"):
         digest_files([str(data)], str(cache), 1, quiet)
     assert victim.read_text() == "mine"
 

@@ -1,4 +1,7 @@
-"""The store's port, reserved: bound and not listening, so that rank 0's store can bind it and a stranger can't."""
+"""The store's port, reserved: bound and not listening, so that rank 0's store can bind it too, and no other launch and no
+program that takes any free port gets it meanwhile. It is not a lock: a program of any user that sets SO_REUSEADDR and
+asks for this very port gets it, and then the store's own bind fails.
+"""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class BetweenHosts:
         otherwise.
         """
         muster = self._muster
-        token = f".shared-{os.getpid()}"
+        token = f".shared-{os.urandom(8).hex()}"  # nobody on another host can have guessed it
         path = os.path.join(place.dir, token)
         with open(path, "wb"):
             pass

@@ -9,29 +9,9 @@ import stat
 from collections.abc import Callable, Mapping
 
 from stoker.contract.names import EX_NOPERM, Refusal
+from stoker.contract.owners import is_mine, user_name, why_not_ours_alone
 
-_given: dict[str, int] = {}  # folder -> the uid of what we make there
-
-
-def is_mine(uid: int, folder: str) -> bool:
-    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a
-    file we make there shows it.
-    """
-    return uid == os.geteuid() or uid == _uid_given_in(folder)
-
-
-def _uid_given_in(folder: str) -> int:
-    folder = folder or "."
-    if folder not in _given:
-        import tempfile
-
-        _given[folder] = os.geteuid()
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                _given[folder] = os.fstat(file.fileno()).st_uid
-        except OSError:
-            pass  # not ours to write in: nothing there is ours under another number
-    return _given[folder]
+__all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "writes_to"]
 
 
 def own_folder(root: str, name: str) -> str:
@@ -49,12 +29,6 @@ def own_folder(root: str, name: str) -> str:
     raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
 
 
-def closed(about: os.stat_result) -> bool:
-    """Nobody but its owner and root can write there. A group of the owner's own (of the same number) is no other user."""
-    others = stat.S_IWOTH | (0 if about.st_gid == about.st_uid else stat.S_IWGRP)
-    return stat.S_ISDIR(about.st_mode) and not about.st_mode & others
-
-
 def cache_home(environment: Mapping[str, str]) -> str:
     """This user's own folder for what may be made again."""
     base = environment.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -68,10 +42,9 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
     path = os.path.join(cache_home(os.environ), name)
     try:
         os.makedirs(path, 0o700, exist_ok=True)
-        about = os.lstat(path)
-        if is_mine(about.st_uid, os.path.dirname(path)) and closed(about):
+        problem = why_not_ours_alone(path)
+        if not problem:
             return path
-        problem = "other users can write there"
     except OSError as error:
         problem = error.strerror or str(error)
     import tempfile
@@ -79,15 +52,6 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
     fresh = tempfile.mkdtemp(prefix=f"stoker-{name}-")
     say(f"{path} can't be used ({problem}): compiled kernels are kept in {fresh}, for this start only")
     return fresh
-
-
-def user_name(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 def writes_to(pid: int, path: str) -> bool | None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from stoker.contract import typed
+from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.untrusted import open_lock_file, open_regular, read_json
 from stoker.contract.wholefile import write_json
 
@@ -77,9 +78,11 @@ def _read(index: str) -> dict[str, list[object]]:
 
 def _remember(index: str, settled: dict[str, list[object]]) -> None:
     os.makedirs(os.path.dirname(index) or ".", exist_ok=True)
-    lock = open_lock_file(index + ".lock")
     try:
+        handle = open_lock_file(index + ".lock")  # a link there would lead to a file elsewhere
+    except OSError as problem:
+        line = f"the lock file {index}.lock can't be used: {problem.strerror}; remove it"
+        raise Refusal(line, EX_CANTCREAT) from problem
+    with os.fdopen(handle, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_json(index, {"schema": SCHEMA, "files": {**_read(index), **settled}})
-    finally:
-        os.close(lock)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 from stoker.contract import layout
+from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
 
@@ -30,15 +31,14 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
     another user left there are not used.
     """
     try:
-        link, about = os.lstat(cache), os.stat(cache)
+        problem = why_not_ours_alone(cache)
     except FileNotFoundError:
         return cache
-    parent = os.path.dirname(os.path.abspath(cache))
-    if all(ownership.is_mine(uid, parent) for uid in (link.st_uid, about.st_uid)) and ownership.closed(about):
+    if not problem:
         return cache
     own = ownership.own_folder(cache, f"user-{os.geteuid()}")
     os.makedirs(own, 0o700, exist_ok=True)
-    say(f"data.cache {cache} is open to other users: yours is {own}")
+    say(f"data.cache {cache}: {problem}; yours is {own}")
     return own
 
 
