@@ -10,23 +10,32 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hostile_files import write_model
 
+from stoker.contract import owners
 from stoker.contract.names import Refusal
 from stoker.control.record import ownership
+from stoker.control.record.metrics import Metrics
 from stoker.speedrun import state
 from stoker.speedrun.stages import Stage
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
-from stoker.training.data import ours, shards
+from stoker.training.checkpoint.reading import find
+from stoker.training.config.layers import gather
+from stoker.training.config.resolve import settle
+from stoker.training.data import ours, reader, shards, units
 from stoker.training.data.amount import lines_in
 from stoker.training.data.digests import digest_files
 from stoker.training.data.read import _did_you_mean, _names
+from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
+from stoker.training.loop.samplelog import SampleLog
+from stoker.training.loop.say import where_runs_go
 from stoker.training.model import hf_config, hf_files
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
@@ -264,6 +273,88 @@ def with_pattern(pattern: str) -> Tokenizer:
 
 def test_a_pattern_that_tries_a_million_ways_at_every_character() -> None:
     assert with_pattern(r"\w+|[\s\S]").encode("aab c")
-    slow = with_pattern(r"(?:.|.){21}\x00|[\s\S]")
-    with pytest.raises(Refusal, match="too slow"):
+    for pattern in (
+        r"(?:.|.){21}\x00|[\s\S]",
+        r"(?=[^\x00]*hello)(?:[a-z ]|[a-z ]){21}\x01|[^\x00]",  # slow only where a text has that word
+    ):
+        slow = with_pattern(pattern)
         slow.use(None)  # `tokenizers`, whose engine tries them all
+        with pytest.raises(Refusal, match="too slow"):
+            slow.encode("hello there my friend what a day " * 20)
+
+
+# ---- plain torchrun ----
+
+
+@needs_root
+def test_a_recipe_under_torchrun_uses_no_folder_of_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("STOKER_RUN_DIR", raising=False)
+    c = settle(gather([], {}), False).config
+    own = where_runs_go(c)
+    assert own == where_runs_go(c) and not os.path.exists(own)
+    os.makedirs(own)
+    assert where_runs_go(c) == own
+    for spoil in (lambda: os.chmod(own, 0o777), lambda: (os.chmod(own, 0o755), os.chown(own, STRANGER, STRANGER))):
+        spoil()
+        assert where_runs_go(c) != own
+
+
+def test_logs_of_a_run_follow_no_link(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    for name in ("samples-rank-0.jsonl", "metrics.jsonl"):
+        (tmp_path / name).symlink_to(victim)
+    with pytest.raises(OSError):
+        SampleLog(str(tmp_path), 0, 0).write(1, [2])
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "made")
+    with pytest.raises(OSError):
+        Metrics(str(tmp_path))
+    assert victim.read_text() == "mine" and not (tmp_path / "made").exists()
+
+
+@needs_root
+def test_a_checkpoint_of_another_user_is_not_resumed_from_by_a_recipe(tmp_path: Path) -> None:
+    theirs = tmp_path / "step-00000009"
+    theirs.mkdir()
+    os.chown(theirs, STRANGER, STRANGER)
+    lines: list[str] = []
+    assert find(str(tmp_path), lines.append) is None and f"belongs to uid {STRANGER}" in lines[0]
+
+
+@needs_root
+def test_root_in_a_folder_of_a_user_trusts_that_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's root works in a folder of its host."""
+    os.chown(tmp_path, STRANGER, STRANGER)
+    monkeypatch.chdir(tmp_path)
+    assert owners.is_trusted(STRANGER, str(tmp_path)) and not owners.is_trusted(STRANGER + 1, str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert not owners.is_trusted(STRANGER, str(tmp_path))
+
+
+@needs_root
+def test_a_folder_above_the_compile_cache_that_is_open_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "stoker").mkdir()
+    os.chown(tmp_path / "stoker", STRANGER, STRANGER)
+    used = ownership.private_cache("compile", quiet)
+    assert not used.startswith(str(tmp_path))
+    os.rmdir(used)
+
+
+def test_tokens_are_read_as_the_vocabulary_says_whatever_the_manifest_calls_them() -> None:
+    source = Path(reader.__file__).read_text()
+    assert '["dtype"]' not in source and "dtype_for(" in source
+
+
+def test_a_footer_that_claims_a_terabyte_is_cut_into_few_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = SimpleNamespace(total_byte_size=1 << 40, num_rows=5000)
+    metadata = SimpleNamespace(num_rows=5000 * 1000, num_row_groups=1000, row_group=lambda _number: group)
+    monkeypatch.setattr(units, "open_parquet", lambda _path: SimpleNamespace(metadata=metadata))
+    train, held = units.split([Source(str(tmp_path / "x"), "parquet", 820_000)], 0.1)
+    assert len(train) + len(held) < 1100

@@ -16,8 +16,10 @@ def is_mine(uid: int, folder: str) -> bool:
 
 
 def is_trusted(uid: int, folder: str) -> bool:
-    """Ours or root's."""
-    return uid == 0 or is_mine(uid, folder)
+    """Ours or root's. For root, also the user's in whose folder it works: a container's root in a folder of its host,
+    whose scripts it runs anyway.
+    """
+    return uid == 0 or is_mine(uid, folder) or (os.geteuid() == 0 and uid == _owner_of_working_folder())
 
 
 def _uid_given_in(folder: str) -> int:
@@ -61,6 +63,25 @@ def why_not_ours_alone(path: str, sticky: bool = False) -> str:
     if about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid):
         return f"its group ({_group_name(about.st_gid)}) can write it"
     return ""
+
+
+def why_a_folder_above_is_not_safe(path: str) -> str:
+    """Why somebody else could put another folder in the place of `path`: a folder above it is theirs, or open to them."""
+    folder = os.path.dirname(os.path.realpath(path))
+    while folder != os.path.dirname(folder):
+        problem = why_not_ours_alone(folder, sticky=True)
+        if problem:
+            return f"{folder}: {problem}"
+        folder = os.path.dirname(folder)
+    return ""
+
+
+def _owner_of_working_folder() -> int:
+    try:
+        about = os.stat(".")
+    except OSError:
+        return 0
+    return 0 if about.st_mode & (stat.S_IWOTH | stat.S_IWGRP) else about.st_uid
 
 
 def _is_own_group(gid: int) -> bool:

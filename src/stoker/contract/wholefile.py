@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from typing import IO, Any
 
 
+# For logs that grow: no link is followed to a file elsewhere.
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
 def temporary_name(path: str) -> str:
     """Beside `path`, and nobody can have made it before: neither a process of this number that died nor another user."""
     return f"{path}.{os.getpid()}-{os.urandom(4).hex()}.tmp"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
 from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
+from stoker.training.data.ours import own_cache
 
 CACHE = "cache"
 # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not
@@ -133,7 +135,8 @@ def _data(options: SpeedrunOptions, folder: str) -> tuple[Data, Callable[[], Non
         return OUR_WORLD, lambda: None
     from stoker.speedrun.material import Digests, material
 
-    found = material(options.data, folder, Digests(CACHE), CACHE)
+    cache = own_cache(CACHE, _say)
+    found = material(options.data, folder, Digests(cache), cache)
     return found.data, found.make_copies
 
 
@@ -142,7 +145,13 @@ def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[S
         return tuple(stages)
     from stoker.speedrun.material import Digests
 
-    return overrides.apply(stages, [overrides.parse(text, stages) for text in options.set], Digests(CACHE).of)
+    return overrides.apply(
+        stages, [overrides.parse(text, stages) for text in options.set], Digests(own_cache(CACHE, _say)).of
+    )
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _ranks(asked: str | None, usual: int) -> int:

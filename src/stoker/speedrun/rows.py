@@ -183,7 +183,7 @@ def check_questions(path: str, digest: str, cache: str) -> None:
 def _read(index: str) -> dict[str, Any]:
     try:
         told = read_json(index)
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}  # it only saves reading: what it held is found again
     files = told.get("files") if isinstance(told, dict) and told.get("schema") == SCHEMA else None
     return files if isinstance(files, dict) else {}

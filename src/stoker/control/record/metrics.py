@@ -9,7 +9,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.untrusted import parse_json
-from stoker.contract.wholefile import write_whole
+from stoker.contract.wholefile import APPEND, write_whole
 
 
 def _number(value: Any) -> Any:
@@ -25,7 +25,7 @@ class Metrics:
         self._path = os.path.join(run_dir, layout.METRICS)
         if os.path.exists(self._path):
             self._forget(resumed_at)
-        self._handle = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._handle = os.open(self._path, APPEND, 0o644)
 
     def _forget(self, step: int) -> None:
         kept = []

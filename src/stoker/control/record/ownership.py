@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable, Mapping
 
 from stoker.contract.names import EX_NOPERM, Refusal
-from stoker.contract.owners import is_mine, user_name, why_not_ours_alone
+from stoker.contract.owners import is_mine, user_name, why_a_folder_above_is_not_safe, why_not_ours_alone
 
 __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", "writes_to"]
 
@@ -24,7 +24,7 @@ def own_folder(root: str, name: str) -> str:
             about = os.lstat(candidate)
         except FileNotFoundError:
             return candidate
-        if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not about.st_mode & 0o022:
+        if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
             return candidate
     raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
 
@@ -41,8 +41,9 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
     """
     path = os.path.join(cache_home(os.environ), name)
     try:
-        os.makedirs(path, 0o700, exist_ok=True)
-        problem = why_not_ours_alone(path)
+        for folder in (os.path.dirname(path), path):
+            os.makedirs(folder, 0o700, exist_ok=True)
+        problem = why_a_folder_above_is_not_safe(path) or why_not_ours_alone(path)
         if not problem:
             return path
     except OSError as error:

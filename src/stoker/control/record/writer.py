@@ -16,15 +16,12 @@ from stoker.contract import layout, names, redact
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
-from stoker.contract.wholefile import temporary_name, write_json
+from stoker.contract.wholefile import APPEND, temporary_name, write_json
 from stoker.control.record import ownership
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
-# Whoever owns the runs folder can put another directory in a run's place: no link in it is followed to a file
-# elsewhere.
-_APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 OURS = frozenset(
     ("schema", "event", "run", "host", "status", "cause")
 )  # keys whose values are never a user's words: readers compare them
@@ -55,8 +52,8 @@ class RunRecord:
             self._folder = _open_own(run_dir)
             if reopened:
                 self._put_verdict_aside()
-            self._events = os.open(os.path.join(run_dir, layout.EVENTS), _APPEND, 0o644)
-            self._console = os.open(os.path.join(run_dir, layout.CONSOLE), _APPEND, 0o644)
+            self._events = os.open(os.path.join(run_dir, layout.EVENTS), APPEND, 0o644)
+            self._console = os.open(os.path.join(run_dir, layout.CONSOLE), APPEND, 0o644)
             self._reserve = _reserve(os.path.join(run_dir, layout.RESERVE))
         except OSError as problem:
             raise cannot_write(root, problem) from problem
@@ -142,7 +139,7 @@ class RunRecord:
         handle = self._logs.get(path)
         if handle is None:
             try:
-                handle = os.open(path, _APPEND, 0o644)
+                handle = os.open(path, APPEND, 0o644)
             except OSError as problem:
                 self._lose(path, len(data), problem)
                 return

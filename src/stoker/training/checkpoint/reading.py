@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
+from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint.folders import mend, steps_in
 from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, decode, overlap
@@ -146,6 +147,10 @@ def find(
     except OSError as problem:  # a folder that may only be read
         say(f"{problem.filename}: a checkpoint that was being replaced can't be put back: {problem.strerror}")
     for path in steps_in(folder).values():
+        uid = os.lstat(path).st_uid
+        if not is_trusted(uid, folder):
+            say(f"{path} belongs to {user_name(uid)} and is not resumed from; looking at the one before")
+            continue
         try:
             found = open_checkpoint(path)
         except Refusal as problem:

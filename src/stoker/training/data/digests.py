@@ -19,6 +19,7 @@ from stoker.contract.wholefile import write_json
 
 BLOCK = 32 << 20
 SCHEMA = 1
+LOCK_S = 10.0
 _FILES = "dict[str, tuple[list[int], str]]"
 SETTLED_NS = (
     2_000_000_000  # a file changed just now may change again within the clock's grain: its digest is not remembered
@@ -71,7 +72,7 @@ def _read(index: str) -> dict[str, list[object]]:
     try:
         told = read_json(index, 1 << 30)  # a line for each of a million files
         files: dict[str, list[object]] = typed.read_fields({"schema": "int", "files": _FILES}, told)["files"]
-    except (FileNotFoundError, ValueError):
+    except (OSError, ValueError):
         return {}  # it only saves reading: what it held is found again
     return files if told["schema"] == SCHEMA else {}
 
@@ -84,5 +85,13 @@ def _remember(index: str, settled: dict[str, list[object]]) -> None:
         line = f"the lock file {index}.lock can't be used: {problem.strerror}; remove it"
         raise Refusal(line, EX_CANTCREAT) from problem
     with os.fdopen(handle, "rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        deadline = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return  # the index only saves reading: these files are hashed again next time
+                time.sleep(0.05)
         write_json(index, {"schema": SCHEMA, "files": {**_read(index), **settled}})

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
 from stoker.contract.shape import shape
 from stoker.training.data.prepared import Prepared
-from stoker.training.data.shards import read_manifest
+from stoker.training.data.shards import dtype_for, read_manifest
 from stoker.training.data.work import BEGIN, LEARN
 
 IGNORED = -100  # a target that is not learned
@@ -46,7 +46,9 @@ class Samples:
         self.bytes_per_target = int(about["bytes"]) / max(
             int(about.get("learned") or self.tokens) if self.chat else self.tokens, 1
         )
-        self._shards = [_map(folder, one["file"], told["dtype"], one["bytes"]) for one in about["shards"]]
+        self._shards = [
+            _map(folder, one["file"], dtype_for(told["vocab_size"]), one["bytes"]) for one in about["shards"]
+        ]
         self._masks = [_map(folder, one["file"], "u1", one["bytes"]) for one in about.get("masks", ())]
         self._starts = np.cumsum([0, *(len(one) for one in self._shards)], dtype=np.int64)
         if self.chat:

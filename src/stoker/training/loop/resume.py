@@ -151,6 +151,8 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
     """(where to go on, a line to say or nothing)."""
     best = found.get("best")
     theirs, mine = found.get("data", {}), as_json(data)
+    if not isinstance(theirs, dict) or not all(type(found.get(key)) is int for key in ("step", "samples", "tokens")):
+        raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
     line = (

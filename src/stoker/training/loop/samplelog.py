@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 
+from stoker.contract.wholefile import APPEND
+
 
 class SampleLog:
     def __init__(self, folder: str, rank: int, resumed_at: int) -> None:
         os.makedirs(folder, exist_ok=True)
-        self._file = open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open for the whole run
+        handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
+        self._file = os.fdopen(handle, "a", encoding="utf-8", buffering=1)
         self._from = resumed_at
 
     def write(self, step: int, ids: list[int]) -> None:

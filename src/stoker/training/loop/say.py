@@ -12,6 +12,7 @@ from typing import Any
 import stoker
 from stoker.contract import names, redact, terminal
 from stoker.contract.untrusted import printable_lines
+from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
 from stoker.training.config.resolve import flags
@@ -31,7 +32,7 @@ def where_runs_go(c: Config) -> str:
     if given:
         return given
     digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
-    return os.path.join("runs", f"torchrun-{digest}")
+    return ownership.own_folder("runs", f"torchrun-{digest}")
 
 
 class Voice:

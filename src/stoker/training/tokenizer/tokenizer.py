@@ -18,7 +18,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_UNAVAILABLE, Refusa
 from stoker.contract.untrusted import read_bytes, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.training.tokenizer import alphabet
-from stoker.training.tokenizer.definition import SPECIAL, Definition, define, token_bytes
+from stoker.training.tokenizer.definition import KNOWN_PATTERNS, SPECIAL, Definition, define, token_bytes
 from stoker.training.tokenizer.encoders import (
     Encoder,
     FastPlan,
@@ -34,10 +34,6 @@ SEGMENT = (
     1 << 16
 )  # bytes encoded at once: 20 MB/s; with 1 MB tiktoken has 14, and a run of blanks overflows its regex stack
 T = TypeVar("T")
-_PROBE = (
-    "The cow says moo; it's 3 + 2 = 5, isn't it? aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n\n    def f(x):  return x_1**2  # aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa\n"
-    '     \t  www.example.com/a-b?c=d&e=1234567890 AAAA    !!!!????....  <|x|> {"key": [1, 2.5e-3]}\r\n'
-)
 _NOT_UTF8 = re.compile("[\udc80-\udcff]+")
 
 
@@ -92,21 +88,29 @@ class Tokenizer:
         encode = self._made(
             lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
         )
-        self._check_speed(encode)
-        return encode
+        self._made(lambda: encode("a"))  # what is made at the first call does not count as slow
+        return encode if self.told.pattern in KNOWN_PATTERNS else self._watched(encode)
 
-    def _check_speed(self, encode: Encoder) -> None:
-        """A stranger's pattern may try a million ways at every character, and nothing can stop it once it has begun."""
-        self._made(lambda: encode(_PROBE[:1]))  # what is made at the first call is not counted
-        for length in (8, 32, 128, len(_PROBE)):
-            began = time.thread_time()
-            self._made(lambda length=length: encode(_PROBE[:length]))  # type: ignore[misc]
-            if (seconds := time.thread_time() - began) > 0.5:
-                raise Refusal(
-                    f"tokenizer {self.where}: its pattern is too slow to be used: {length} characters took"
-                    f" {seconds:.1f} s",
-                    EX_DATAERR,
-                )
+    def _watched(self, encode: Encoder) -> Encoder:
+        """A stranger's pattern may try a million ways at every character, and nothing can stop it once it has begun: the
+        beginning of each text is encoded first, longer and longer.
+        """
+
+        def watched(text: str) -> Ids:
+            for length in (8, 64, 512, 4096):
+                if length >= len(text):
+                    break
+                began = time.thread_time()
+                encode(text[:length])
+                if (seconds := time.thread_time() - began) > 0.5:
+                    raise Refusal(
+                        f"tokenizer {self.where}: its pattern is too slow to be used: {length} characters took"
+                        f" {seconds:.1f} s",
+                        EX_DATAERR,
+                    )
+            return encode(text)
+
+        return watched
 
     def _made(self, make: Callable[[], T]) -> T:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""

@@ -7,15 +7,10 @@ from collections.abc import Iterable
 from importlib import import_module
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
-from stoker.training.tokenizer.definition import SPECIAL
+from stoker.training.tokenizer.definition import OURS, SPECIAL
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 VERSION = 1
-# GPT-4's way to split, upper and lower case spelled out: engines differ in what (?i:s) matches.
-PATTERN = (
-    r"'(?:[sdmtSDMT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def check_size(vocab_size: int) -> None:
@@ -37,7 +32,7 @@ def train(texts: Iterable[str], vocab_size: int, folder: str) -> Tokenizer:
     tokenizers = import_module("tokenizers")
     pre, decoders = tokenizers.pre_tokenizers, tokenizers.decoders
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    words = pre.Split(tokenizers.Regex(PATTERN), "isolated")
+    words = pre.Split(tokenizers.Regex(OURS), "isolated")
     made.pre_tokenizer = pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
     made.decoder = decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
