@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.shape import fields_of
+from stoker.contract.typed import read_fields
 from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, Found, told_by
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_names import places
+from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import SCORE, beside
 from stoker.training.tokenizer.chat import START, STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -75,20 +75,20 @@ def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say
 def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
     opened = open_checkpoint(path)
     told, context = opened.meta.get("model"), (opened.meta.get("data") or {}).get("context")
-    if not isinstance(told, dict) or not isinstance(context, int):
-        raise Refusal(
-            f"{path} does not say which model it is of: it was written by something else than `stoker train`",
-            EX_DATAERR,
+    try:
+        shape = ModelConfig(
+            **read_fields({f"{name}?": kind for name, kind in ModelConfig.__annotations__.items()}, told)
         )
-    counts = [told.get(key, 1) for key in ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size")]
-    if (
-        not all(isinstance(count, int) and 0 <= count <= LONGEST_CONTEXT for count in (*counts, context))
-        or told.get("layers", 1) > 10_000
-    ):
+        if not isinstance(context, int):
+            raise ValueError("no data.context")
+    except ValueError as problem:
+        line = f"{path} does not say which model it is of ({problem}): it was written by something else than `stoker train`"
+        raise Refusal(line, EX_DATAERR) from problem
+    counts = (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.ff, shape.vocab_size, context)
+    if not all(0 <= count <= LONGEST_CONTEXT for count in counts) or not 0 <= shape.layers <= 10_000:
         raise Refusal(
             f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR
         )
-    shape = ModelConfig(**{key: value for key, value in told.items() if key in fields_of(ModelConfig)})
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)
     if words.digest != opened.meta.get("tokenizer_digest"):

@@ -168,7 +168,15 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out + place, mixed / tl.maximum(total, 1e-30)[:, None], mask=inside)
 
 
-def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest: Tensor, alive: Tensor) -> Tensor:
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    lengths: Tensor,
+    answers_from: Tensor,
+    newest: Tensor,
+    alive: Tensor,
+    scale: float | None = None,
+) -> Tensor:
     """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows
     that have ended.
     """
@@ -184,7 +192,7 @@ def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest:
         answers_from,
         newest,
         alive.view(torch.int8),
-        head_dim**-0.5,
+        head_dim**-0.5 if scale is None else scale,
         kv_heads,
         *kv.stride()[:4],
         group,

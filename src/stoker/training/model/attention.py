@@ -24,17 +24,48 @@ def kernels(which: str) -> Iterator[None]:
         yield
 
 
-def mask_of(segments: Tensor) -> Tensor:
-    """[B, 1, T, T]: a token sees what comes before it in its own segment."""
-    T = segments.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+def mask_of(segments: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:
+    """[B or 1, 1, T, T]: a token sees what comes before it in its own segment, at most `window` tokens with itself (0:
+    all). None: plain causal attention.
+    """
+    if segments is None and not 0 < window < length:
+        return None
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if 0 < window < length:
+        causal = causal.triu(1 - window)
+    if segments is None:
+        return causal[None, None]
     return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
 
 
-def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+def attend(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    cap: float = 0.0,
+) -> Tensor:
     """[B, T, H, D], causal, or by `mask`. Grouped heads stay grouped: no copies of keys and values."""
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    if cap:
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        return capped_attention(q, k, v, mask, dropout, scale, cap).transpose(1, 2)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout, scale=scale
     ).transpose(1, 2)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, cap: float
+) -> Tensor:
+    """[B, H, T, D]: scores are bounded softly before the mask, which no fused kernel of torch does."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v

@@ -227,7 +227,7 @@ def block(
         )
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
-    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)
+    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0, attention.scale)
     out = module._drop(linear(y.reshape(B * T, -1), attention.out.weight))
     rows, wide = norm_linear(rows, out, module.mlp_norm.weight, mlp.gate_up.weight, module.mlp_norm.eps)
     return rows.view(B, T, -1), module._drop(swiglu_linear(wide, mlp.down.weight))

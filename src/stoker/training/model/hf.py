@@ -1,7 +1,7 @@
 """Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time,
 safetensors only.
 
-Our shape and a folder's are matched in hf_config, hf_names and hf_files, which need no torch; the hub is in hf_hub.
+Our shape and a folder's are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
-from stoker.training.model.hf_files import Stored, check
-from stoker.training.model.hf_names import Place, places
+from stoker.training.model.hf_files import Place, Stored, check, places
 from stoker.training.model.hf_write import DTYPES, Export
 
 __all__ = ["load", "load_named", "named", "save", "save_from", "shape_of"]
@@ -57,7 +56,7 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
     for place in places(c):
         parameter = parameters[place.name]
         parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
-    rows = stored["model.embed_tokens.weight"].shape[0]
+    rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
         f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others"
         if rows < c.vocab_size
