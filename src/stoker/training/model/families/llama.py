@@ -18,12 +18,7 @@ class Llama(Family):
             told.refuse(
                 f"it attends within a sliding window of {max(windows)} tokens, this family over the whole context"
             )
-        return {
-            "qkv_bias": bias,
-            "out_bias": bias,
-            "mlp_bias": told.yes("mlp_bias"),
-            "activation": told.activation(),
-        }
+        return {"qkv_bias": bias, "out_bias": bias, "mlp_bias": told.yes("mlp_bias"), "activation": told.activation()}
 
     def keys(self, c: ModelConfig) -> dict[str, Any]:
         return {"attention_bias": c.qkv_bias, "mlp_bias": c.mlp_bias}
