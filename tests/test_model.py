@@ -323,7 +323,7 @@ def _norm_gradient(
 def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
     kernels_ = types.SimpleNamespace(
-        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu._forward
+        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu.swiglu
     )
     package = "stoker.training.model"
     monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", cast(Any, kernels_))

@@ -5,7 +5,7 @@ same sums as Decoder.hidden and the same options, without its graph of gradients
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from stoker.training.model.swiglu import activation
 
 # queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
 Attention = Callable[[Tensor, Tensor, int], Tensor]
+Prompts = Sequence[Sequence[int]]
 Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
 
 
@@ -217,7 +218,7 @@ def whole_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
-def padded(prompts: Any, length: int) -> Tensor:
+def padded(prompts: Prompts, length: int) -> Tensor:
     """[rows, length], filled up at the end."""
     ids = torch.zeros(len(prompts), length, dtype=torch.int64)
     for row, prompt in enumerate(prompts):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
 
 PREFILL_TOKENS = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
@@ -24,13 +24,7 @@ class Eager:
         """Nothing here keeps an address of the weights."""
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        indexes: Sequence[int],
-        new_tokens: int,
-        stop: Tensor,
-        how: Sampling,
-        seed: int,
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int
     ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]."""
         c, blocks, dtype = self._weights.config, self._blocks, self._weights.embed.dtype

@@ -82,16 +82,14 @@ class Engine:
         *,
         new_tokens: int,
         stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int = 0,
         indexes: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> list[list[int]]:
-        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
+        """`sampling`: temperature, top_k, top_p, as of `sample.checked`. Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
         among all ranks', for the sampling.
         """
-        how = checked(temperature, top_k, top_p)
+        how = checked(**sampling)
         self._check(prompts, new_tokens)
         stops = self._stops(stop)
         answers: list[list[int]] = [[] for _ in prompts]
@@ -106,18 +104,10 @@ class Engine:
         return answers
 
     def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        new_tokens: int,
-        stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
     ) -> Iterator[int]:
         """One answer, token by token; the same as `generate`'s for a single prompt."""
-        how = checked(temperature, top_k, top_p)
+        how = checked(**sampling)
         self._check([prompt], new_tokens)
         with torch.inference_mode():
             steps = self._runner.run([prompt], [0], new_tokens, self._stops(stop), how, seed)

@@ -19,7 +19,6 @@ from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, Found, told_by
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder
 from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import SCORE, beside
 from stoker.training.tokenizer.chat import START, STOP
@@ -49,13 +48,9 @@ def export(found: Found, out: str, dtype: str | None, tokenizer: str | None, say
 def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
     if os.path.realpath(folder) == os.path.realpath(out):
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
-    shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
-    with torch.device("meta"):
-        model = Decoder(
-            shape, context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048, torch.float32
-        )
-    model.place(torch.device("cpu"))
-    hf.load(model, folder, say)
+    context = told_by(folder, "max_position_embeddings")
+    known = isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT
+    model = hf.opened(folder, context if known else 2048, torch.float32, torch.device("cpu"), say)
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
     kind = DTYPES[dtype or ("bf16" if stored in ("bfloat16", "float16") else "fp32")]
     words = load_tokenizer(tokenizer or folder)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cached import Blocks, Cache, Weights, as_mask, padded, seen
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
 
 LOOK = 16
@@ -52,13 +52,7 @@ class Graphed:
         self._steps.clear()
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        indexes: Sequence[int],
-        new_tokens: int,
-        stop: Tensor,
-        how: Sampling,
-        seed: int,
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int
     ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]; on the device, and maybe still being computed."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
@@ -76,7 +70,7 @@ class Graphed:
     def _end(self, slot: int) -> int:
         return self._cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
 
-    def _start(self, prompts: Sequence[Sequence[int]], lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
+    def _start(self, prompts: Prompts, lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
         rows, ids = len(prompts), padded(prompts, begin)
         self._looking.begin()
         if not self._kernels:

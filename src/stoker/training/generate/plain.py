@@ -7,6 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stoker.training.model.attention import capped_attention
+from stoker.training.model.swiglu import swiglu
+
+__all__ = ["add_norm", "attend", "swiglu", "turn"]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
@@ -19,17 +22,9 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float)
 
 
 def turn(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_norm: Tensor | None,
-    heads: int,
-    eps: float,
-    kv: Tensor,
-    begin: int | Tensor,
-    tokens: int,
-    whole: bool = False,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor,
+    begin: int | Tensor, tokens: int, whole: bool = False,
+) -> Tensor:  # fmt: skip
     """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot
     `begin` on. Gives the queries.
 
@@ -73,8 +68,3 @@ def attend(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None = Non
         return capped_attention(grouped, kv[0], kv[1], mask, 0.0, scale, cap).reshape(rows, heads * head_dim)
     y = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
     return y.reshape(rows, heads * head_dim)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)

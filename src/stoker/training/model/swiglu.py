@@ -31,7 +31,7 @@ def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:
     return gated if c.gated else lambda wide: of(wide.float()).to(wide.dtype)
 
 
-def _forward(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -55,7 +55,7 @@ class _SwigluLinear(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, fp8: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.fp8 = fp8
-        return output_product(_forward(gate_up), weight, fp8)
+        return output_product(swiglu(gate_up), weight, fp8)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:

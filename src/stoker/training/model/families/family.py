@@ -46,7 +46,7 @@ class ConfigJson:
         value = self.get(key)
         if value is None and default is not None:
             value = default
-        most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+        most = _MOST_LAYERS if "layer" in key else _MOST
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
             self.refuse(
                 f"{key} in its {CONFIG} is {'missing' if value is None else self.words(value)}: a whole number from 1 to"
@@ -119,6 +119,10 @@ class Family:
 
     name = ""  # model_type in config.json
     architecture = ""  # the class in `architectures`
+    counts: Mapping[str, str] = {
+        "dim": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+        "head_dim": "head_dim", "ff": "intermediate_size", "vocab_size": "vocab_size",
+    }  # fmt: skip
     # Ours -> theirs, without .weight and .bias. As many names as they store: one for joined projections.
     outside: Mapping[str, str] = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
     layers = "model.layers"
@@ -159,25 +163,21 @@ class Family:
         return ", ".join([*lacks, *(f"name for {name}" for name in needed if name not in self.inside)])
 
     def shape(self, told: ConfigJson) -> ModelConfig:
-        dim, heads = told.count("hidden_size"), told.count("num_attention_heads")
-        kv_heads = told.count("num_key_value_heads", heads)
-        head_dim = told.count("head_dim", self.head_dim(dim, heads))
-        if heads % kv_heads:
-            told.refuse(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
-        if head_dim % 2:
-            told.refuse(f"head_dim {head_dim} is odd: the rotary embedding turns pairs")
-        fields: dict[str, Any] = {
-            "layers": told.count("num_hidden_layers"),
-            "dim": dim,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "head_dim": head_dim,
-            "ff": told.count("intermediate_size"),
-            "vocab_size": told.count("vocab_size"),
-            "norm_eps": told.number("rms_norm_eps", 1e-6),
-            "tied": told.yes("tie_word_embeddings"),
-            "init_std": told.number("initializer_range", 0.02),
-        }
+        keys, fields = self.counts, dict[str, Any]()
+        for name in keys:  # what transformers takes where a key is missing: in their order, one follows from another
+            default = None
+            if name == "kv_heads":
+                default = fields["heads"]
+            elif name == "head_dim":
+                default = self.head_dim(fields["dim"], fields["heads"])
+            fields[name] = told.count(keys[name], default)
+        if fields["heads"] % fields["kv_heads"]:
+            told.refuse(f"{keys['kv_heads']} {fields['kv_heads']} does not divide {keys['heads']} {fields['heads']}")
+        if fields["head_dim"] % 2:
+            told.refuse(f"head_dim {fields['head_dim']} is odd: the rotary embedding turns pairs")
+        fields["norm_eps"] = told.number("rms_norm_eps", 1e-6)
+        fields["tied"] = told.yes("tie_word_embeddings")
+        fields["init_std"] = told.number("initializer_range", 0.02)
         own = self.options(told)
         rotary = {} if "rope_theta" in own else told.rotary()
         return ModelConfig(**{**fields, **rotary, **own, "load": told.folder, "family": self.name})
@@ -189,13 +189,7 @@ class Family:
         elif c.rope_factor != 1.0:
             scaling = {"rope_type": "llama3", **{theirs: getattr(c, ours) for ours, theirs in _BANDS.items()}}
         return {
-            "hidden_size": c.dim,
-            "num_hidden_layers": c.layers,
-            "num_attention_heads": c.heads,
-            "num_key_value_heads": c.kv_heads,
-            "head_dim": c.head_dim,
-            "intermediate_size": c.ff,
-            "vocab_size": c.vocab_size,
+            **{theirs: getattr(c, ours) for ours, theirs in self.counts.items()},
             "max_position_embeddings": context_length,
             "rope_theta": c.rope_theta,
             "rope_scaling": scaling,
