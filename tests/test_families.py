@@ -422,7 +422,7 @@ def test_every_option_has_words_and_an_unsupported_one_is_named() -> None:
     settings = set(ModelConfig.__options__)  # type: ignore[attr-defined]
     own = set(ModelConfig.__fields__) - settings - {"family", "experts_per_token", "expert_ff", "shared_experts"}  # type: ignore[attr-defined]
     assert own == set(OPTIONS)
-    both = replace(SMALL, qkv_bias=True, windows=(3, 0))
+    both = replace(SMALL, head_dim=16, qkv_bias=True, windows=(3, 0))
     assert lacking(SMALL, ()) == "" and lacking(both, ("qkv_bias",)) == "sliding window"
     assert lacking(both, ()) == "bias on queries, keys and values, sliding window"
     check_options(both, "model")

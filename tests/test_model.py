@@ -17,9 +17,9 @@ from torch import Tensor
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import loss, ready, swiglu
-from stoker.training.model.attention import attend, kernels, mask_of
+from stoker.training.model.attention import attend, kernels, mask_of, rotary_table, rotate
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder, rotary_table, rotate
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
 from stoker.training.model.rows import flops_per_token, matmul_parameters
 from stoker.training.model.swiglu import swiglu_linear

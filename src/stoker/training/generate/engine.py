@@ -64,9 +64,10 @@ class Engine:
 
     def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
         head_dim, lacks = model.config.head_dim, lacking(model.config, KERNELS)
+        if head_dim < 16 or head_dim & (head_dim - 1):
+            lacks = f"heads of {head_dim}"
         if lacks:
             say(f"the generation kernels have no {lacks} yet; using plain torch")
-        if lacks or head_dim < 16 or head_dim & (head_dim - 1):
             return None
         return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 

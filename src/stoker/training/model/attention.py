@@ -1,7 +1,8 @@
-"""Causal attention by the best kernel there is: cuDNN's on Hopper is 1.3-2 times flash 2."""
+"""Rotary embedding, masks, and causal attention by the best kernel there is: cuDNN's on Hopper is 1.3-2 times flash 2."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stoker.training.model.config import ModelConfig
 
 _KERNELS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION], "math": [SDPBackend.MATH],
@@ -22,6 +25,35 @@ def kernels(which: str) -> Iterator[None]:
     """In this order; around everything that traces or runs the model."""
     with sdpa_kernel(_KERNELS[which], set_priority=True):
         yield
+
+
+def rotary_table(length: int, c: ModelConfig, theta: float = 0.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, half of what is turned of a head], in fp32 throughout as transformers computes them: an exacter
+    table would make other logits than theirs. `theta`: another base, unstretched.
+    """
+    turned = int(c.head_dim * c.rope_share)
+    frequency = 1.0 / (
+        (theta or c.rope_theta) ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
+    )
+    if c.rope_factor != 1.0 and not theta:
+        if c.rope_kind == "linear":
+            frequency = frequency / c.rope_factor
+        else:
+            turns = c.rope_original * frequency / (2 * math.pi)
+            kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
+            frequency = (1 - kept) * frequency / c.rope_factor + kept * frequency
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as transformers lays it out: the first half of what is turned of a head turns with the second."""
+    turned = 2 * cos.shape[-1]
+    if turned < x_BTHD.shape[-1]:
+        return torch.cat([rotate(x_BTHD[..., :turned], cos, sin), x_BTHD[..., turned:]], dim=-1)
+    first, second = x_BTHD.float().chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
 
 
 def mask_of(segments: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:

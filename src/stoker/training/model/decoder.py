@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.training.forensics.scopes import scope
-from stoker.training.model.attention import attend, mask_of
+from stoker.training.model.attention import attend, mask_of, rotary_table, rotate
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.fp8 import fp8_linear
 from stoker.training.model.loss import capped, linear_cross_entropy
@@ -49,35 +49,6 @@ class RMSNorm(nn.Module):
         if self.offset:
             weight = self.offset + weight
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps) * weight).to(x.dtype)
-
-
-def rotary_table(length: int, c: ModelConfig, theta: float = 0.0) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, half of what is turned of a head], in fp32 throughout as transformers computes them: an exacter
-    table would make other logits than theirs. `theta`: another base, unstretched.
-    """
-    turned = int(c.head_dim * c.rope_share)
-    frequency = 1.0 / (
-        (theta or c.rope_theta) ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
-    )
-    if c.rope_factor != 1.0 and not theta:
-        if c.rope_kind == "linear":
-            frequency = frequency / c.rope_factor
-        else:
-            turns = c.rope_original * frequency / (2 * math.pi)
-            kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
-            frequency = (1 - kept) * frequency / c.rope_factor + kept * frequency
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequency)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as transformers lays it out: the first half of what is turned of a head turns with the second."""
-    turned = 2 * cos.shape[-1]
-    if turned < x_BTHD.shape[-1]:
-        return torch.cat([rotate(x_BTHD[..., :turned], cos, sin), x_BTHD[..., turned:]], dim=-1)
-    first, second = x_BTHD.float().chunk(2, dim=-1)
-    cos, sin = cos[..., None, :], sin[..., None, :]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
 
 
 class Attention(nn.Module):
