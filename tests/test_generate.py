@@ -18,7 +18,7 @@ import torch
 
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.generate import eager
+from stoker.training.generate.cached import Blocks
 from stoker.training.generate.engine import Engine
 from stoker.training.generate.graphed import Graphed
 from stoker.training.model import hf
@@ -66,7 +66,7 @@ def prompts(lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 def without_cache(model: Decoder, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     while len(ids) < len(prompt) + count:
-        ids.append(int(model(torch.tensor([ids], device=model.cos.device))[0, -1].argmax()))
+        ids.append(int(model(torch.tensor([ids], device=model.embed.weight.device))[0, -1].argmax()))
         if ids[-1] in STOP:
             break
     return ids[len(prompt) :]
@@ -75,7 +75,7 @@ def without_cache(model: Decoder, prompt: list[int], count: int) -> list[int]:
 def graphed(model: Decoder, rows: int, length: int, kernels: Any = None) -> Engine:
     """The GPU's way of going through a batch, without its graphs."""
     engine = Engine(model, rows=rows, length=length)
-    engine._runner = Graphed(engine._weights, model.config, model.cos, model.sin, rows, length, kernels)
+    engine._runner = Graphed(engine._weights, rows, length, kernels)
     return engine
 
 
@@ -144,13 +144,14 @@ def test_tokens_are_drawn_as_often_as_their_probabilities_say() -> None:
 
 def test_rows_that_ended_leave_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     model, rows = made(LLAMA), list[int]()
-    real = eager.blocks
+    real = Blocks.run
 
-    def counted(*args: Any) -> Any:
-        rows.append(len(args[3]))
-        return real(*args)
+    def counted(blocks: Blocks, ids: torch.Tensor, *args: Any) -> Any:
+        if args[3] == 1:  # token, not a prompt
+            rows.append(len(ids))
+        return real(blocks, ids, *args)
 
-    monkeypatch.setattr(eager, "blocks", counted)
+    monkeypatch.setattr(Blocks, "run", counted)
     answers = Engine(model, rows=16, length=150).generate(prompts((5,) * 16), new_tokens=100, stop=range(0, 12), seed=2)
     lengths = sorted(len(answer) for answer in answers)
     assert len(rows) == lengths[-1] - 1, "it goes on until the last row has ended, and no further"
@@ -278,7 +279,7 @@ def test_the_benchmark_of_generation_runs(tmp_path: Path) -> None:
 KERNELS = """
 import torch
 from stoker.training.generate import kernel, plain
-from stoker.training.generate.forward import angles
+from stoker.training.generate.cached import whole_heads as angles
 from stoker.training.generate.sample import Sampling, sample_token
 if torch.cuda.is_available(): torch.set_default_device("cuda")
 torch.manual_seed(0)

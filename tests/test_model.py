@@ -17,10 +17,11 @@ from torch import Tensor
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import loss, ready, swiglu
-from stoker.training.model.attention import attend, kernels, mask_of
+from stoker.training.model.attention import attend, kernels, mask_of, rotary_table, rotate
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder, flops_per_token, matmul_parameters, rotary_table, rotate
+from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
+from stoker.training.model.rows import flops_per_token, matmul_parameters
 from stoker.training.model.swiglu import swiglu_linear
 from stoker.training.parallel.config import ComputeConfig
 
@@ -160,7 +161,7 @@ def test_attention_sees_the_past_of_its_own_segment_and_shares_grouped_heads() -
     q, k, v = drawn(2, 9, 4, 8, seed=1), drawn(2, 9, 2, 8, seed=2), drawn(2, 9, 2, 8, seed=3)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
     with kernels("auto"):
-        plain, packed = attend(q, k, v, None), attend(q, k, v, mask_of(segments))
+        plain, packed = attend(q, k, v, None), attend(q, k, v, mask_of(segments, 0, 9, q.device))
     for row in range(2):
         for place in range(9):
             for head in range(4):
@@ -255,14 +256,21 @@ def test_the_llama_3_2_1b_shape_has_its_published_size() -> None:
 def test_how_a_block_runs_by_device_fp8_and_heads() -> None:
     gpu, cpu, said = torch.device("cuda"), torch.device("cpu"), list[str]()
     auto, fp8 = ComputeConfig(), ComputeConfig(fp8="tensorwise")
-    assert ready.fused(auto, 64, gpu, said.append) and not ready.compiled(auto, gpu)
-    assert not ready.fused(fp8, 64, gpu, said.append) and ready.compiled(fp8, gpu)
-    assert not ready.fused(auto, 64, cpu, said.append) and not ready.compiled(auto, cpu)
+    plain = replace(SMALL, head_dim=64)
+    assert ready.fused(auto, plain, gpu, said.append) and not ready.compiled(auto, gpu, plain)
+    assert not ready.fused(fp8, plain, gpu, said.append) and ready.compiled(fp8, gpu, plain)
+    assert not ready.fused(auto, plain, cpu, said.append) and not ready.compiled(auto, cpu, plain)
     assert not said
-    assert not ready.fused(auto, 96, gpu, said.append) and ready.compiled(auto, gpu, 96)
-    assert "96" in said[0] and "compiled" in said[0]
+    for other, word in (
+        (replace(plain, head_dim=96), "heads of 96"),
+        (replace(plain, qkv_bias=True, attention_cap=9.0), "bias on queries, keys and values, soft cap of attention"),
+    ):
+        assert not ready.fused(auto, other, gpu, said.append) and ready.compiled(auto, gpu, other)
+        assert word in said[-1] and "using the plain one, compiled" in said[-1]
     with pytest.raises(Refusal, match="needs a GPU"):
-        ready.fused(ComputeConfig(compile="fused"), 64, cpu, said.append)
+        ready.fused(ComputeConfig(compile="fused"), plain, cpu, said.append)
+    with pytest.raises(Refusal, match="soft cap of logits"):
+        ready.make_ready(made(replace(SMALL, final_cap=9.0)), ComputeConfig(loss="liger"), cpu, said.append)
 
 
 def test_unfused_for_a_look_blocks_keep_nothing_and_compute_the_same() -> None:
@@ -315,7 +323,7 @@ def _norm_gradient(
 def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
     """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
     kernels_ = types.SimpleNamespace(
-        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu._forward
+        add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu.swiglu
     )
     package = "stoker.training.model"
     monkeypatch.setitem(sys.modules, f"{package}.fused_kernel", cast(Any, kernels_))

@@ -11,7 +11,7 @@ from typing import Any
 
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.hf_config import config_of
-from stoker.training.model.hf_names import places
+from stoker.training.model.hf_files import places
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 Make = Callable[[Path], list[str]]

@@ -110,12 +110,9 @@ def main(argv: list[str]) -> int:
 
 
 def _opened(told: argparse.Namespace, folder: str) -> Conversation:
-    from stoker.training.generate.conversation import (
-        Conversation,
-        Manner,
-    )  # torch: seconds, so only once there is a model
+    # torch: seconds, so only once there is a model
+    from stoker.training.generate.conversation import Conversation, Manner, context_of, device_of, opened
     from stoker.training.generate.engine import Engine
-    from stoker.training.generate.opening import context_of, device_of, opened
     from stoker.training.generate.sample import checked
 
     checked(told.temperature, 0, told.top_p)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract.shape import fields_of, replace, shape
+from stoker.contract.shape import options_of, replace, shape
 from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage
 from stoker.training.config.resolve import combine
 from stoker.training.model.config import ModelConfig
@@ -83,7 +83,7 @@ def _values(stage: Stage) -> dict[str, Any]:
 
 
 def parameters(values: Mapping[str, Any], vocabulary: int) -> int:
-    shape = ModelConfig(**{name: values[f"model.{name}"] for name in fields_of(ModelConfig)})
+    shape = ModelConfig(**{name: values[f"model.{name}"] for name in options_of(ModelConfig)})
     return parameters_of(replace(shape, vocab_size=vocabulary))
 
 

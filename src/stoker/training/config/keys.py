@@ -5,7 +5,7 @@ from __future__ import annotations
 from decimal import Decimal
 from typing import Any
 
-from stoker.contract.shape import Option, fields_of, options_of, shape
+from stoker.contract.shape import Option, options_of, shape
 from stoker.training.config.schema import SECTIONS, Config
 
 
@@ -121,7 +121,7 @@ def values_of(config: Config) -> dict[str, Any]:
 
 def config_of(preset: str, values: dict[str, Any]) -> Config:
     parts = {
-        section: part(**{name: values[f"{section}.{name}"] for name in fields_of(part)})
+        section: part(**{name: values[f"{section}.{name}"] for name in options_of(part)})
         for section, part in SECTIONS.items()
     }
     return Config(preset=preset, **parts)

@@ -10,7 +10,7 @@ from typing import Any
 
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import fields_of, shape
+from stoker.contract.shape import options_of, shape
 from stoker.training.config import aliases, dial
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
@@ -106,7 +106,7 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     tokens, context = values["batch.tokens"], values["data.context_length"]
     if "batch.tokens" not in given and tokens and context > 0:
         values["batch.tokens"] = max(tokens // context, 1) * context
-    names = fields_of(ModelConfig)
+    names = options_of(ModelConfig)
     model = dial.derive(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
     return values | {f"model.{name}": getattr(model, name) for name in names}
 

@@ -15,10 +15,10 @@ BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"
 _CPU = ModelConfig(
     load="hf", layers=4, dim=96, heads=3, kv_heads=3, head_dim=32, ff=256, vocab_size=768
 )  # what the speedrun trains on a CPU
-_QWEN_06 = ModelConfig(
+_DENSE_06 = ModelConfig(
     load="hf", layers=28, dim=1024, heads=16, kv_heads=8, head_dim=128, ff=3072, vocab_size=151_936, qk_norm=True
 )
-_LLAMA_8 = ModelConfig(
+_DENSE_8 = ModelConfig(
     load="hf", layers=32, dim=4096, heads=32, kv_heads=8, head_dim=128, ff=14_336, vocab_size=128_256, tied=False
 )
 _CHAT, _SHORT_CHAT, _PAIR, _SHORT_PAIR = 300, 45, 600, 90  # tokens: of real ones, and of the built-in data set's
@@ -39,16 +39,16 @@ CASES = (
     *(Case("pretrain", "stable", tokens) for tokens in (1_000_000, 1_000_000_000)),
     *(Case("pretrain", "production", tokens, ranks=8) for tokens in (1_000_000, 100_000_000, 10_000_000_000)),
     *(Case("midtrain", "small", chats, _SHORT_CHAT, _CPU) for chats in (200, 20_000)),
-    *(Case("midtrain", "production", chats, _CHAT, _QWEN_06) for chats in (10_000, 1_000_000)),
+    *(Case("midtrain", "production", chats, _CHAT, _DENSE_06) for chats in (10_000, 1_000_000)),
     *(Case("sft", "small", chats, _SHORT_CHAT, _CPU) for chats in (200, 12_000)),
-    *(Case("sft", "production", chats, _CHAT, _QWEN_06) for chats in (200, 10_000, 1_000_000)),
-    *(Case("sft", "production", chats, _CHAT, _LLAMA_8, ranks=8) for chats in (200, 10_000)),
-    Case("sft", "stable", 10_000, _CHAT, _QWEN_06),
+    *(Case("sft", "production", chats, _CHAT, _DENSE_06) for chats in (200, 10_000, 1_000_000)),
+    *(Case("sft", "production", chats, _CHAT, _DENSE_8, ranks=8) for chats in (200, 10_000)),
+    Case("sft", "stable", 10_000, _CHAT, _DENSE_06),
     Case("sft", "debug", 200, _SHORT_CHAT, _CPU),
     *(Case("reward", "small", pairs, _SHORT_PAIR, _CPU) for pairs in (200, 8_000)),
-    *(Case("reward", "production", pairs, _PAIR, _QWEN_06) for pairs in (1_000, 100_000)),
+    *(Case("reward", "production", pairs, _PAIR, _DENSE_06) for pairs in (1_000, 100_000)),
     *(Case("grpo", "small", prompts, model=_CPU) for prompts in (100, 4_000)),
-    *(Case("grpo", "production", prompts, model=_QWEN_06) for prompts in (100, 7_473, 100_000)),
+    *(Case("grpo", "production", prompts, model=_DENSE_06) for prompts in (100, 7_473, 100_000)),
 )
 _UNITS = {"pretrain": "tokens", "midtrain": "chats", "sft": "chats", "reward": "pairs", "grpo": "prompts"}
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from stoker.training.model.decoder import Decoder
-from stoker.training.model.loss import chunk_rows
+from stoker.training.model.loss import capped, chunk_rows
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 16_384
@@ -54,7 +54,9 @@ def log_likelihoods(model: Decoder, rows: Sequence[Continuation]) -> list[float]
         step = chunk_rows(len(picked), len(weight), 4)
         losses = [
             F.cross_entropy(
-                F.linear(picked[begin : begin + step], weight).float(), wanted[begin : begin + step], reduction="none"
+                capped(F.linear(picked[begin : begin + step], weight), model.config.final_cap).float(),
+                wanted[begin : begin + step],
+                reduction="none",
             )
             for begin in range(0, len(picked), step)
         ]

@@ -1,15 +1,56 @@
-"""A conversation with a model: its turns, what of them still fits into the context, and the answer's text as it comes."""
+"""A conversation with a model: the model opened, the turns, what of them still fits into the context, and the answer's
+text as it comes.
+"""
 
 from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Generator
 
-from stoker.contract.names import EX_USAGE, Refusal
+import torch
+
+from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate.engine import Engine
+from stoker.training.generate.finding import told_by
+from stoker.training.model import hf, ready
+from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.config import ComputeConfig
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+Say = Callable[[str], None]
+CONTEXT = 4096  # at most, unless more is asked for: a cache of 40,960 tokens of a 0.6 B model is 4.7 GB
+
+
+def device_of(told: str) -> torch.device:
+    if told == "cuda" and not torch.cuda.is_available():
+        raise Refusal(
+            "--device cuda: this machine has no GPU that torch can use; --device cpu works anywhere", EX_UNAVAILABLE
+        )
+    return torch.device("cuda" if told == "cuda" or (told == "auto" and torch.cuda.is_available()) else "cpu")
+
+
+def context_of(folder: str, asked: int) -> int:
+    """How many tokens a conversation may have: what the model was trained for, or less."""
+    most = told_by(folder, "max_position_embeddings")
+    trained = most if isinstance(most, int) and most > 1 else CONTEXT
+    if asked > trained:
+        raise Refusal(f"--context {asked}: the model in {folder} was trained for {trained}", EX_USAGE)
+    return asked or min(trained, CONTEXT)
+
+
+def opened(folder: str, context: int, device: torch.device, say: Say) -> tuple[Decoder, Tokenizer]:
+    """The folder's model and tokenizer, ready to answer on this machine."""
+    compute = ComputeConfig()
+    dtype = ready.dtype_of(compute, device)
+    ready.arithmetic(compute, dtype)
+    words, rows = load_tokenizer(folder), hf.shape_of(folder).vocab_size
+    if rows < words.vocab_size:
+        line = f"{folder}: the model has {rows} rows of embedding and the tokenizer {words.vocab_size} tokens"
+        raise Refusal(line, EX_USAGE)
+    return hf.opened(folder, context, dtype, device, say).eval(), words
 
 
 @shape
@@ -28,7 +69,7 @@ class Conversation:
         manner: Manner,
         system: str = "",
         seed: int = 0,
-        say: Callable[[str], None] = print,
+        say: Say = print,
     ) -> None:
         if not manner.raw:
             try:

@@ -8,43 +8,33 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cache import Cache, holes
-from stoker.training.generate.forward import angles, blocks, logits_of, prefill
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
-from stoker.training.generate.weights import Weights
-from stoker.training.model.config import ModelConfig
 
 PREFILL_TOKENS = 1 << 13  # at once: the feed-forward layer's activations stay below 1 GB for widths up to 32 K
 
 
 class Eager:
-    def __init__(self, w: Weights, c: ModelConfig, cos: Tensor, sin: Tensor, rows: int, length: int) -> None:
-        self._weights, self._config = w, c
-        self._cos, self._sin = angles(cos[:length], sin[:length])
-        self._cache = Cache(c, rows, length, w.embed.dtype, w.embed.device)
+    def __init__(self, w: Weights, rows: int, length: int) -> None:
+        self._weights, self._blocks = w, Blocks(w, plain)
+        self._angles = self._blocks.angles(lambda table: table[:length])
+        self._cache = Cache(w, rows, length)
 
     def forget(self) -> None:
         """Nothing here keeps an address of the weights."""
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        indexes: Sequence[int],
-        new_tokens: int,
-        stop: Tensor,
-        how: Sampling,
-        seed: int,
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int
     ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]."""
-        w, c = self._weights, self._config
+        c, blocks, dtype = self._weights.config, self._blocks, self._weights.embed.dtype
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         longest = int(lengths.max())
-        ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
         noise = torch.from_numpy(uniforms(seed, indexes, 1 if how.greedy else new_tokens)).expand(new_tokens, -1)
-        mask = holes(lengths, longest, self._cache.length, w.embed.dtype) if int(lengths.min()) < longest else None
-        logits = self._prefill(ids, lengths)
+        slots = torch.arange(self._cache.length)
+        holes = int(lengths.min()) < longest
+        ahead = as_mask(seen(slots, lengths, longest, self._cache.length), dtype) if holes else None
+        logits = blocks.prefill(padded(prompts, longest), lengths, self._angles, self._cache.kv, PREFILL_TOKENS)
         written = torch.zeros(len(prompts), new_tokens, dtype=torch.int64)
         rows = torch.arange(len(prompts))
         alive = torch.ones(len(prompts), dtype=torch.bool)
@@ -60,33 +50,20 @@ class Eager:
                 kept = alive.nonzero()[:, 0]
                 self._cache.keep(kept, longest + place)
                 rows, token, lengths, alive = rows[kept], token[kept], lengths[kept], alive[kept]
-                mask = mask if mask is None else mask[kept]
+                ahead = ahead if ahead is None else ahead[kept]
             slot = longest + place
-            seen = None if mask is None else mask[..., : slot + 1]
+            whole = None if ahead is None else ahead[..., : slot + 1]
+            masks = [
+                as_mask(seen(slots[: slot + 1], lengths, longest, slot, window), dtype) if window else whole
+                for window in self._weights.windows
+            ]
 
-            def attention(q: Tensor, cached: Tensor, end: int = slot + 1, seen: Tensor | None = seen) -> Tensor:
-                return plain.attend(q, cached[:, :, :, :end], seen)
+            def attention(
+                q: Tensor, kv: Tensor, view: int, end: int = slot + 1, masks: list[Tensor | None] = masks
+            ) -> Tensor:
+                return plain.attend(q, kv[:, :, :, :end], masks[view], c.attention_scale or None, c.attention_cap)
 
             position = lengths + place
-            kv = self._cache.kv[:, :, : len(rows)]
-            x, delta = blocks(w, c, plain, token, self._cos[position], self._sin[position], kv, slot, 1, attention)
-            logits = logits_of(w, plain, x, delta)
-
-    def _prefill(self, ids: Tensor, lengths: Tensor) -> Tensor:
-        at_once = max(PREFILL_TOKENS // ids.shape[1], 1)
-        found = []
-        for row in range(0, len(ids), at_once):
-            part = slice(row, min(row + at_once, len(ids)))
-            found.append(
-                prefill(
-                    self._weights,
-                    self._config,
-                    plain,
-                    ids[part],
-                    lengths[part],
-                    self._cos,
-                    self._sin,
-                    self._cache.kv[:, :, part],
-                )
-            )
-        return torch.cat(found)
+            angles = [(cos[position], sin[position]) for cos, sin in self._angles]
+            x, delta = blocks.run(token, angles, self._cache.kv[:, :, : len(rows)], slot, 1, attention)
+            logits = blocks.logits(x, delta)

@@ -10,8 +10,9 @@ An answer depends on the seed and on the prompt's index, not on the batch it was
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -19,15 +20,28 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.training.generate.cached import Weights
 from stoker.training.generate.eager import Eager
 from stoker.training.generate.graphed import Graphed
 from stoker.training.generate.sample import checked
-from stoker.training.generate.weights import Weights
+from stoker.training.model.config import lacking
 from stoker.training.model.decoder import Decoder
+
+# Options of the block that the Triton kernels compute, or that lie beside them.
+KERNELS = (
+    "qkv_bias", "out_bias", "mlp_bias", "norm_offset", "activation", "gated", "attention_scale", "embedding_scale", "final_cap", "rope_kind", "unrotated",
+    "window_theta",
+)  # fmt: skip
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 class Engine:
-    def __init__(self, model: Decoder, *, rows: int, length: int, vocab: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, *, rows: int, length: int, vocab: int = 0, say: Callable[[str], None] = _to_stderr
+    ) -> None:
         """`rows`: answers at once; `length`: of a prompt and its answer; `vocab`: ids from here on are never written
         (0: the embedding's rows).
         """
@@ -43,16 +57,18 @@ class Engine:
         self._vocab = vocab or model.config.vocab_size
         self._weights = Weights(model, self._vocab)
         self._device = model.embed.weight.device
-        self._runner = self._made(model)
+        self._runner: Any = Eager(self._weights, rows, length)
+        if self._device.type == "cuda":
+            self._runner = Graphed(self._weights, rows, length, self._kernels(model, say))
 
-    def _made(self, model: Decoder) -> Any:
-        told = (self._weights, model.config, model.cos, model.sin, self.rows, self.length)
-        if self._device.type != "cuda":
-            return Eager(*told)
-        kernels: Any = None
-        if model.config.head_dim >= 16 and model.config.head_dim & (model.config.head_dim - 1) == 0:
-            kernels = import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
-        return Graphed(*told, kernels)
+    def _kernels(self, model: Decoder, say: Callable[[str], None]) -> Any:
+        head_dim, lacks = model.config.head_dim, lacking(model.config, KERNELS)
+        if head_dim < 16 or head_dim & (head_dim - 1):
+            lacks = f"heads of {head_dim}"
+        if lacks:
+            say(f"the generation kernels have no {lacks} yet; using plain torch")
+            return None
+        return import_module("stoker.training.generate.kernel")  # Triton: on GPUs only
 
     def refresh(self) -> None:
         """The model's weights changed."""
@@ -66,16 +82,14 @@ class Engine:
         *,
         new_tokens: int,
         stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
         seed: int = 0,
         indexes: Sequence[int] | None = None,
+        **sampling: Any,
     ) -> list[list[int]]:
-        """Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
+        """`sampling`: temperature, top_k, top_p, as of `sample.checked`. Ids of each answer; where it ended by itself, the last is the stop token. `indexes`: the prompts' numbers
         among all ranks', for the sampling.
         """
-        how = checked(temperature, top_k, top_p)
+        how = checked(**sampling)
         self._check(prompts, new_tokens)
         stops = self._stops(stop)
         answers: list[list[int]] = [[] for _ in prompts]
@@ -90,18 +104,10 @@ class Engine:
         return answers
 
     def stream(
-        self,
-        prompt: Sequence[int],
-        *,
-        new_tokens: int,
-        stop: Collection[int],
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
+        self, prompt: Sequence[int], *, new_tokens: int, stop: Collection[int], seed: int = 0, **sampling: Any
     ) -> Iterator[int]:
         """One answer, token by token; the same as `generate`'s for a single prompt."""
-        how = checked(temperature, top_k, top_p)
+        how = checked(**sampling)
         self._check([prompt], new_tokens)
         with torch.inference_mode():
             steps = self._runner.run([prompt], [0], new_tokens, self._stops(stop), how, seed)

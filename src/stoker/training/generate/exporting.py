@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
-from stoker.contract.shape import fields_of
+from stoker.contract.typed import read_fields
 from stoker.contract.wholefile import write_whole
 from stoker.training.checkpoint.reading import Checkpoint, open_checkpoint
 from stoker.training.generate.finding import HF, Found, told_by
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
-from stoker.training.model.decoder import Decoder
-from stoker.training.model.hf_names import places
+from stoker.training.model.hf_files import places
 from stoker.training.model.hf_write import SCORE, beside
 from stoker.training.tokenizer.chat import START, STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -49,12 +48,11 @@ def export(found: Found, out: str, dtype: str | None, tokenizer: str | None, say
 def _folder(folder: str, out: str, dtype: str | None, tokenizer: str | None, say: Say) -> None:
     if os.path.realpath(folder) == os.path.realpath(out):
         raise Refusal(f"{out} is where the model is: give another folder", EX_DATAERR)
-    shape, context = hf.shape_of(folder), told_by(folder, "max_position_embeddings")
-    with torch.device("meta"):
-        model = Decoder(shape, 1, torch.float32)  # no table of angles for a context that nobody computes with here
-    model.context_length = context if isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT else 2048
-    model.place(torch.device("cpu"))
-    hf.load(model, folder, say)
+    context = told_by(folder, "max_position_embeddings")
+    known = isinstance(context, int) and 1 <= context <= LONGEST_CONTEXT
+    # No table of angles for a context that nobody computes with here.
+    model = hf.opened(folder, 1, torch.float32, torch.device("cpu"), say)
+    model.context_length = context if known else 2048
     stored = told_by(folder, "dtype") or told_by(folder, "torch_dtype")
     kind = DTYPES[dtype or ("bf16" if stored in ("bfloat16", "float16") else "fp32")]
     words = load_tokenizer(tokenizer or folder)
@@ -75,20 +73,20 @@ def _checkpoint(path: str, out: str, dtype: str | None, tokenizer: str | None, s
     opened = open_checkpoint(path)
     told, data = opened.meta.get("model"), opened.meta.get("data")
     context = data.get("context") if isinstance(data, dict) else None
-    if not isinstance(told, dict) or not isinstance(context, int):
-        raise Refusal(
-            f"{path} does not say which model it is of: it was written by something else than `stoker train`",
-            EX_DATAERR,
+    try:
+        shape = ModelConfig(
+            **read_fields({f"{name}?": kind for name, kind in ModelConfig.__annotations__.items()}, told)
         )
-    counts = [told.get(key, 1) for key in ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size")]
-    if (
-        not all(isinstance(count, int) and 0 <= count <= LONGEST_CONTEXT for count in (*counts, context))
-        or told.get("layers", 1) > 10_000
-    ):
+        if not isinstance(context, int):
+            raise ValueError("no data.context")
+    except ValueError as problem:
+        line = f"{path} does not say which model it is of ({problem}): it was written by something else than `stoker train`"
+        raise Refusal(line, EX_DATAERR) from problem
+    counts = (shape.dim, shape.heads, shape.kv_heads, shape.head_dim, shape.ff, shape.vocab_size, context)
+    if not all(0 <= count <= LONGEST_CONTEXT for count in counts) or not 0 <= shape.layers <= 10_000:
         raise Refusal(
             f"{path} is of a model of impossible size: it was written by something else than `stoker train`", EX_DATAERR
         )
-    shape = ModelConfig(**{key: value for key, value in told.items() if key in fields_of(ModelConfig)})
     where = tokenizer or _tokenizer_of(opened)
     words = load_tokenizer(where)
     if words.digest != opened.meta.get("tokenizer_digest"):

@@ -14,16 +14,13 @@ import torch
 from torch import Tensor
 
 from stoker.training.generate import plain
-from stoker.training.generate.cache import Cache
-from stoker.training.generate.forward import angles, blocks, logits_of, prefill
+from stoker.training.generate.cached import Blocks, Cache, Prompts, Weights, as_mask, padded, seen
 from stoker.training.generate.sample import Sampling, sample_token, uniforms
-from stoker.training.generate.weights import Weights
-from stoker.training.model.config import ModelConfig
 
 LOOK = 16
 BUCKET = 128  # slots: without our kernels a step attends over a multiple of this, and each multiple is a graph
 ROUND = 16  # prompts are filled up to a multiple: fewer shapes of products
-PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in Qwen3-0.6B's feed-forward layer
+PREFILL_TOKENS = 1 << 15  # at once: 400 MB of activations in a feed-forward layer of 3,072
 
 
 class Graphed:
@@ -31,17 +28,12 @@ class Graphed:
     them.
     """
 
-    def __init__(
-        self, w: Weights, c: ModelConfig, cos: Tensor, sin: Tensor, rows: int, length: int, kernels: Any = None
-    ) -> None:
-        self._weights, self._config, self._kernels = w, c, kernels
-        self._ops = kernels or plain
+    def __init__(self, w: Weights, rows: int, length: int, kernels: Any = None) -> None:
+        self._weights, self._kernels, self._blocks = w, kernels, Blocks(w, kernels or plain)
         device = w.embed.device
         # Prompts are filled up past `length` at times: what is there is turned by any angle, and seen by nobody.
-        self._cos, self._sin = angles(
-            *(torch.cat([table[:length], table[:1].expand(ROUND, -1)]) for table in (cos, sin))
-        )
-        self._cache = Cache(c, rows, -(-(length + ROUND) // BUCKET) * BUCKET, w.embed.dtype, device)
+        self._angles = self._blocks.angles(lambda table: torch.cat([table[:length], table[:1].expand(ROUND, -1)]))
+        self._cache = Cache(w, rows, -(-(length + ROUND) // BUCKET) * BUCKET)
         self._steps: dict[tuple[int, Sampling], Callable[[], None]] = {}
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._looking = _Looking(device)
@@ -60,20 +52,13 @@ class Graphed:
         self._steps.clear()
 
     def run(
-        self,
-        prompts: Sequence[Sequence[int]],
-        indexes: Sequence[int],
-        new_tokens: int,
-        stop: Tensor,
-        how: Sampling,
-        seed: int,
+        self, prompts: Prompts, indexes: Sequence[int], new_tokens: int, stop: Tensor, how: Sampling, seed: int
     ) -> Iterator[Tensor]:
         """After each token: what is written so far, [rows, so many]; on the device, and maybe still being computed."""
         lengths = torch.tensor([len(prompt) for prompt in prompts])
         begin = -(-int(lengths.max()) // ROUND) * ROUND
-        steps = [
-            self._step(self._end(begin + place), how) for place in range(new_tokens - 1)
-        ]  # captured before there is a state to spoil
+        # captured before there is a state to spoil
+        steps = [self._step(self._end(begin + place), how) for place in range(new_tokens - 1)]
         logits = self._start(prompts, lengths, begin, stop, uniforms(seed, indexes, new_tokens))
         self._write(logits, how, len(prompts))
         for place in range(new_tokens):
@@ -85,11 +70,8 @@ class Graphed:
     def _end(self, slot: int) -> int:
         return self._cache.length if self._kernels else -(-(slot + 1) // BUCKET) * BUCKET
 
-    def _start(self, prompts: Sequence[Sequence[int]], lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
-        rows = len(prompts)
-        ids = torch.zeros(rows, begin, dtype=torch.int64)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+    def _start(self, prompts: Prompts, lengths: Tensor, begin: int, stop: Tensor, noise: Any) -> Tensor:
+        rows, ids = len(prompts), padded(prompts, begin)
         self._looking.begin()
         if not self._kernels:
             # slots ahead are read and weighed 0, and what an earlier batch left there may be NaN
@@ -103,22 +85,8 @@ class Graphed:
         self._place.zero_()
         self._stop.copy_(stop)
         self._noise[: len(noise), :rows] = torch.from_numpy(noise).to(self._noise.device)
-        ids, at_once, found = ids.to(self._ids.device), max(PREFILL_TOKENS // begin, 1), []
-        for row in range(0, rows, at_once):
-            part = slice(row, min(row + at_once, rows))
-            found.append(
-                prefill(
-                    self._weights,
-                    self._config,
-                    self._ops,
-                    ids[part],
-                    self._lengths[part],
-                    self._cos,
-                    self._sin,
-                    self._cache.kv[:, :, part],
-                )
-            )
-        return torch.cat(found)
+        ids = ids.to(self._ids.device)
+        return self._blocks.prefill(ids, self._lengths[:rows], self._angles, self._cache.kv, PREFILL_TOKENS)
 
     def _write(self, logits: Tensor, how: Sampling, rows: int) -> None:
         """Samples a token for each of the first `rows`, writes it, and goes one place on."""
@@ -135,25 +103,23 @@ class Graphed:
             counter += 1
 
     def _one(self, end: int, how: Sampling) -> None:
-        cached = self._cache.kv[:, :, :, :, :end]
-        if self._kernels:
+        c, kernels = self._weights.config, self._kernels
+        cached, scale = self._cache.kv[:, :, :, :, :end], c.attention_scale or None
+        if kernels:
 
-            def attention(q: Tensor, kv: Tensor) -> Tensor:
-                found: Tensor = self._kernels.attend(q, kv, self._lengths, self._answers_from, self._slot, self._alive)
-                return found
+            def attention(q: Tensor, kv: Tensor, view: int) -> Tensor:
+                y: Tensor = kernels.attend(q, kv, self._lengths, self._answers_from, self._slot, self._alive, scale)
+                return y
         else:
-            slots = self._slots[:end]
-            seen = (slots < self._lengths[:, None]) | ((slots >= self._answers_from) & (slots <= self._slot))
-            mask = torch.zeros(seen.shape, dtype=cached.dtype, device=cached.device).masked_fill_(~seen, float("-inf"))[
-                :, None, None, :
-            ]
+            told = (self._slots[:end], self._lengths, self._answers_from, self._slot)
+            masks = [as_mask(seen(*told, window), cached.dtype) for window in self._weights.windows]
 
-            def attention(q: Tensor, kv: Tensor) -> Tensor:
-                return plain.attend(q, kv, mask)
+            def attention(q: Tensor, kv: Tensor, view: int) -> Tensor:
+                return plain.attend(q, kv, masks[view], scale, c.attention_cap)
 
-        cos, sin = self._cos[self._positions], self._sin[self._positions]
-        x, delta = blocks(self._weights, self._config, self._ops, self._ids, cos, sin, cached, self._slot, 1, attention)
-        self._write(logits_of(self._weights, self._ops, x, delta), how, len(self._ids))
+        angles = [(cos[self._positions], sin[self._positions]) for cos, sin in self._angles]
+        x, delta = self._blocks.run(self._ids, angles, cached, self._slot, 1, attention)
+        self._write(self._blocks.logits(x, delta), how, len(self._ids))
 
     def _step(self, end: int, how: Sampling) -> Callable[[], None]:
         if (end, how) not in self._steps:
@@ -171,9 +137,7 @@ class Graphed:
         self._lengths.fill_(1)
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(
-            beside
-        ):  # compiles kernels and lets cuBLAS take its workspace, neither of which a capture may
+        with torch.cuda.stream(beside):  # compiles kernels, gives cuBLAS its workspace: a capture may do neither
             step()
         torch.cuda.current_stream().wait_stream(beside)
         graph = torch.cuda.CUDAGraph()

@@ -27,25 +27,9 @@ swiglu = fused_kernel.swiglu
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _turn(  # type: ignore[no-untyped-def]
-    qkv,
-    cos,
-    sin,
-    norm,
-    queries,
-    kv,
-    begin,
-    heads,
-    kv_heads,
-    tokens,
-    plane,
-    row_stride,
-    head_stride,
-    slot_stride,
-    eps,
-    with_norm: tl.constexpr,
-    begin_is_told: tl.constexpr,
-    half: tl.constexpr,
-):
+    qkv, cos, sin, norm, queries, kv, begin, heads, kv_heads, tokens, plane, row_stride, head_stride, slot_stride, eps,
+    with_norm: tl.constexpr, begin_is_told: tl.constexpr, half: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     pair = tl.arange(0, half)
@@ -84,59 +68,23 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 def turn(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_norm: Tensor | None,
-    heads: int,
-    eps: float,
-    kv: Tensor,
-    begin: int | Tensor,
-    tokens: int,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor,
+    begin: int | Tensor, tokens: int,
+) -> Tensor:  # fmt: skip
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     queries = torch.empty(qkv.shape[0], heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     _turn[(qkv.shape[0], heads + 2 * kv_heads)](
-        qkv,
-        cos,
-        sin,
-        qkv if qk_norm is None else qk_norm,
-        queries,
-        kv,
-        begin,
-        heads,
-        kv_heads,
-        tokens,
-        *kv.stride()[:4],
-        eps,
-        qk_norm is not None,
-        not isinstance(begin, int),
-        head_dim // 2,
-        num_warps=1,
-    )
+        qkv, cos, sin, qkv if qk_norm is None else qk_norm, queries, kv, begin, heads, kv_heads, tokens,
+        *kv.stride()[:4], eps, qk_norm is not None, not isinstance(begin, int), head_dim // 2, num_warps=1,
+    )  # fmt: skip
     return queries
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    queries,
-    kv,
-    out,
-    lengths,
-    answers_from,
-    newest,
-    alive,
-    scale,
-    kv_heads,
-    plane,
-    row_stride,
-    head_stride,
-    slot_stride,
-    group: tl.constexpr,
-    group_block: tl.constexpr,
-    head_dim: tl.constexpr,
-    slots: tl.constexpr,
-):
+    queries, kv, out, lengths, answers_from, newest, alive, scale, kv_heads, plane, row_stride, head_stride,
+    slot_stride, group: tl.constexpr, group_block: tl.constexpr, head_dim: tl.constexpr, slots: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     member = tl.arange(0, group_block)
@@ -168,7 +116,15 @@ def _attend(  # type: ignore[no-untyped-def]
     tl.store(out + place, mixed / tl.maximum(total, 1e-30)[:, None], mask=inside)
 
 
-def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest: Tensor, alive: Tensor) -> Tensor:
+def attend(
+    q: Tensor,
+    kv: Tensor,
+    lengths: Tensor,
+    answers_from: Tensor,
+    newest: Tensor,
+    alive: Tensor,
+    scale: float | None = None,
+) -> Tensor:
     """plain.attend where the slots to see are told on the device: no mask, no more slots than there are, none for rows
     that have ended.
     """
@@ -177,23 +133,10 @@ def attend(q: Tensor, kv: Tensor, lengths: Tensor, answers_from: Tensor, newest:
     group = heads // kv_heads
     out = torch.empty(rows, heads * head_dim, dtype=q.dtype, device=q.device)
     _attend[(rows, kv_heads)](
-        q,
-        kv,
-        out,
-        lengths,
-        answers_from,
-        newest,
-        alive.view(torch.int8),
-        head_dim**-0.5,
-        kv_heads,
-        *kv.stride()[:4],
-        group,
-        max(16, triton.next_power_of_2(group)),
-        head_dim,
-        max(16, TILE // (head_dim * q.element_size())),
-        num_warps=4,
-        num_stages=3,
-    )
+        q, kv, out, lengths, answers_from, newest, alive.view(torch.int8), head_dim**-0.5 if scale is None else scale,
+        kv_heads, *kv.stride()[:4], group, max(16, triton.next_power_of_2(group)), head_dim,
+        max(16, TILE // (head_dim * q.element_size())), num_warps=4, num_stages=3,
+    )  # fmt: skip
     return out
 
 

@@ -1,4 +1,4 @@
-"""What lies between the products of a block, in torch. kernel.py has the same four for GPUs."""
+"""What lies between the products of a block, in torch. kernel.py has the same four for GPUs, for fewer options."""
 
 from __future__ import annotations
 
@@ -6,40 +6,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.training.model.attention import capped_attention
+from stoker.training.model.swiglu import swiglu
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(x + delta, its norm)."""
+__all__ = ["add_norm", "attend", "swiglu", "turn"]
+
+
+def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """(x + delta, its norm, or itself where there is none)."""
     if delta is not None:
         x = x + delta
+    if weight is None:
+        return x, x
     return x, (F.rms_norm(x.float(), x.shape[-1:], None, eps) * weight).to(x.dtype)
 
 
 def turn(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    qk_norm: Tensor | None,
-    heads: int,
-    eps: float,
-    kv: Tensor,
-    begin: int | Tensor,
-    tokens: int,
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, qk_norm: Tensor | None, heads: int, eps: float, kv: Tensor,
+    begin: int | Tensor, tokens: int, whole: bool = False,
+) -> Tensor:  # fmt: skip
     """Queries and keys normalised and turned; keys and values go to `kv` [2, rows, kv_heads, slots, head_dim] from slot
     `begin` on. Gives the queries.
 
-    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, head_dim], sin with the sign of what is added to the
-    first half.
+    qkv: [rows · tokens, …]; cos and sin: [rows · tokens or tokens, what is turned of a head], sin with the sign of what
+    is added to the first half. `whole`: the norm is over all heads of queries, and of keys.
     """
     kv_heads, head_dim = kv.shape[2], kv.shape[4]
     parts = qkv.view(-1, heads + 2 * kv_heads, head_dim)
     qk, v = parts[:, : heads + kv_heads], parts[:, heads + kv_heads :]
     wide = qk.float()
-    if qk_norm is not None:
-        wide = (
-            (F.rms_norm(wide, (head_dim,), None, eps) * qk_norm).to(qkv.dtype).float()
-        )  # rounded where the decoder rounds
-    turned = torch.addcmul(wide * cos[:, None], wide.roll(head_dim // 2, -1), sin[:, None]).to(qkv.dtype)
+    if qk_norm is not None:  # rounded where the decoder rounds
+        if whole:
+            both = wide[:, :heads], wide[:, heads:]
+            normed = torch.cat([F.rms_norm(part, part.shape[1:], None, eps) for part in both], 1)
+        else:
+            normed = F.rms_norm(wide, (head_dim,), None, eps)
+        wide = (normed * qk_norm).to(qkv.dtype).float()
+    width = cos.shape[-1]
+    part = wide[..., :width]
+    turned = torch.addcmul(part * cos[:, None], part.roll(width // 2, -1), sin[:, None])
+    if width < head_dim:
+        turned = torch.cat([turned, wide[..., width:]], -1)
+    turned = turned.to(qkv.dtype)
     for which, part in ((0, turned[:, heads:]), (1, v)):
         new = part if tokens == 1 else part.view(-1, tokens, kv_heads, head_dim).transpose(1, 2)
         if isinstance(begin, int):
@@ -49,16 +57,14 @@ def turn(
     return turned[:, :heads]
 
 
-def attend(q: Tensor, kv: Tensor, mask: Tensor | None) -> Tensor:
+def attend(q: Tensor, kv: Tensor, mask: Tensor | None, scale: float | None = None, cap: float = 0.0) -> Tensor:
     """One query per row and head over the slots of `kv`. Heads that share keys are queries of one head: nothing is
     repeated.
     """
     rows, heads, head_dim = q.shape
     kv_heads = kv.shape[2]
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, head_dim)
-    return F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask).reshape(rows, heads * head_dim)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    if cap:
+        return capped_attention(grouped, kv[0], kv[1], mask, 0.0, scale, cap).reshape(rows, heads * head_dim)
+    y = F.scaled_dot_product_attention(grouped, kv[0], kv[1], attn_mask=mask, scale=scale)
+    return y.reshape(rows, heads * head_dim)

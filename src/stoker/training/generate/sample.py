@@ -35,7 +35,7 @@ class Sampling:
         return self.top_k == 0 and self.top_p >= 1.0
 
 
-def checked(temperature: float, top_k: int, top_p: float) -> Sampling:
+def checked(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Sampling:
     if not 0.0 <= temperature < float("inf"):
         raise Refusal(f"temperature {temperature:g} can't be: 0 (greedy) or above", EX_USAGE)
     if top_k < 0 or not 0.0 < top_p <= 1.0:

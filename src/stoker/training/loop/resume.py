@@ -15,12 +15,12 @@ from stoker.contract.shape import as_json, shape
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.config import CheckpointConfig
-from stoker.training.model.config import ModelConfig
+from stoker.training.model.config import OPTIONS, ModelConfig
 from stoker.training.model.rows import with_rows
 
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
-          "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied")  # fmt: skip
+          "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied", *OPTIONS)  # fmt: skip
 
 
 class Worded(Protocol):

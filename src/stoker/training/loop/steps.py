@@ -22,7 +22,7 @@ from stoker.training.loop.profiling import Profile
 from stoker.training.loop.samplelog import SampleLog
 from stoker.training.loop.speed import Speed
 from stoker.training.loop.step import Numbers, Pending, Stepper
-from stoker.training.model.decoder import flops_per_token
+from stoker.training.model.rows import flops_per_token
 from stoker.training.optim import schedule
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 

@@ -1,1 +1,1 @@
-"""One dense decoder that covers Llama and Qwen3 shapes."""
+"""One dense decoder: its block, the families that describe it, its loss, its kernels."""

@@ -1,7 +1,8 @@
-"""Causal attention by the best kernel there is: cuDNN's on Hopper is 1.3-2 times flash 2."""
+"""Rotary embedding, masks, and causal attention by the best kernel there is: cuDNN's on Hopper is 1.3-2 times flash 2."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from stoker.training.model.config import ModelConfig
 
 _KERNELS = {
     "cudnn": [SDPBackend.CUDNN_ATTENTION], "flash": [SDPBackend.FLASH_ATTENTION], "math": [SDPBackend.MATH],
@@ -24,17 +27,77 @@ def kernels(which: str) -> Iterator[None]:
         yield
 
 
-def mask_of(segments: Tensor) -> Tensor:
-    """[B, 1, T, T]: a token sees what comes before it in its own segment."""
-    T = segments.shape[1]
-    causal = torch.ones(T, T, dtype=torch.bool, device=segments.device).tril()
+def rotary_table(length: int, c: ModelConfig, theta: float = 0.0) -> tuple[Tensor, Tensor]:
+    """cos and sin, [T, half of what is turned of a head], in fp32 throughout as transformers computes them: an exacter
+    table would make other logits than theirs. `theta`: another base, unstretched.
+    """
+    turned = int(c.head_dim * c.rope_share)
+    frequency = 1.0 / (
+        (theta or c.rope_theta) ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
+    )
+    if c.rope_factor != 1.0 and not theta:
+        if c.rope_kind == "linear":
+            frequency = frequency / c.rope_factor
+        else:
+            turns = c.rope_original * frequency / (2 * math.pi)
+            kept = ((turns - c.rope_low) / (c.rope_high - c.rope_low)).clamp(0, 1)
+            frequency = (1 - kept) * frequency / c.rope_factor + kept * frequency
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device="cpu"), frequency)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE as transformers lays it out: the first half of what is turned of a head turns with the second."""
+    turned = 2 * cos.shape[-1]
+    if turned < x_BTHD.shape[-1]:
+        return torch.cat([rotate(x_BTHD[..., :turned], cos, sin), x_BTHD[..., turned:]], dim=-1)
+    first, second = x_BTHD.float().chunk(2, dim=-1)
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
+
+
+def mask_of(segments: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:
+    """[B or 1, 1, T, T]: a token sees what comes before it in its own segment, at most `window` tokens with itself (0:
+    all). None: plain causal attention.
+    """
+    if segments is None and not 0 < window < length:
+        return None
+    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    if 0 < window < length:
+        causal = causal.triu(1 - window)
+    if segments is None:
+        return causal[None, None]
     return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
 
 
-def attend(q_BTHD: Tensor, k_BTHD: Tensor, v_BTHD: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+def attend(
+    q_BTHD: Tensor,
+    k_BTHD: Tensor,
+    v_BTHD: Tensor,
+    mask: Tensor | None,
+    dropout: float = 0.0,
+    scale: float | None = None,
+    cap: float = 0.0,
+) -> Tensor:
     """[B, T, H, D], causal, or by `mask`. Grouped heads stay grouped: no copies of keys and values."""
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    if cap:
+        if mask is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+        return capped_attention(q, k, v, mask, dropout, scale, cap).transpose(1, 2)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout
+        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout, scale=scale
     ).transpose(1, 2)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, cap: float
+) -> Tensor:
+    """[B, H, T, D]: scores are bounded softly before the mask, which no fused kernel of torch does."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = (q @ k.transpose(-1, -2)).float() * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return F.dropout(scores.softmax(-1), dropout).to(v.dtype) @ v

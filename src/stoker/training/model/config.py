@@ -1,15 +1,21 @@
-"""The model's shape. `depth` is the one dial; what is given besides wins over what it derives."""
+"""The model's shape, without torch: what a user sets, and which options of the block its family uses.
+
+`depth` is the one dial; what is given besides wins over what it derives. The three executions (plain, fused, cached)
+read this one description. A field without `option` is no setting: a family sets it (docs/families.md).
+"""
 
 from __future__ import annotations
 
-from stoker.contract.shape import option, shape
+from collections.abc import Collection
+
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.shape import fields_of, option, shape
 
 
 @shape
 class ModelConfig:
     load: str = option(
-        "a folder (or hub id) with Llama or Qwen3 weights as transformers writes them: shape and weights come from"
-        " there",
+        "a folder (or hub id) with weights as transformers writes them: shape and weights come from there",
         default="",
         metavar="DIR",
     )
@@ -25,14 +31,14 @@ class ModelConfig:
     ff: int = option("width of the feed-forward layer (0: 8/3 of dim, rounded up to 64)", default=0)
     vocab_size: int = option("rows of the embedding (0: the tokenizer's, rounded up to 64)", default=0)
     rope_theta: float = option("base of the rotary embedding", default=10000.0)
-    rope_factor: float = option("Llama 3.1's stretching of low frequencies (1: none)", default=1.0)
+    rope_factor: float = option("how far low frequencies of the rotary embedding are stretched (1: not)", default=1.0)
     rope_low: float = option(
         "frequencies with fewer turns than this in `rope_original` tokens are divided by the factor", default=1.0
     )
     rope_high: float = option("frequencies with more turns than this stay as they are", default=4.0)
     rope_original: int = option("context length before the stretching", default=8192)
     norm_eps: float = option("epsilon of RMSNorm", default=1e-6)
-    qk_norm: bool = option("normalise queries and keys, as Qwen3 does", default=False)
+    qk_norm: bool = option("normalise queries and keys, head by head", default=False)
     tied: bool = option("one matrix for embedding and head", default=True)
     init_std: float = option(
         "standard deviation of fresh weights; projections into the residual stream get 1/√(2 × layers) of it",
@@ -41,3 +47,87 @@ class ModelConfig:
     dropout: float = option(
         "share dropped in training: after the embedding, of the attention's weights, after each sub-layer", default=0.0
     )
+
+    family: str = ""  # of the folder it was loaded from: an export is written as that again
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm_whole: bool = False  # with qk_norm: over all heads together
+    norm_kind: str = "rms"
+    norms: str = "pre"  # pre: before attention and MLP; post: after each; both
+    norm_offset: float = 0.0  # a norm multiplies by offset + weight
+    activation: str = "silu"
+    gated: bool = True  # activation(gate) · up, or activation(up) alone
+    attention_scale: float = 0.0  # of the scores (0: 1/√head_dim)
+    attention_cap: float = 0.0  # scores become cap · tanh(score / cap) (0: they stay)
+    final_cap: float = 0.0  # the same for logits
+    embedding_scale: float = 1.0
+    windows: tuple[int, ...] = ()  # of each layer: how many tokens it sees, itself included; 0: all
+    positions: str = "rotary"
+    rope_kind: str = (
+        "bands"  # what rope_factor stretches; bands: low frequencies, by rope_low and rope_high; linear: all
+    )
+    rope_share: float = 1.0  # of each head that is turned, from its start
+    unrotated: tuple[int, ...] = ()  # layers that turn nothing
+    window_theta: float = 0.0  # rope_theta of layers with a window, unstretched (0: as elsewhere)
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_ff: int = 0
+    shared_experts: int = 0
+
+    def window(self, layer: int) -> int:
+        return self.windows[layer] if self.windows else 0
+
+
+# What notices and refusals call the block's options.
+OPTIONS = {
+    "qkv_bias": "bias on queries, keys and values",
+    "out_bias": "bias on the attention's output",
+    "mlp_bias": "bias in the MLP",
+    "qk_norm_whole": "norm over all heads of queries and keys",
+    "norm_kind": "norm of another kind than RMS",
+    "norms": "norm after attention and MLP",
+    "norm_offset": "norm weight with an offset",
+    "activation": "activation other than silu",
+    "gated": "MLP without a gate",
+    "attention_scale": "attention scale of its own",
+    "attention_cap": "soft cap of attention scores",
+    "final_cap": "soft cap of logits",
+    "embedding_scale": "embedding scale",
+    "windows": "sliding window",
+    "positions": "position embedding other than rotary",
+    "rope_kind": "stretching of all rotary frequencies",
+    "rope_share": "partly turned heads",
+    "unrotated": "layers without rotary embedding",
+    "window_theta": "rotary base of its own for windowed layers",
+    "experts": "experts",
+}
+_VALUES = {
+    "norm_kind": ("rms",),
+    "norms": ("pre", "post", "both"),
+    "activation": ("silu", "gelu_tanh"),
+    "positions": ("rotary",),
+    "rope_kind": ("bands", "linear"),
+    "experts": (0,),
+}  # that the block computes
+
+
+def lacking(c: ModelConfig, supported: Collection[str]) -> str:
+    """Options that this shape uses and an execution with only `supported` would ignore, in words; empty: none."""
+    default = fields_of(ModelConfig)
+    return ", ".join(
+        words for name, words in OPTIONS.items() if name not in supported and getattr(c, name) != default[name]
+    )
+
+
+def check_options(c: ModelConfig, where: str) -> None:
+    """Refuses what the block can't compute at all."""
+    for name, values in _VALUES.items():
+        value = getattr(c, name)
+        if value not in values:
+            known = ", ".join(map(str, values))
+            raise Refusal(
+                f"{where}: the block has no {OPTIONS[name]} yet ({name} {value!r}; it has {known})", EX_CONFIG
+            )
+    if c.windows and len(c.windows) != c.layers:
+        raise Refusal(f"{where}: {len(c.windows)} windows for {c.layers} layers", EX_CONFIG)

@@ -49,19 +49,9 @@ class _NormQkv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        delta: Tensor | None,
-        scale: Tensor,
-        weight: Tensor,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        kept: bool,
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor,
+        heads: int, kv_heads: int, head_dim: int, kept: bool,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         out, normed, rstd = kernel.add_norm(x, delta, scale, eps)
         qkv = normed @ weight.to(normed.dtype).t()
         if kept:
@@ -88,16 +78,9 @@ class _NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        qkv: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        heads: int,
-        kv_heads: int,
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int,
         eps: float,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         qk, rstd = kernel.norm_rotate(qkv, cos, sin, q_weight, k_weight, heads, kv_heads, eps)
         ctx.save_for_backward(qkv, cos, sin, q_weight, k_weight, rstd)
         ctx.heads, ctx.kv_heads = heads, kv_heads
@@ -160,52 +143,8 @@ class _AddNorm(torch.autograd.Function):
 
 def add_norm(x: Tensor, delta: Tensor, norm: Any) -> Tensor:
     """norm(x + delta) for x [B, T, D] and delta [B·T, D]."""
-    found: Tensor = _AddNorm.apply(x.view(-1, x.shape[-1]), delta, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
-    return found.view_as(x)
-
-
-def norm_linear(x: Tensor, delta: Tensor | None, scale: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _NormLinear.apply(x, delta, scale, weight, eps)  # type: ignore[no-untyped-call]
-    return found
-
-
-def norm_qkv(
-    x: Tensor, delta: Tensor | None, norm: Any, attention: Any, cos: Tensor, sin: Tensor, kept: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`kept`: the product is used again in the backward pass, so another buffer is turned: nothing would notice a
-    kernel's writing into it.
-    """
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = _NormQkv.apply(  # type: ignore[no-untyped-call]
-        x,
-        delta,
-        norm.weight,
-        attention.qkv.weight,
-        norm.eps,
-        cos,
-        sin,
-        attention.heads,
-        attention.kv_heads,
-        attention.head_dim,
-        kept,
-    )
-    return found
-
-
-def norm_rotate(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, heads: int, kv_heads: int, eps: float
-) -> tuple[Tensor, Tensor]:
-    found: tuple[Tensor, Tensor] = _NormRotate.apply(qkv, cos, sin, q_weight, k_weight, heads, kv_heads, eps)  # type: ignore[no-untyped-call]
-    return found
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
-    return found
-
-
-def swiglu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    found: Tensor = _SwigluLinear.apply(gate_up, weight)  # type: ignore[no-untyped-call]
-    return found
+    normed: Tensor = _AddNorm.apply(x.view(-1, x.shape[-1]), delta, norm.weight, norm.eps)  # type: ignore[no-untyped-call]
+    return normed.view_as(x)
 
 
 def block(
@@ -216,18 +155,21 @@ def block(
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
     B, T = x.shape[0], x.shape[1]
     rows = x.view(B * T, -1)
+    first, second = module.attention_norm, module.mlp_norm
     if attention.q_norm is None:
-        rows, q, k, v = norm_qkv(rows, delta, module.attention_norm, attention, cos, sin, module.products_kept)
+        # products_kept: the product is used again in the backward pass, so another buffer is turned: nothing would
+        # notice a kernel's writing into it.
+        rows, q, k, v = _NormQkv.apply(  # type: ignore[no-untyped-call]
+            rows, delta, first.weight, attention.qkv.weight, first.eps, cos, sin, heads, kv_heads, head_dim,
+            module.products_kept,
+        )  # fmt: skip
     else:
-        rows, qkv = norm_linear(
-            rows, delta, module.attention_norm.weight, attention.qkv.weight, module.attention_norm.eps
-        )
-        qk, v = norm_rotate(
-            qkv, cos, sin, attention.q_norm.weight, attention.k_norm.weight, heads, kv_heads, attention.q_norm.eps
-        )
+        rows, qkv = _NormLinear.apply(rows, delta, first.weight, attention.qkv.weight, first.eps)  # type: ignore[no-untyped-call]
+        norms = attention.q_norm.weight, attention.k_norm.weight
+        qk, v = _NormRotate.apply(qkv, cos, sin, *norms, heads, kv_heads, attention.q_norm.eps)  # type: ignore[no-untyped-call]
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
-    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0)
-    out = module._drop(linear(y.reshape(B * T, -1), attention.out.weight))
-    rows, wide = norm_linear(rows, out, module.mlp_norm.weight, mlp.gate_up.weight, module.mlp_norm.eps)
-    return rows.view(B, T, -1), module._drop(swiglu_linear(wide, mlp.down.weight))
+    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0, attention.scale)
+    out = module._drop(_Linear.apply(y.reshape(B * T, -1), attention.out.weight))  # type: ignore[no-untyped-call]
+    rows, wide = _NormLinear.apply(rows, out, second.weight, mlp.gate_up.weight, second.eps)  # type: ignore[no-untyped-call]
+    return rows.view(B, T, -1), module._drop(_SwigluLinear.apply(wide, mlp.down.weight))  # type: ignore[no-untyped-call]

@@ -39,18 +39,9 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
-        x,
-        x if delta is None else delta,
-        weight,
-        out,
-        normed,
-        rstd,
-        width,
-        eps,
-        delta is not None,
-        block,
+        x, x if delta is None else delta, weight, out, normed, rstd, width, eps, delta is not None, block,
         num_warps=_warps(block),
-    )
+    )  # fmt: skip
     return out, normed, rstd
 
 
@@ -149,23 +140,9 @@ def _warps(block: int) -> int:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_rotate(  # type: ignore[no-untyped-def]
-    qkv,
-    cos,
-    sin,
-    weight,
-    out,
-    rstd,
-    start,
-    heads,
-    in_width,
-    out_width,
-    all_heads,
-    length,
-    eps,
-    per_row: tl.constexpr,
-    half: tl.constexpr,
-    head_block: tl.constexpr,
-):
+    qkv, cos, sin, weight, out, rstd, start, heads, in_width, out_width, all_heads, length, eps, per_row: tl.constexpr,
+    half: tl.constexpr, head_block: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = row if per_row else row % length
     pair = tl.arange(0, half)
@@ -185,25 +162,9 @@ def _norm_rotate(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _norm_rotate_backward(  # type: ignore[no-untyped-def]
-    g,
-    qkv,
-    cos,
-    sin,
-    weight,
-    rstd,
-    dqkv,
-    dweight,
-    start,
-    heads,
-    in_width,
-    out_width,
-    all_heads,
-    length,
-    rows,
-    per_row: tl.constexpr,
-    half: tl.constexpr,
-    head_block: tl.constexpr,
-):
+    g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, heads, in_width, out_width, all_heads, length, rows,
+    per_row: tl.constexpr, half: tl.constexpr, head_block: tl.constexpr,
+):  # fmt: skip
     program = tl.program_id(0)
     pair = tl.arange(0, half)
     wa, wb = tl.load(weight + pair).to(tl.float32)[None, :], tl.load(weight + half + pair).to(tl.float32)[None, :]
@@ -249,39 +210,16 @@ def norm_rotate(
     for weight, start, count in ((q_weight, 0, heads), (k_weight, heads, kv_heads)):
         block = _heads_at_once(count, half)
         _norm_rotate[(rows, triton.cdiv(count, block))](
-            qkv,
-            cos,
-            sin,
-            weight,
-            out,
-            rstd,
-            start,
-            count,
-            in_width,
-            both * head_dim,
-            both,
-            cos.shape[-2],
-            eps,
-            cos.dim() == 3,
-            half,
-            block,
-            num_warps=4,
-        )
+            qkv, cos, sin, weight, out, rstd, start, count, in_width, both * head_dim, both, cos.shape[-2], eps,
+            cos.dim() == 3, half, block, num_warps=4,
+        )  # fmt: skip
     return out, rstd
 
 
 def norm_rotate_backward(
-    g: Tensor,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    rstd: Tensor,
-    dqkv: Tensor,
-    heads: int,
-    kv_heads: int,
-) -> tuple[Tensor, Tensor]:
+    g: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor, k_weight: Tensor, rstd: Tensor, dqkv: Tensor,
+    heads: int, kv_heads: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Writes the queries' and keys' part of dqkv; gives the gradients of both weights."""
     rows, in_width = qkv.shape
     head_dim = q_weight.shape[0]
@@ -291,25 +229,8 @@ def norm_rotate_backward(
     for weight, start, count in ((q_weight, 0, heads), (k_weight, heads, kv_heads)):
         dweight = torch.empty(programs, head_dim, dtype=torch.float32, device=qkv.device)
         _norm_rotate_backward[(programs,)](
-            g,
-            qkv,
-            cos,
-            sin,
-            weight,
-            rstd,
-            dqkv,
-            dweight,
-            start,
-            count,
-            in_width,
-            both * head_dim,
-            both,
-            cos.shape[-2],
-            rows,
-            cos.dim() == 3,
-            half,
-            _heads_at_once(count, half),
-            num_warps=4,
-        )
+            g, qkv, cos, sin, weight, rstd, dqkv, dweight, start, count, in_width, both * head_dim, both, cos.shape[-2],
+            rows, cos.dim() == 3, half, _heads_at_once(count, half), num_warps=4,
+        )  # fmt: skip
         found.append(dweight.sum(0))
     return found[0], found[1]

@@ -1,7 +1,7 @@
 """Weights from and to folders as `transformers` writes them: the same logits on both sides. One tensor at a time,
 safetensors only.
 
-Our shape and a folder's are matched in hf_config, hf_names and hf_files, which need no torch; the hub is in hf_hub.
+Our shape and a folder's are matched in hf_config, hf_files and families/, which need no torch; the hub is in hf_hub.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_config import config_of, shape_of
-from stoker.training.model.hf_files import Stored, check
-from stoker.training.model.hf_names import Place, places
+from stoker.training.model.hf_files import Place, Stored, check, places
 from stoker.training.model.hf_write import DTYPES, Export
 
-__all__ = ["load", "load_named", "named", "save", "save_from", "shape_of"]
+__all__ = ["load", "load_named", "named", "opened", "save", "save_from", "shape_of"]
 
+Say = Callable[[str], None]
 _STORED = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # what compile and activation checkpointing put into names
 
@@ -37,13 +37,13 @@ def named(model: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield name, parameter
 
 
-def load(model: Decoder, folder: str, say: Callable[[str], None]) -> None:
+def load(model: Decoder, folder: str, say: Say) -> None:
     """Fills the model, sharded or not. Every rank reads for itself; nothing is exchanged."""
     load_named(model, named(model), folder, say)
 
 
 @torch.no_grad()
-def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Callable[[str], None]) -> None:
+def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, say: Say) -> None:
     """Of a model that has more than a decoder: `some` are the decoder's."""
     c = model.config
     stored = check(folder, c)
@@ -57,7 +57,7 @@ def load_named(model: Decoder, some: Iterable[tuple[str, Tensor]], folder: str, 
     for place in places(c):
         parameter = parameters[place.name]
         parameter.copy_(like(_assemble(place, stored, parameter.dtype).to(parameter.device), parameter))
-    rows = stored["model.embed_tokens.weight"].shape[0]
+    rows = stored[next(iter(places(c))).parts[0].name].shape[0]  # the embedding comes first
     padded = (
         f"; rows {rows} to {c.vocab_size - 1} of the vocabulary are new: the mean of the others"
         if rows < c.vocab_size
@@ -72,9 +72,7 @@ def _assemble(place: Place, stored: dict[str, Stored], dtype: torch.dtype) -> Te
     for part in place.parts:
         rows = _read(stored[part.name])
         whole[begin : begin + len(rows)] = rows
-        if (
-            len(rows) < part.shape[0]
-        ):  # padding, or tokens that were added: equal on all ranks, and no louder than the others
+        if len(rows) < part.shape[0]:  # padding, or added tokens: equal on all ranks, and no louder than the others
             whole[begin + len(rows) : begin + part.shape[0]] = rows.mean(0, dtype=torch.float32)
         begin += part.shape[0]
     return whole
@@ -89,40 +87,25 @@ def _read(one: Stored) -> Tensor:
     return torch.frombuffer(data, dtype=_STORED[one.dtype]).view(one.shape)
 
 
-def save(
-    model: Decoder,
-    folder: str,
-    *,
-    say: Callable[[str], None],
-    dtype: torch.dtype = torch.float32,
-    tokenizer_folder: str | None = None,
-    end_ids: Sequence[int] = (),
-    write: bool = True,
-    without: Sequence[str] = (),
-    more: Callable[[str], None] | None = None,
-) -> None:
-    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `more`
-    puts it into the folder beside.
+def opened(folder: str, context_length: int, dtype: torch.dtype, device: torch.device, say: Say) -> Decoder:
+    """The folder's model. Built without numbers: drawing some first would take longer than reading the folder's."""
+    with torch.device("meta"):
+        model = Decoder(shape_of(folder), context_length, dtype)
+    model.place(device)
+    load(model, folder, say)
+    return model
+
+
+def save(model: Decoder, folder: str, *, say: Say, without: Sequence[str] = (), **how: Any) -> None:
+    """Of a sharded model every rank calls this, and one of them with `write`. `without`: what is no decoder's; `how`:
+    as of `save_from`.
     """
     module: Any
     for module in model.modules():
-        if hasattr(
-            module, "reshard"
-        ):  # after an evaluation FSDP2 still holds the outermost weights gathered, in the compute dtype
+        if hasattr(module, "reshard"):  # after an evaluation FSDP2 still holds the outermost weights gathered
             module.reshard()
     tensors = ((name, tensor) for name, tensor in named(model) if name not in without)
-    save_from(
-        tensors,
-        model.config,
-        folder,
-        context_length=model.context_length,
-        say=say,
-        dtype=dtype,
-        tokenizer_folder=tokenizer_folder,
-        end_ids=end_ids,
-        write=write,
-        more=more,
-    )
+    save_from(tensors, model.config, folder, context_length=model.context_length, say=say, **how)
 
 
 @torch.no_grad()
@@ -132,7 +115,7 @@ def save_from(
     folder: str,
     *,
     context_length: int,
-    say: Callable[[str], None],
+    say: Say,
     dtype: torch.dtype = torch.float32,
     tokenizer_folder: str | None = None,
     end_ids: Sequence[int] = (),
@@ -140,7 +123,7 @@ def save_from(
     more: Callable[[str], None] | None = None,
 ) -> None:
     """A folder for `transformers`, there when it is complete. `end_ids`: tokens that end a text; else what the
-    tokenizer's folder says.
+    tokenizer's folder says. `more` puts files of its own beside.
     """
     gathered = (_gathered(name, tensor, dtype) for name, tensor in tensors)
     try:

@@ -7,19 +7,46 @@ No torch here: the launcher can say what does not fit before any rank starts.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
 from stoker.contract.tensorheader import read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.model.config import ModelConfig
+from stoker.training.model.families import family_of
 from stoker.training.model.hf_config import shape_of
-from stoker.training.model.hf_names import EMBEDDING, HEAD, Part, places
+from stoker.training.model.rows import tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _COMPARED_AT_ONCE = 1 << 24
+_GROW = ("embed.weight", "head.weight")  # with the vocabulary
+
+
+@shape
+class Part:
+    name: str  # theirs
+    shape: tuple[int, ...]
+
+
+@shape
+class Place:
+    name: str  # ours
+    parts: tuple[Part, ...]
+
+
+def places(c: ModelConfig) -> Iterator[Place]:
+    """Every tensor of the model once, by our name and its family's: a tied head is the embedding. What the family stores
+    as one is one part.
+    """
+    family = family_of(c)
+    for name, sizes in tensors(c):
+        theirs = family.tensor(name)
+        if len(theirs) != len(sizes):
+            sizes = ((sum(size[0] for size in sizes), *sizes[0][1:]),)
+        yield Place(name, tuple(Part(part, size) for part, size in zip(theirs, sizes, strict=True)))
 
 
 @shape
@@ -38,34 +65,35 @@ def check(folder: str, c: ModelConfig) -> dict[str, Stored]:
     refused by name.
     """
     found = stored_in(folder)
-    wanted = {part.name: part for place in places(c) for part in place.parts}
-    rows, own = found[EMBEDDING].shape[:1] if EMBEDDING in found else (), shape_of(folder).vocab_size
-    if rows and rows != (own,):  # else 36 KB of a stranger's would ask for any number of new rows
-        raise Refusal(
-            f"model {folder}: {EMBEDDING} has {rows[0]} rows and config.json a vocab_size of {own}", EX_DATAERR
-        )
-    for name, part in wanted.items():
+    wanted = {part.name: (part, place.name in _GROW) for place in places(c) for part in place.parts}
+    own = shape_of(folder).vocab_size
+    for name, (part, grows) in wanted.items():
+        if grows and name in found and found[name].shape[:1] != (own,):
+            # Else 36 KB of a stranger's would ask for any number of new rows.
+            rows = found[name].shape[0] if found[name].shape else 0
+            raise Refusal(f"model {folder}: {name} has {rows} rows and config.json a vocab_size of {own}", EX_DATAERR)
         if name not in found:
             raise Refusal(f"model {folder}: {name} is missing from its weights", EX_DATAERR)
-        _fits(folder, found[name], part)
+        _fits(folder, found[name], part, grows)
     left = [
         name for name in found if name not in wanted and not name.endswith(".rotary_emb.inv_freq")
     ]  # older folders keep what follows from rope_theta
-    if c.tied and HEAD in left:
-        if not _equal(found[HEAD], found[EMBEDDING]):
+    embedding, head = (family_of(c).tensor(name)[0] for name in _GROW)
+    if c.tied and head in left:
+        if not _equal(found[head], found[embedding]):
             line = (
-                f"model {folder}: {HEAD} differs from {EMBEDDING}, and its config.json says they are tied: set"
+                f"model {folder}: {head} differs from {embedding}, and its config.json says they are tied: set"
                 " tie_word_embeddings to false"
             )
             raise Refusal(line, EX_DATAERR)
-        left.remove(HEAD)
+        left.remove(head)
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
         raise Refusal(f"model {folder}: our decoder has no place for {left[0]}{more} of its weights", EX_DATAERR)
     return {name: found[name] for name in wanted}
 
 
-def _fits(folder: str, stored: Stored, part: Part) -> None:
+def _fits(folder: str, stored: Stored, part: Part, grows: bool) -> None:
     if stored.dtype not in BYTES:
         raise Refusal(
             f"model {folder}: {part.name} is {stored.dtype}; weights of {', '.join(BYTES)} load, quantised ones don't",
@@ -73,8 +101,7 @@ def _fits(folder: str, stored: Stored, part: Part) -> None:
         )
     if stored.shape == part.shape:
         return
-    grows = part.name in (EMBEDDING, HEAD) and stored.shape[1:] == part.shape[1:]
-    if not grows:
+    if not grows or stored.shape[1:] != part.shape[1:]:
         raise Refusal(
             f"model {folder}: {part.name} is {list(stored.shape)}, this model's is {list(part.shape)}: another model's"
             " weights",

@@ -14,22 +14,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IGNORED = -100
-CHUNK_BYTES = (
-    1 << 29
-)  # logits of one chunk: 2,048 tokens × 128 K words; larger products gain nothing on an H200, and this is peak memory
+# logits of one chunk: 2,048 tokens × 128 K words; larger products gain nothing on an H200, and this is peak memory
+CHUNK_BYTES = 1 << 29
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, how: str = "auto") -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, how: str = "auto", cap: float = 0.0
+) -> Tensor:
     """Σ over tokens of the loss, times `scale`. x [N, D], weight [V, D], targets [N]."""
     if how == "plain":
-        loss = F.cross_entropy(F.linear(x, weight.to(x.dtype)).float(), targets, ignore_index=IGNORED, reduction="sum")
+        logits = capped(F.linear(x, weight.to(x.dtype)), cap)
+        loss = F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
         return loss if scale is None else loss * scale
     if how == "liger":
+        assert not cap, "ready refuses it"
         return _liger(x, weight, targets, scale)
     if not torch.is_grad_enabled() or not (x.requires_grad or weight.requires_grad):
-        return _forward_only(x, weight, targets, scale)
-    result: Tensor = _Chunked.apply(x, weight, targets, scale)  # type: ignore[no-untyped-call]
+        return _forward_only(x, weight, targets, scale, cap)
+    result: Tensor = _Chunked.apply(x, weight, targets, scale, cap)  # type: ignore[no-untyped-call]
     return result
+
+
+def capped(logits: Tensor, cap: float) -> Tensor:
+    """cap · tanh(logits / cap); 0: as they are."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
@@ -37,21 +45,20 @@ def chunk_rows(tokens: int, vocabulary: int, itemsize: int) -> int:
     return min(tokens, rows)
 
 
-def _forward_only(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+def _forward_only(x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, cap: float) -> Tensor:
     w = weight.to(x.dtype)
     total = x.new_zeros((), dtype=torch.float32)
     rows = chunk_rows(len(x), len(w), 4)
     for begin in range(0, len(x), rows):
         part = slice(begin, begin + rows)
-        total = total + F.cross_entropy(
-            F.linear(x[part], w).float(), targets[part], ignore_index=IGNORED, reduction="sum"
-        )
+        logits = capped(F.linear(x[part], w), cap)
+        total = total + F.cross_entropy(logits.float(), targets[part], ignore_index=IGNORED, reduction="sum")
     return total if scale is None else total * scale
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None, cap: float) -> Tensor:
         w = weight.to(x.dtype)
         if scale is None:
             scale = torch.ones((), device=x.device)
@@ -61,20 +68,23 @@ class _Chunked(torch.autograd.Function):
         losses = torch.empty(len(x), dtype=torch.float32, device=x.device)
         for begin in range(0, len(x), rows):
             part = slice(begin, begin + rows)
-            logits = x[part] @ w.t()
+            logits = capped(x[part] @ w.t(), cap)
+            slope = 1 - (logits / cap).square() if cap else None
             _gradient_in_place(logits, targets[part], scale, losses[part])
+            if slope is not None:
+                logits *= slope
             torch.mm(logits, w, out=dx[part])
-            _accumulate(dw, logits, x[part])
+            accumulate(dw, logits, x[part])
         ctx.save_for_backward(dx, dw if dw.dtype == weight.dtype else dw.to(weight.dtype))
         return losses.sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *gradient: Any) -> tuple[Tensor | None, ...]:
         dx, dw = ctx.saved_tensors
-        return dx, dw, None, None
+        return dx, dw, None, None, None
 
 
-def _accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
+def accumulate(dw: Tensor, dlogits: Tensor, x: Tensor) -> None:
     """dw += dlogitsᵀ x, summed in fp32."""
     if dlogits.dtype == torch.float32:
         dw.addmm_(dlogits.t(), x)

@@ -1,4 +1,4 @@
-"""The decoder made ready for its device: fp8, activation checkpointing, compilation. Each fallback is said."""
+"""The decoder made ready for its device: fp8, activation checkpointing, compilation. Each fallback is reported."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.record.ownership import private_cache
 from stoker.training.model import fp8
+from stoker.training.model.config import ModelConfig, lacking
 from stoker.training.model.decoder import Decoder, Linear
 from stoker.training.parallel.config import ComputeConfig
 
+# Options of the block that fused.py computes: those that reach it as angles, mask or scale, or lie outside it.
+FUSED = ("attention_scale", "embedding_scale", "final_cap", "windows", "rope_kind", "unrotated", "window_theta")
 FP8_KEPT = 8  # one in so many blocks stays in bf16 at each end
-COMPILE_THREADS = (
-    4  # each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
-)
+# each is a process that imports torch: sixteen take 5 s longer to a first step than four (H200 box, 16 cores)
+COMPILE_THREADS = 4
 
 
 def environment(say: Callable[[str], None]) -> None:
@@ -34,9 +36,8 @@ def environment(say: Callable[[str], None]) -> None:
         os.environ.setdefault("TRITON_CACHE_DIR", os.path.join(here, "triton"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(COMPILE_THREADS, len(os.sched_getaffinity(0)))))
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "PYTORCH_ALLOC_CONF" not in os.environ:
-        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = (
-            "expandable_segments:True"  # fragments don't add up over evaluations and restarts
-        )
+        # fragments don't add up over evaluations and restarts
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def arithmetic(c: ComputeConfig, dtype: torch.dtype) -> None:
@@ -67,42 +68,42 @@ def warm_compiler() -> threading.Thread:
 
 
 def dtype_of(c: ComputeConfig, device: torch.device) -> torch.dtype:
-    if c.dtype == "auto":
-        return (
-            torch.bfloat16
-            if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-            else torch.float32
-        )
-    return torch.bfloat16 if c.dtype == "bf16" else torch.float32
+    has = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.bfloat16 if c.dtype == "bf16" or (c.dtype == "auto" and has) else torch.float32
 
 
-def fused(c: ComputeConfig, head_dim: int, device: torch.device, say: Callable[[str], None]) -> bool:
+def fused(c: ComputeConfig, model: ModelConfig, device: torch.device, say: Callable[[str], None]) -> bool:
     """Blocks by our own kernels."""
     if c.compile == "fused" and device.type != "cuda":
         raise Refusal("compute.compile fused needs a GPU: its kernels are Triton's", EX_UNAVAILABLE)
     wanted = c.compile == "fused" or (c.compile == "auto" and device.type == "cuda" and c.fp8 == "off")
-    if wanted and not _power_of_two(head_dim):
-        say(f"heads of {head_dim} are no power of two, as the fused kernels need: blocks are compiled instead")
-        return False
-    return wanted
+    why = _unfusable(model)
+    if wanted and why:
+        say(f"{why}; using the plain one, compiled")
+    return wanted and not why
 
 
-def compiled(c: ComputeConfig, device: torch.device, head_dim: int = 64) -> bool:
+def compiled(c: ComputeConfig, device: torch.device, model: ModelConfig | None = None) -> bool:
     if c.compile in ("auto", "fused") and device.type == "cuda":
-        return c.fp8 != "off" or not _power_of_two(head_dim)
+        return c.fp8 != "off" or (model is not None and bool(_unfusable(model)))
     return c.compile == "on"
 
 
-def _power_of_two(n: int) -> bool:
-    return n & (n - 1) == 0
+def _unfusable(model: ModelConfig) -> str:
+    """Why the fused execution can't compute this model; empty: it can."""
+    lacks = lacking(model, FUSED)
+    if lacks:
+        return f"the fused execution has no {lacks} yet"
+    head_dim = model.head_dim
+    return f"the fused execution has no heads of {head_dim}, a power of two alone" if head_dim & (head_dim - 1) else ""
 
 
 def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Callable[[str], None]) -> None:
-    model.loss = _loss(c, device)
+    model.loss = _loss(c, model.config)
     if c.fp8 != "off":
         _use_fp8(model, device, say)
-    compile_it = compiled(c, device, model.config.head_dim)
-    model.fuse(fused(c, model.config.head_dim, device, say))
+    compile_it = compiled(c, device, model.config)
+    model.fuse(fused(c, model.config, device, say))
     if c.recompute in ("selective", "full"):
         for block in model.layers:
             checkpoint_block(block, c.recompute == "selective", model.config.dropout > 0)
@@ -113,7 +114,9 @@ def make_ready(model: Decoder, c: ComputeConfig, device: torch.device, say: Call
         part.compile(fullgraph=True, dynamic=False)
 
 
-def _loss(c: ComputeConfig, device: torch.device) -> str:
+def _loss(c: ComputeConfig, model: ModelConfig) -> str:
+    if c.loss == "liger" and model.final_cap:
+        raise Refusal("compute.loss liger has no soft cap of logits here: use compute.loss chunked", EX_UNAVAILABLE)
     if c.loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
         raise Refusal(
             "compute.loss liger: liger-kernel is not installed here; pip install liger-kernel, or compute.loss chunked",
@@ -159,7 +162,7 @@ def _keep_products_only(yes: bool) -> None:
     for limit in (
         "recompile_limit",
         "cache_size_limit",
-    ):  # by version: the sizes micro_batch auto tries are graphs of their own
+    ):  # by version: each size that micro_batch auto tries is a graph
         if hasattr(dynamo, limit):
             setattr(dynamo, limit, 64)
 

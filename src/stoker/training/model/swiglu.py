@@ -2,22 +2,36 @@
 not kept.
 
 On GPUs the backward pass makes the gradient of both halves and the recomputed activations in one kernel of our own:
-compiled torch code joins the halves with masked loads and takes twice the time (0.65 ms against 0.33 ms a layer of
-Llama-3.2-1B's shape on an H200).
+compiled torch code joins the halves with masked loads and takes twice the time (0.65 ms against 0.33 ms a layer 2048
+wide with 8192 in between, on an H200).
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from stoker.training.model.config import ModelConfig
 from stoker.training.model.fp8 import input_product, output_product
 
 
-def _forward(gate_up: Tensor) -> Tensor:
+def activation(c: ModelConfig) -> Callable[[Tensor], Tensor]:
+    """What the MLP makes of its wide product, in plain torch."""
+    of = F.silu if c.activation == "silu" else functools.partial(F.gelu, approximate="tanh")
+
+    def gated(wide: Tensor) -> Tensor:
+        gate, up = wide.chunk(2, dim=-1)
+        return (of(gate.float()) * up.float()).to(wide.dtype)
+
+    return gated if c.gated else lambda wide: of(wide.float()).to(wide.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
 
@@ -41,7 +55,7 @@ class _SwigluLinear(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor, fp8: bool) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.fp8 = fp8
-        return output_product(_forward(gate_up), weight, fp8)
+        return output_product(swiglu(gate_up), weight, fp8)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:

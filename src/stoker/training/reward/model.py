@@ -71,7 +71,8 @@ class RewardModel(Decoder):
 
     def _told(self, x: Tensor, inputs: Tensor, segments: Tensor | None) -> Tensor:
         rows, length = inputs.shape
-        found, _ = token_logprobs(x[:, :-1].flatten(0, 1), self.head_weight, inputs[:, 1:].flatten(), 1.0)
+        x, cap = x[:, :-1].flatten(0, 1), self.config.final_cap
+        found, _ = token_logprobs(x, self.head_weight, inputs[:, 1:].flatten(), 1.0, cap)
         told = F.pad(found.view(rows, length - 1), (1, 0))
         if segments is None:
             return told.cumsum(1)

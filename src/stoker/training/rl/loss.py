@@ -43,4 +43,4 @@ class Policy(nn.Module):
 def logprobs(decoder: Decoder, batch: Batch, temperature: float) -> tuple[Tensor, Tensor]:
     """Of the answers' tokens alone, as they were sampled: at the temperature of the sampling."""
     x = decoder.hidden(batch.inputs).flatten(0, 1).index_select(0, batch.where)
-    return token_logprobs(x, decoder.head_weight, batch.targets, temperature)
+    return token_logprobs(x, decoder.head_weight, batch.targets, temperature, decoder.config.final_cap)

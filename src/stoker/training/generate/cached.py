@@ -1,0 +1,226 @@
+"""The decoder over a cache of keys and values, for generation: all tokens of the prompts at once, then one per row. The
+same sums as Decoder.hidden and the same options, without its graph of gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import shape
+from stoker.training.generate import plain
+from stoker.training.model.attention import attend, mask_of
+from stoker.training.model.decoder import Block, Decoder, Linear, RMSNorm
+from stoker.training.model.loss import capped
+from stoker.training.model.swiglu import activation
+
+# queries [rows · tokens, heads, head_dim], a layer's cache and its view -> [rows · tokens, heads · head_dim]
+Attention = Callable[[Tensor, Tensor, int], Tensor]
+Prompts = Sequence[Sequence[int]]
+Angles = list[tuple[Tensor, Tensor]]  # cos and sin of each view
+
+
+@shape
+class Layer:
+    """A norm is None where the block has none there; a bias likewise."""
+
+    attention_norm: Tensor | None
+    qkv: tuple[Tensor, Tensor | None]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: each head's row, so that queries and keys are one product
+    out: tuple[Tensor, Tensor | None]
+    attention_post_norm: Tensor | None
+    mlp_norm: Tensor | None
+    gate_up: tuple[Tensor, Tensor | None]
+    down: tuple[Tensor, Tensor | None]
+    mlp_post_norm: Tensor | None
+    view: int
+
+
+class Weights:
+    """The decoder's weights in the activations' dtype, cast once per update and not once per token. Where a parameter
+    has that dtype already (fp32 on CPUs) it is used itself. Copies stay where they are: CUDA graphs keep addresses.
+    """
+
+    def __init__(self, model: Decoder, vocab: int) -> None:
+        if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+            raise Refusal(
+                "a sharded model (FSDP) can't generate: use parallel.strategy ddp for stages that write answers",
+                EX_UNAVAILABLE,
+            )
+        self._model, self._vocab, self.config = model, vocab, model.config
+        self.tables, self.windows, self.embedding_scale = model.tables, model.windows, model.embedding_scale
+        self.eps = model.config.norm_eps
+        self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        model, dtype = self._model, self._model.dtype
+        self._copies: list[tuple[Tensor, Tensor, float]] = []
+        self._shared: list[tuple[Tensor, Tensor]] = []
+        self.embed = self._cast(model.embed.weight, dtype)
+        head = self.embed if model.head is None else self._cast(model.head.weight, dtype)
+        self.head = head[: self._vocab]
+        self.norm = self._norm(model.norm)
+        self.layers = [self._layer(block, dtype) for block in model.layers if isinstance(block, Block)]
+        self.refresh()
+
+    def _cast(self, parameter: Tensor, dtype: torch.dtype, offset: float = 0.0) -> Tensor:
+        if parameter.dtype == dtype and parameter.is_contiguous() and not offset:
+            self._shared.append((parameter.detach(), parameter))
+            return self._shared[-1][0]
+        ours = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        self._copies.append((ours, parameter, offset))
+        return ours
+
+    def _norm(self, norm: RMSNorm | None) -> Tensor | None:
+        return None if norm is None else self._cast(norm.weight, torch.float32, norm.offset)
+
+    def _linear(self, linear: Linear, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        return self._cast(linear.weight, dtype), None if linear.bias is None else self._cast(linear.bias, dtype)
+
+    def _layer(self, block: Block, dtype: torch.dtype) -> Layer:
+        attention, mlp, qk_norm = block.attention, block.mlp, None
+        if attention.q_norm is not None and attention.k_norm is not None:
+            heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
+            qk_norm = torch.empty(heads + kv_heads, head_dim, device=attention.q_norm.weight.device)
+            for rows, norm in ((qk_norm[:heads], attention.q_norm), (qk_norm[heads:], attention.k_norm)):
+                self._copies.append((rows, norm.weight.view(-1, head_dim), norm.offset))
+        return Layer(
+            self._norm(block.attention_norm),
+            self._linear(attention.qkv, dtype),
+            qk_norm,
+            self._linear(attention.out, dtype),
+            self._norm(block.attention_post_norm),
+            self._norm(block.mlp_norm),
+            self._linear(mlp.gate_up, dtype),
+            self._linear(mlp.down, dtype),
+            self._norm(block.mlp_post_norm),
+            block.view,
+        )
+
+    @torch.no_grad()
+    def refresh(self) -> bool:
+        """After the parameters changed. False: some lie elsewhere now, and what kept an address must forget it."""
+        if any(ours.data_ptr() != parameter.data_ptr() for ours, parameter in self._shared):
+            self._take()
+            return False
+        for ours, parameter, offset in self._copies:
+            ours.copy_(parameter)
+            if offset:
+                ours += offset
+        return True
+
+
+class Cache:
+    """In one block of memory whose shape never changes.
+
+    A row is its prompt from slot 0, a hole up to the longest prompt's end, then the answer, which begins at the same
+    slot in all rows: a decoding step is one shape and writes one slot. The prompt's own pass needs no mask (causal
+    attention never looks at what pads the end), as padding in front would.
+    """
+
+    def __init__(self, w: Weights, rows: int, length: int) -> None:
+        c = w.config
+        # Zeros: a slot that nobody wrote is multiplied by 0, and what happens to lie in fresh memory may be NaN.
+        size = (c.layers, 2, rows, c.kv_heads, length, c.head_dim)
+        self.kv = torch.zeros(size, dtype=w.embed.dtype, device=w.embed.device)
+        self.length = length
+
+    def keep(self, rows: Tensor, slots: int) -> None:
+        """These rows move to the front, in their order."""
+        self.kv[:, :, : len(rows), :, :slots] = self.kv[:, :, rows, :, :slots]
+
+
+def seen(slots: Tensor, lengths: Tensor, answers_from: int | Tensor, newest: int | Tensor, window: int = 0) -> Tensor:
+    """[rows, slots]: which of them the token in slot `newest` sees."""
+    tokens = (slots < lengths[:, None]) | ((slots >= answers_from) & (slots <= newest))
+    if not window:
+        return tokens
+    place = torch.where(slots < answers_from, slots, lengths[:, None] + slots - answers_from)
+    return tokens & (place > lengths[:, None] + newest - answers_from - window)
+
+
+def as_mask(slots_seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """[rows, 1, 1, slots]: 0 where a slot is seen, -inf elsewhere."""
+    zeros = torch.zeros(slots_seen.shape, dtype=dtype, device=slots_seen.device)
+    return zeros.masked_fill_(~slots_seen, float("-inf"))[:, None, None, :]
+
+
+class Blocks:
+    """`ops`: plain or kernel, what lies between the products."""
+
+    def __init__(self, w: Weights, ops: Any) -> None:
+        self._weights, self._ops = w, ops
+        c = w.config
+        self._activate = ops.swiglu if (c.activation, c.gated) == ("silu", True) else activation(c)
+        self._turn = functools.partial(plain.turn, whole=True) if c.qk_norm_whole else ops.turn
+
+    def angles(self, prepare: Callable[[Tensor], Tensor]) -> Angles:
+        """The rotary tables of half heads as `turn` takes them: whole heads, the first half's sine negative."""
+        return [whole_heads(prepare(cos), prepare(sin)) for cos, sin in self._weights.tables]
+
+    def run(
+        self, ids: Tensor, angles: Angles, kv: Tensor, begin: int | Tensor, tokens: int, attention: Attention
+    ) -> tuple[Tensor, Tensor | None]:
+        """(residual stream, what is still to be added to it) of ids [rows · tokens]."""
+        w, ops, heads = self._weights, self._ops, self._weights.config.heads
+        x = F.embedding(ids, w.embed)
+        if w.embedding_scale != 1.0:
+            x = x * w.embedding_scale
+        delta: Tensor | None = None
+        for layer, cached in zip(w.layers, kv, strict=True):
+            x, normed = ops.add_norm(x, delta, layer.attention_norm, w.eps)
+            qkv = F.linear(normed, *layer.qkv)
+            q = self._turn(qkv, *angles[layer.view], layer.qk_norm, heads, w.eps, cached, begin, tokens)
+            delta = F.linear(attention(q, cached, layer.view), *layer.out)
+            if layer.attention_post_norm is not None:
+                delta = plain.add_norm(delta, None, layer.attention_post_norm, w.eps)[1]
+            x, normed = ops.add_norm(x, delta, layer.mlp_norm, w.eps)
+            delta = F.linear(self._activate(F.linear(normed, *layer.gate_up)), *layer.down)
+            if layer.mlp_post_norm is not None:
+                delta = plain.add_norm(delta, None, layer.mlp_post_norm, w.eps)[1]
+        return x, delta
+
+    def logits(self, x: Tensor, delta: Tensor | None) -> Tensor:
+        w = self._weights
+        return capped(F.linear(self._ops.add_norm(x, delta, w.norm, w.eps)[1], w.head), w.config.final_cap)
+
+    def prefill(self, ids: Tensor, lengths: Tensor, angles: Angles, kv: Tensor, at_once: int) -> Tensor:
+        """Logits after each prompt. ids: [rows, tokens], filled up at the end; `at_once`: tokens."""
+        step = max(at_once // ids.shape[1], 1)
+        parts = [slice(row, min(row + step, len(ids))) for row in range(0, len(ids), step)]
+        return torch.cat([self._prefill(ids[part], lengths[part], angles, kv[:, :, part]) for part in parts])
+
+    def _prefill(self, ids: Tensor, lengths: Tensor, angles: Angles, kv: Tensor) -> Tensor:
+        rows, tokens = ids.shape
+        c = self._weights.config
+        masks = [mask_of(None, window, tokens, ids.device) for window in self._weights.windows]
+
+        def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
+            k, v = (part[:, :, :tokens].transpose(1, 2) for part in cached)
+            queries = q.view(rows, tokens, -1, q.shape[-1])
+            y = attend(queries, k, v, masks[view], 0.0, c.attention_scale or None, c.attention_cap)
+            return y.reshape(rows * tokens, -1)
+
+        spread = [(cos[:tokens].repeat(rows, 1), sin[:tokens].repeat(rows, 1)) for cos, sin in angles]
+        x, delta = self.run(ids.flatten(), spread, kv, 0, tokens, attention)
+        last = torch.arange(rows, device=ids.device) * tokens + lengths - 1
+        return self.logits(x[last], None if delta is None else delta[last])
+
+
+def whole_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+
+
+def padded(prompts: Prompts, length: int) -> Tensor:
+    """[rows, length], filled up at the end."""
+    ids = torch.zeros(len(prompts), length, dtype=torch.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt)] = torch.as_tensor(prompt, dtype=torch.int64)
+    return ids

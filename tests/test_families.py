@@ -1,0 +1,476 @@
+"""Families: one file each, inside the package or outside; what each says of its block computes what transformers does."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from torch import Tensor
+
+import stoker
+from stoker.contract.names import Refusal
+from stoker.contract.shape import replace
+from stoker.training.generate.engine import Engine
+from stoker.training.generate.graphed import Graphed
+from stoker.training.loop.resume import check as check_resume
+from stoker.training.model import families, hf
+from stoker.training.model.config import OPTIONS, ModelConfig, check_options, lacking
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.families import ConfigJson, Family, register
+from stoker.training.model.hf_config import shape_of
+from stoker.training.model.logprobs import token_logprobs
+from stoker.training.model.rows import matmul_parameters, parameters
+
+SMALL = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=96, init_std=0.3)
+TOKENS = torch.randint(0, 96, (2, 40), generator=torch.Generator().manual_seed(1))
+SIZE: dict[str, Any] = {
+    "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 96,
+    "initializer_range": 0.3, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+WINDOWED = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+
+def nothing(_: str) -> None:
+    pass
+
+
+class Qwen2(Family):
+    name = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        return {"qkv_bias": True}
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        return {"use_sliding_window": False}
+
+
+class Gemma2(Family):
+    name = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    inside: ClassVar = {
+        **Family.inside,
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    }  # fmt: skip
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        return {
+            "tied": True, "norms": "both", "norm_offset": 1.0, "activation": told.activation("hidden_activation", "gelu_pytorch_tanh"),
+            "embedding_scale": math.sqrt(told.count("hidden_size")), "attention_scale": told.number("query_pre_attn_scalar", 256) ** -0.5,
+            "attention_cap": told.number("attn_logit_softcapping", 50.0), "final_cap": told.number("final_logit_softcapping", 30.0),
+            "windows": told.windows(slides=True),
+        }  # fmt: skip
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        return {
+            "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": round(c.attention_scale**-2), "attn_logit_softcapping": c.attention_cap,
+            "final_logit_softcapping": c.final_cap, "sliding_window": max(c.windows),
+            "layer_types": ["sliding_attention" if window else "full_attention" for window in c.windows],
+        }  # fmt: skip
+
+
+class Gemma3(Gemma2):
+    name = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        rope = told.get("rope_parameters")
+        return {
+            "tied": True, "qk_norm": True, "norms": "both", "norm_offset": 1.0, "activation": "gelu_tanh", "windows": told.windows(slides=True),
+            "embedding_scale": math.sqrt(told.count("hidden_size")), "attention_scale": told.number("query_pre_attn_scalar", 256) ** -0.5,
+            "rope_theta": rope["full_attention"]["rope_theta"], "window_theta": rope["sliding_attention"]["rope_theta"],
+            "rope_kind": "linear", "rope_factor": rope["full_attention"]["factor"],
+        }  # fmt: skip
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        full = {"rope_type": "linear", "factor": c.rope_factor, "rope_theta": c.rope_theta}
+        rope = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": c.window_theta}}
+        own = super().keys(c) | {"rope_parameters": rope, "rope_scaling": None}
+        return own | {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+
+
+class Olmo2(Family):
+    name = "olmo2"
+    architecture = "Olmo2ForCausalLM"
+    inside: ClassVar = {
+        **{ours: theirs for ours, theirs in Family.inside.items() if ours not in ("attention_norm", "mlp_norm")},
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    }
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        return {"norms": "post", "qk_norm": True, "qk_norm_whole": True}
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        return {}
+
+
+class Phi3(Family):
+    name = "phi3"
+    architecture = "Phi3ForCausalLM"
+    inside: ClassVar = {**Family.inside, "attention.qkv": ("self_attn.qkv_proj",), "mlp.gate_up": ("mlp.gate_up_proj",)}
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        return told.rotary(partial=True)
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        return {"partial_rotary_factor": c.rope_share, "sliding_window": None}
+
+
+class SmolLM3(Family):
+    name = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+
+    def options(self, told: ConfigJson) -> dict[str, Any]:
+        return {
+            "tied": True,
+            "unrotated": tuple(at for at, turned in enumerate(told.get("no_rope_layers")) if not turned),
+        }
+
+    def keys(self, c: ModelConfig) -> dict[str, Any]:
+        return {"no_rope_layers": [int(layer not in c.unrotated) for layer in range(c.layers)]}
+
+
+OUTSIDE = (Qwen2(), Gemma2(), Gemma3(), Olmo2(), Phi3(), SmolLM3())
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
+FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama stretched evenly": ("Llama", {"rope_parameters": LINEAR}),
+    "llama with gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral with a window": ("Mistral", {"sliding_window": 7}),
+    "qwen3 with windows and biases": (
+        "Qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2, "attention_bias": True},
+    ),
+    "qwen2": ("Qwen2", {}),
+    "gemma2": ("Gemma2", {**WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    "gemma3": (
+        "Gemma3",
+        {
+            **WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 24,
+            "rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 9e3}, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}},
+        },
+    ),
+    "olmo2": ("Olmo2", {}),
+    "phi3": ("Phi3", {"partial_rotary_factor": 0.5}),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1, 0]}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def clean_registry() -> Iterator[None]:
+    before = dict(families._families())
+    yield
+    families._registered.clear()
+    families._registered.update(before)
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest, tmp_path: Path, clean_registry: None) -> Path:
+    """As transformers writes it, with no weight at the value it starts from: a bias of 0 would show nothing."""
+    for family in OUTSIDE:
+        register(family)
+    name, keys = FOLDERS[request.param]
+    kind = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
+    torch.manual_seed(5)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, kind)(**{**SIZE, **keys}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    model.save_pretrained(tmp_path / "theirs")
+    return tmp_path / "theirs"
+
+
+@torch.no_grad()
+def logits_of_theirs(folder: Path) -> Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    logits: Tensor = model(TOKENS).logits
+    return logits.float()
+
+
+def opened(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    model = Decoder(shape_of(str(folder)), 64, dtype)
+    hf.load(model, str(folder), nothing)
+    return model.eval()
+
+
+def without_cache(model: Decoder, prompt: list[int], count: int) -> list[int]:
+    ids = list(prompt)
+    with torch.no_grad():
+        while len(ids) < len(prompt) + count:
+            ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def written_by_both(model: Decoder, prompts: list[list[int]], count: int) -> Iterator[list[list[int]]]:
+    for rows in (1, 3):
+        yield Engine(model, rows=rows, length=64).generate(prompts, new_tokens=count, stop=(), temperature=0)
+    engine = Engine(model, rows=3, length=64)
+    engine._runner = Graphed(engine._weights, 3, 64)  # the GPU's way through a batch, without its graphs
+    yield engine.generate(prompts, new_tokens=count, stop=(), temperature=0)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, indirect=True)
+def test_logits_gradients_generation_and_export_agree(folder: Path, tmp_path: Path) -> None:
+    model = opened(folder)
+    c = model.config
+    with torch.no_grad():
+        ours = model(TOKENS)
+    assert ours.std() > 0.3
+    torch.testing.assert_close(ours, logits_of_theirs(folder), atol=2e-4, rtol=0)
+    assert parameters(c) == sum(one.numel() for one in model.parameters())
+    assert matmul_parameters(c) == sum(
+        one.numel() for name, one in model.named_parameters() if one.dim() == 2 and (c.tied or name != "embed.weight")
+    )
+
+    hf.save(model, str(tmp_path / "again"), say=nothing)
+    torch.testing.assert_close(logits_of_theirs(tmp_path / "again"), ours, atol=2e-4, rtol=0)
+    assert replace(shape_of(str(tmp_path / "again")), load=c.load) == c
+    assert (tmp_path / "again" / "model.safetensors").stat().st_size > 0
+
+    gradients = []
+    for how in ("auto", "plain"):
+        model.loss = how
+        model.zero_grad()
+        model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80)).backward()
+        gradients.append([one.grad.clone() for one in model.parameters() if one.grad is not None])
+    assert len(gradients[0]) == len(list(model.parameters()))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+    prompts = [TOKENS[0, :length].tolist() for length in (3, 21, 9)]
+    want = [without_cache(model, prompt, 12) for prompt in prompts]
+    assert all(answers == want for answers in written_by_both(model, prompts, 12))
+
+
+@pytest.mark.parametrize("folder", ["gemma2", "phi3", "qwen3 with windows and biases"], indirect=True)
+def test_packed_rows_compute_what_their_texts_compute_alone(folder: Path) -> None:
+    model = opened(folder)
+    segments = torch.tensor([[0] * 11 + [1] * 29] * 2)
+    with torch.no_grad():
+        alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
+        torch.testing.assert_close(model(TOKENS, segments=segments), alone, rtol=1e-4, atol=1e-4)
+
+
+def test_capped_log_probabilities_have_autograds_gradients() -> None:
+    x, weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(1)), torch.eye(8)[:, :] * 3
+    targets = torch.arange(20) % 8
+    found = []
+    for plain in (False, True):
+        a, b = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        if plain:
+            logits = 2.0 * torch.tanh(a @ b.t() / 2.0) / 0.7
+            chosen = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+        else:
+            chosen, _ = token_logprobs(a, b, targets, 0.7, 2.0)
+        (chosen * torch.linspace(0, 1, 20)).sum().backward()
+        found.append((chosen.detach(), a.grad, b.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+TOY = '''
+"""A family from elsewhere: its own names, joined projections, one width for all, and no gate."""
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.families import Family
+
+class Toy(Family):
+    name = "toy"
+    architecture = "ToyForCausalLM"
+    outside = {"embed": "words", "norm": "last", "head": "out"}
+    layers = "block"
+    inside = {
+        "attention_norm": ("n1",), "attention.qkv": ("qkv",), "attention.out": ("o",), "mlp_norm": ("n2",), "mlp.gate_up": ("up",), "mlp.down": ("down",),
+    }
+
+    def shape(self, told):
+        width = told.count("width")
+        return ModelConfig(
+            load=told.folder, family=self.name, layers=told.count("blocks"), dim=width, heads=2, kv_heads=2, head_dim=width // 2, ff=2 * width,
+            vocab_size=told.count("vocab_size"), init_std=0.3, **self.options(told),
+        )
+
+    def common(self, c, context_length):
+        return {"width": c.dim, "blocks": c.layers, "vocab_size": c.vocab_size, "max_position_embeddings": context_length}
+
+    def options(self, told):
+        return {"gated": False, "mlp_bias": True, "activation": "gelu_tanh"}
+
+    def keys(self, c):
+        return {}
+'''
+
+
+def module_at(path: Path, text: str) -> Any:
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_family_from_one_file_outside_loads_trains_generates_and_exports(
+    tmp_path: Path, clean_registry: None
+) -> None:
+    register(module_at(tmp_path / "toy_family.py", TOY).Toy())
+    fresh = Decoder(families._registered["toy"].shape(ConfigJson("", {"width": 16, "blocks": 2, "vocab_size": 96})), 64)
+    fresh.start(3)
+    hf.save(fresh, str(tmp_path / "hf"), say=nothing)
+    told = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (told["architectures"], told["width"]) == (["ToyForCausalLM"], 16)
+    model = opened(tmp_path / "hf")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(model(TOKENS, TOKENS.roll(-1, 1), torch.tensor(1 / 80)))
+        losses[-1].backward()
+        optimizer.step()
+    assert losses[2] < losses[1] < losses[0]
+    want = [without_cache(model, TOKENS[0, :9].tolist(), 10)]
+    assert all(answers == want for answers in written_by_both(model, [TOKENS[0, :9].tolist()], 10))
+    hf.save(model, str(tmp_path / "trained"), say=nothing)
+    from safetensors import safe_open
+
+    with safe_open(tmp_path / "trained" / "model.safetensors", "pt") as file:
+        assert set(file.keys()) >= {"words.weight", "block.1.qkv.weight", "block.0.up.bias", "last.weight"}
+    with torch.no_grad():
+        assert torch.equal(opened(tmp_path / "trained")(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('name = "toy"', 'name = "llama"'), ["bad_family.py", "llama is registered already, in", "families/llama.py"]),
+        (('"ToyForCausalLM"', '"Qwen3ForCausalLM"'), ["bad_family.py", "Qwen3ForCausalLM is registered already", "qwen3.py"]),
+        (('name = "toy"', 'name = "auto"'), ["bad_family.py", "auto is a reserved name"]),
+        (('name = "toy"', ""), ["bad_family.py", "Toy has no name"]),
+        (("def keys", "def other"), ["bad_family.py", "toy has no keys"]),
+        (('"attention.out": ("o",), ', ""), ["bad_family.py", "toy has no name for attention.out"]),
+        (('"head": "out"', '"x": "y"'), ["bad_family.py", "toy has no name for head"]),
+        (("class Toy(Family)", "class Toy"), ["bad_family.py", "derived from Family"]),
+    ],
+)  # fmt: skip
+def test_a_family_that_cannot_be_is_refused_in_one_line_with_its_file(
+    change: tuple[str, str], words: list[str], tmp_path: Path, clean_registry: None
+) -> None:
+    before = dict(families._registered)
+    made = module_at(tmp_path / "bad_family.py", TOY.replace(*change)).Toy()
+    with pytest.raises(Refusal) as refused:
+        register(made)
+    assert "\n" not in refused.value.line and all(word in refused.value.line for word in words), refused.value.line
+    assert families._registered == before
+
+
+def test_a_file_among_the_families_without_one_is_refused_with_its_name(tmp_path: Path) -> None:
+    """In a copy of the package: what is in it is imported by every other test."""
+    import shutil
+
+    shutil.copytree(Path(stoker.__file__).parent, tmp_path / "stoker", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "stoker" / "training" / "model" / "families" / "notes.py").write_text("x = 1\n")
+    script = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from stoker.training.model.families import _families; _families()"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "families/notes.py: there is no FAMILY in it" in done.stderr
+
+
+def test_what_no_execution_has_is_refused_by_name_when_the_folder_is_read(tmp_path: Path, clean_registry: None) -> None:
+    for field, word in (
+        ('"experts": 8', "experts"),
+        ('"positions": "learned"', "position embedding"),
+        ('"norm_kind": "layer"', "norm of another kind"),
+        ('"activation": "relu"', "activation"),
+        ('"rope_kind": "yarn"', "rotary"),
+        ('"norms": "sandwich"', "norm after attention"),
+        ('"windows": (4,)', "1 windows for 2 layers"),
+    ):
+        text = TOY.replace('"gated": False, "mlp_bias": True, "activation": "gelu_tanh"', field)
+        families._registered.pop("toy", None)
+        register(module_at(tmp_path / "toy_family.py", text).Toy())
+        (tmp_path / "config.json").write_text(
+            json.dumps({"architectures": ["ToyForCausalLM"], "width": 16, "blocks": 2, "vocab_size": 96})
+        )
+        with pytest.raises(Refusal, match=word) as refused:
+            shape_of(str(tmp_path))
+        assert str(tmp_path) in refused.value.line
+        with pytest.raises(Refusal, match=word):
+            Decoder(families._registered["toy"].shape(ConfigJson("", {"width": 16, "blocks": 2, "vocab_size": 96})), 8)
+
+
+def test_every_option_has_words_and_an_unsupported_one_is_named() -> None:
+    settings = set(ModelConfig.__options__)  # type: ignore[attr-defined]
+    own = set(ModelConfig.__fields__) - settings - {"family", "experts_per_token", "expert_ff", "shared_experts"}  # type: ignore[attr-defined]
+    assert own == set(OPTIONS)
+    both = replace(SMALL, head_dim=16, qkv_bias=True, windows=(3, 0))
+    assert lacking(SMALL, ()) == "" and lacking(both, ("qkv_bias",)) == "sliding window"
+    assert lacking(both, ()) == "bias on queries, keys and values, sliding window"
+    check_options(both, "model")
+    said: list[str] = []
+    engine = Engine(Decoder(replace(both, norms="both"), 32), rows=1, length=8)
+    assert engine._kernels(Decoder(replace(both, norms="both"), 32), said.append) is None
+    assert said == [
+        "the generation kernels have no norm after attention and MLP, sliding window yet; using plain torch"
+    ]
+
+
+def test_a_checkpoint_of_other_options_is_refused_and_an_old_one_is_not() -> None:
+    class Words:
+        tokenizer_digest, vocab_size = "x", 96
+
+    old = {"tokenizer_digest": "x", "model": {"layers": 2, "dim": 32, "qk_norm": False}}  # before there were options
+    check_resume(old, "there", SMALL, Words(), "adamw")
+    with pytest.raises(Refusal, match=r"model\.windows is \[4, 0\] there and \[\] here"):
+        check_resume({**old, "model": {"windows": [4, 0]}}, "there", SMALL, Words(), "adamw")
+
+
+def test_families_need_no_torch() -> None:
+    script = "import sys; from stoker.training.model.families import _families; print(*_families()); assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "llama mistral qwen3\n"), done.stderr
+
+
+def test_no_other_code_knows_a_familys_name() -> None:
+    """Names and texts of the code; comments and docstrings may say what was measured on which model."""
+    names = re.compile("llama|qwen|mistral|gemma|phi3|olmo|smollm|mixtral", re.IGNORECASE)
+    root = Path(stoker.__file__).parent
+    skipped = {root / "training" / "world" / "lexicon.py": "an animal"}
+    found = []
+    for path in sorted(root.rglob("*.py")):
+        if path in skipped or path.parent.name == "families":
+            continue
+        tree = ast.parse(path.read_text())
+        docs = {
+            node.body[0].value
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+            and node.body
+            and isinstance(node.body[0], ast.Expr)
+        }
+        for node in ast.walk(tree):
+            text = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "name", None)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs:
+                text = node.value
+            if isinstance(text, str) and names.search(text):
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {text[:60]}")
+    assert not found
