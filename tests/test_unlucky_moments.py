@@ -27,7 +27,7 @@ from stoker.control.cluster import copying, transport
 from stoker.control.launch import following, rendezvous
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.attempts import Attempts
-from stoker.control.launch.following import Following
+from stoker.control.launch.supervision import Following
 from stoker.control.launch.members import Member, Members
 from stoker.control.launch.muster import Muster
 from stoker.control.launch.nodes import Meeting, Nodes

@@ -24,9 +24,9 @@ from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.finishing import Finishing
 from stoker.control.agent.gate import Gate
-from stoker.control.agent.ladder import StopLadder
-from stoker.control.agent.locks import GpuLocks, held
-from stoker.control.agent.looking import Looking
+from stoker.control.agent.stopsequence import StopLadder
+from stoker.control.agent.reservations import GpuLocks, held
+from stoker.control.agent.questions import Looking
 from stoker.control.agent.memory import MemoryWatch, memory_now
 from stoker.control.agent.port import reserve
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay

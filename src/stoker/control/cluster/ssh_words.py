@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 
 from stoker.contract.untrusted import printable
-from stoker.control.cluster.bundle import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
+from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 

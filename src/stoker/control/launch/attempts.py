@@ -15,8 +15,8 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.control.launch import about, orders
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.following import Following
-from stoker.control.launch.hearing import Hearing
+from stoker.control.launch.supervision import Following
+from stoker.control.launch.reports import Hearing
 from stoker.control.launch.muster import Interrupted, Muster
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan, common_environment

@@ -98,7 +98,7 @@ class Coordinator:
     def _tell_others(self, verdict: Verdict, what: str) -> None:
         """Who waits for the end: --notify, and a scheduler that reads torch's error file."""
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            from stoker.control.launch.errorfile import tell_launcher
+            from stoker.control.launch.torchfiles import tell_launcher
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
         about.notify(self.options.notify, verdict, what, self._say, wait=True)

@@ -165,7 +165,7 @@ class Output:
 
     def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
         """`kept`: what the record holds of the rank's exception."""
-        from stoker.control.launch.errorfile import rank_report
+        from stoker.control.launch.torchfiles import rank_report
 
         report = rank_report(kept) if self._logs is not None else None
         if self._logs is not None and report is not None:

@@ -10,7 +10,7 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.between_hosts import BetweenHosts
+from stoker.control.launch.network import BetweenHosts
 from stoker.control.launch.membership import Membership, Tell
 from stoker.control.launch.muster import Muster
 from stoker.control.launch.orders import Towards

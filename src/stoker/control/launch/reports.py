@@ -117,7 +117,7 @@ class Hearing:
         try:
             tell()
         except Exception as problem:
-            from stoker.control.launch.watching import give_up
+            from stoker.control.launch.alarms import give_up
 
             give_up(self._attempt, self._record, self._say, problem)
 

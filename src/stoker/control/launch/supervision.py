@@ -60,7 +60,7 @@ class Following:
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        from stoker.control.launch.watching import (
+        from stoker.control.launch.alarms import (
             Watching,
         )  # what the launch does not wait for is loaded when the ranks are on their way
 
