@@ -16,7 +16,7 @@ import pytest
 from conftest import Stoker, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.control.cluster import bundle, copying, hosts, init, ssh_words, transport
+from stoker.control.cluster import agentzip, copying, hosts, init, ssh_words, transport
 
 
 def _file(tmp_path: Path, text: str, name: str = "cluster.yaml") -> str:
@@ -226,7 +226,7 @@ def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
 
 
 def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
-    line = bundle.unpack()
+    line = agentzip.unpack()
     assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
@@ -345,9 +345,9 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 is not there"),
         ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py is not there"),
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
-        (f"banner\n{bundle.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
+        (f"banner\n{agentzip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
         ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
-        (f"{bundle.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
+        (f"{agentzip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
         ("This account is currently not available.\n", 1, "its user may not log in"),
         ("a\nsomething odd\n", 3, "something odd (exit code 3)"),
         ("", 255, "it said nothing (exit code 255)"),

@@ -24,14 +24,14 @@ from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
-from stoker.control.launch import following, rendezvous
+from stoker.control.launch import rendezvous
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.attempts import Attempts
-from stoker.control.launch.supervision import Following
 from stoker.control.launch.members import Member, Members
 from stoker.control.launch.muster import Muster
 from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.several import Several
+from stoker.control.launch.supervision import Following
 
 # ---- the agent ----
 
@@ -196,7 +196,7 @@ def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None
 
 
 def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "UNKILLABLE_S", 0.3)
+    monkeypatch.setattr(supervision, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0)
     attempt.up = {0: 41, 1: 42}

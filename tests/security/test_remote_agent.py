@@ -21,7 +21,7 @@ from conftest import Done, Stoker
 from localuser import ATTACKER, do_as, needs_root
 from stoker.contract import protocol
 from stoker.control.agent.receiving import Receiver, Refused, serve
-from stoker.control.cluster import bundle, copying, transport
+from stoker.control.cluster import agentzip, copying, transport
 from stoker.control.cluster.ssh_words import explain
 from stoker.control.machine.hashing import Hashes, sha256_of
 
@@ -172,12 +172,19 @@ def test_a_folder_that_others_can_write_to_is_closed(far: Callable[..., Done], h
     "change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""]
 )
 def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[bytes], bytes]) -> None:
-    packed = bundle.pack()
-    argv = [sys.executable, "-I", "-S", "-c", bundle.unpack("stoker.control.agent.receiving"), bundle.announced(packed)]
+    packed = agentzip.pack()
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        agentzip.unpack("stoker.control.agent.receiving"),
+        agentzip.announced(packed),
+    ]
     done = subprocess.run(
         argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False
     )
-    assert done.returncode == 1 and bundle.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
+    assert done.returncode == 1 and agentzip.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
     assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
 
 

@@ -21,11 +21,11 @@ from stoker.contract import layout, redact
 from stoker.contract.shapes import Verdict
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.agent.reservations import GpuLocks
-from stoker.control.launch.description import git_revision
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.torchfiles import tell_launcher
-from stoker.control.launch.reports import Hearing
+from stoker.control.launch.description import git_revision
 from stoker.control.launch.options import RunOptions
+from stoker.control.launch.reports import Hearing
+from stoker.control.launch.torchfiles import tell_launcher
 from stoker.control.record.writer import RunRecord
 from stoker.control.watch.numbers import Losses
 

@@ -18,7 +18,7 @@ import stoker as package
 from conftest import Stoker, wait_for
 from stoker.contract import names
 from stoker.contract.process import process, send
-from stoker.control.agent.takeover import take_over
+from stoker.control.agent.sweep import take_over
 from stoker.control.cluster import submit
 from stoker.control.machine import origin, processes
 

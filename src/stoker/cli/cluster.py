@@ -164,7 +164,7 @@ def check(argv: list[str]) -> int:
     hosts = _hosts(told)
     from stoker.control.cluster import between
     from stoker.control.cluster.check import Asked, Checking, doctor_findings
-    from stoker.control.cluster.weights import parameters
+    from stoker.control.cluster.price import parameters
     from stoker.control.doctor.check import exit_code
     from stoker.control.launch.members import Member, Members
 

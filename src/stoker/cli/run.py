@@ -137,7 +137,7 @@ def start(request: Request) -> int:
 
     hosts: Hosts | None = None
     if "SLURM_JOB_ID" in os.environ or request.given & _SEVERAL:
-        from stoker.control.launch.where import hosts_of
+        from stoker.control.launch.nodes import hosts_of
 
         request, hosts = hosts_of(request, os.environ)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None

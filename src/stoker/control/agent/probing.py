@@ -1,6 +1,6 @@
 """A question that may take a while, or block: answered by a forked child, so that the agent goes on.
 
-A probe is a plain function that probes.py knows: what it returns is its answer. One that has something to say before
+A probe is a plain function in a file of PROBES: what it returns is its answer. One that has something to say before
 its end yields that: those words are marked "more". It may also be told more while it runs: JSON lines on its standard
 input.
 """
@@ -11,7 +11,8 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import Any
 
 from stoker.contract import protocol
@@ -109,8 +110,6 @@ def _in_child(order: dict[str, Any], told: int, write: int, agent: int) -> None:
 
 def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
     """What can go wrong on a host is an answer too: {"error": ...}."""
-    from stoker.control.agent.probes import PROBES, find
-
     if what not in PROBES:
         yield _LAST, {"error": f"this agent has no probe {what!r}"}
         return
@@ -123,3 +122,25 @@ def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
     except Exception as problem:
         found = {"error": f"{type(problem).__name__}: {problem}" if not isinstance(problem, OSError) else str(problem)}
     yield _LAST, found
+
+
+# ---- the probes. Adding one: a file with a function of the probe's name, and its line here ----
+
+# name -> the file of this folder it is in; imported when asked for, in the forked child (probing.py)
+PROBES = {
+    "builds": "probe_builds",
+    "clock": "probe_builds",
+    "examine": "probe_examine",
+    "files": "probe_files",
+    "names": "probe_builds",
+    "net": "probe_net",
+    "ready": "probe_ready",
+    "route": "probe_route",
+    "setup": "probe_setup",
+    "torch": "probe_torch",
+}
+
+
+def find(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(import_module(f"stoker.control.agent.{PROBES[name]}"), name)
+    return found

@@ -15,9 +15,7 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing, transport
 from stoker.control.cluster.agreement import disagreements
-from stoker.control.cluster.answers import TORCH, fitting
-from stoker.control.cluster.asking import Asking, Question
-from stoker.control.cluster.clocks import skews
+from stoker.control.cluster.asking import TORCH, Asking, Question, fitting, skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.hosts import Host, Hosts, is_address
 from stoker.control.doctor import check as doctor

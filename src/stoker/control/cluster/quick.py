@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between
-from stoker.control.cluster.asking import Asking
-from stoker.control.cluster.clocks import skews
+from stoker.control.cluster.asking import Asking, skews
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.reaching import meet

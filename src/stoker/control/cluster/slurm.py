@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.untrusted import is_count
-from stoker.control.cluster import bundle, transport
+from stoker.control.cluster import agentzip, transport
 from stoker.control.machine.origin import run_we_are_in
 
 if TYPE_CHECKING:
@@ -103,9 +103,11 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
 
 def link(host: Host, hosts: Hosts) -> transport.Link:
     """The agent on a node, through an srun of its own. The agent's files go first, over the same stream, as with ssh."""
-    packed = bundle.pack()
+    packed = agentzip.pack()
     argv = srun_command(
-        host, hosts, [host.python or sys.executable, "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]
+        host,
+        hosts,
+        [host.python or sys.executable, "-I", "-S", "-c", agentzip.unpack(), agentzip.announced(packed), "-1"],
     )
     made = transport._start(argv, host.name)
     made.first_bytes = packed

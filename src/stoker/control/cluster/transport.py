@@ -71,12 +71,14 @@ def reach(host: Host, hosts: Hosts) -> Link:
 
 def ssh(host: Host, hosts: Hosts) -> Link:
     """Nothing needs to be installed there: the agent's files go first, over the same stream."""
-    from stoker.control.cluster import bundle
+    from stoker.control.cluster import agentzip
 
-    packed = bundle.pack()
+    packed = agentzip.pack()
     link = _start(
         ssh_command(
-            host, hosts, [host.python or "python3", "-I", "-S", "-c", bundle.unpack(), bundle.announced(packed), "-1"]
+            host,
+            hosts,
+            [host.python or "python3", "-I", "-S", "-c", agentzip.unpack(), agentzip.announced(packed), "-1"],
         ),
         host.name,
     )

@@ -13,16 +13,16 @@ from stoker.contract import checkpoints, layout
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
-from stoker.control.launch import about, orders
+from stoker.control.launch import description, orders
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.supervision import Following
-from stoker.control.launch.reports import Hearing
+from stoker.control.launch.members import Unusable
 from stoker.control.launch.muster import Interrupted, Muster
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan, common_environment
+from stoker.control.launch.reports import Hearing
 from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.unusable import Unusable
+from stoker.control.launch.supervision import Following
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -63,7 +63,7 @@ class Attempts:
         gets its numbers here.
         """
         if by_hand(self.options):
-            from stoker.control.launch.by_hand import join
+            from stoker.control.launch.nodes import join
 
             plan, self._endpoint, self._interface = join(self._muster, self.request, plan, self._say)
             self._output.replan(plan)
@@ -117,7 +117,7 @@ class Attempts:
                 env=[name for name, _ in env],
             )
             self._say(f"stoker: {again.line}")
-            about.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
+            description.notify(self.options.notify, verdict, "restarting", self._say, wait=False)
             try:
                 self._muster.pause(again.wait_s)
                 plan, bad = self._without_failed_card(plan, place, verdict) if again.probe else (plan, None)
@@ -262,7 +262,7 @@ class Attempts:
         """Every rank is on its way: time for what nobody should wait for."""
         self._record.save(
             os.path.join(self._record.dir, layout.RUN),
-            about.enrich(self._record.dir, self.request, plan),
+            description.enrich(self._record.dir, self.request, plan),
             durable=False,
         )
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from stoker.contract.shape import replace
 from stoker.control.cluster import copying
+from stoker.control.launch.members import Unusable
 from stoker.control.launch.muster import STOPS, Interrupted, Muster
-from stoker.control.launch.unusable import Unusable
 
 
 class Carrying:

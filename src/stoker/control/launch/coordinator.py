@@ -19,16 +19,15 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
-from stoker.control.launch import about, detach
+from stoker.control.launch import description, detach
 from stoker.control.launch.attempts import Attempts
 from stoker.control.launch.console import Console
+from stoker.control.launch.members import Unusable
 from stoker.control.launch.muster import STOPS, Interrupted, Muster
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request, program
+from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
-from stoker.control.launch.storeport import check_numbers
-from stoker.control.launch.unusable import Unusable
 from stoker.control.machine import host
 from stoker.control.record.writer import RunRecord
 
@@ -101,7 +100,7 @@ class Coordinator:
             from stoker.control.launch.torchfiles import tell_launcher
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
-        about.notify(self.options.notify, verdict, what, self._say, wait=True)
+        description.notify(self.options.notify, verdict, what, self._say, wait=True)
 
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
@@ -190,7 +189,7 @@ class Coordinator:
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
         missing = self._not_written()
-        resume = about.continue_command(self.request, place) if verdict.status == "stopped" else ""
+        resume = description.continue_command(self.request, place) if verdict.status == "stopped" else ""
         commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
@@ -232,7 +231,7 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        notice = record.begin(about.describe(self.request, plan, place, self._muster.machines, self._began))
+        notice = record.begin(description.describe(self.request, plan, place, self._muster.machines, self._began))
         self._record = record
         return notice
 

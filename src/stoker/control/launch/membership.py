@@ -10,9 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from stoker.contract.names import Refusal
-from stoker.control.launch.members import Member
+from stoker.control.launch.members import Member, short
 from stoker.control.launch.muster import Muster
-from stoker.control.launch.unusable import short
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0

@@ -17,13 +17,11 @@ from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch.gpus import NotFree
-from stoker.control.launch.members import Member, Members
+from stoker.control.launch.members import Member, Members, Unusable
 from stoker.control.launch.output import wants_split
 from stoker.control.launch.plan import RunPlan, make_plan
-from stoker.control.launch.request import Request
+from stoker.control.launch.request import Request, taken, wanted_port
 from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.storeport import taken, wanted_port
-from stoker.control.launch.unusable import Unusable
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 from stoker.control.machine.origin import run_we_are_in
@@ -374,7 +372,7 @@ class Muster:
         if kind == "ping":
             return
         if kind == "probe" and (message["ask"] in self._probed or member in self.members.waiting):
-            from stoker.control.cluster.answers import read_answer
+            from stoker.control.cluster.asking import read_answer
 
             if len(member.probed) > _MOST_PROBES:
                 raise protocol.ProtocolError("it answers what nobody asked")

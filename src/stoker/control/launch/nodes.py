@@ -1,16 +1,20 @@
-"""Machines on each of which `stoker run` is started by hand, with torchrun's flags: how many, which one is this, where
-they meet. Pure.
+"""Where a run runs: on the hosts it names, on a scheduler's nodes, on machines where `stoker run` is started by hand with
+torchrun's flags, or here.
 
-Each of them is the coordinator of its own ranks and keeps its own record.
+Of machines started by hand, each is the coordinator of its own ranks and keeps its own record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
+from stoker.control.cluster.hosts import Hosts, read
+from stoker.control.launch.muster import Muster
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, by_hand
 
@@ -148,3 +152,64 @@ def equal(told: Meeting, ranks: int) -> Nodes:
     """With --node-rank nobody asks the others: all have as many ranks as this one."""
     assert told.rank is not None
     return Nodes(told.count, told.rank, told.rank * ranks, told.count * ranks, told.address, told.port)
+
+
+# ---- this machine among those that were started by hand ----
+
+ROUTE_S = 10.0
+
+
+def join(
+    muster: Muster, request: Request, plan: RunPlan, say: Callable[[str], None]
+) -> tuple[RunPlan, tuple[str, int], str]:
+    """The plan with its numbers in the whole job, the store's address and port, and the interface towards the others."""
+    told = meeting(request, os.environ)
+    assert told is not None
+    if told.rank is not None:
+        nodes = equal(told, len(plan.places))
+        if nodes.rank == 0:
+            muster.reserve(told.address, told.port)
+    else:
+        from stoker.control.launch import rendezvous
+
+        nodes = rendezvous.meet(
+            told, len(plan.places), lambda: muster.reserve(told.address, 0)[1], lambda: muster.pause(0.02), say
+        )
+    return numbered(plan, nodes), (nodes.address, nodes.port), _interface(muster, told.address)
+
+
+def _interface(muster: Muster, address: str) -> str:
+    """Towards machine 0, or on that one the interface that has the address."""
+    answer = muster.probe("route", {"": {"to": [address]}}, ROUTE_S)[""]
+    way = answer.get("routes", {}).get(address, {})
+    owner = next((name for name, mine in answer.get("addresses", {}).items() if way.get("address") in mine), None)
+    return owner or way.get("interface") or ""
+
+
+# ---- the hosts of a run ----
+
+
+def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
+    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up,
+    before anything is started.
+    """
+    options = request.options
+    meeting(request, environment)
+    hosts: Hosts | None = None
+    if options.hosts is not None:
+        hosts = read(options.hosts, options.ssh_option)
+        if options.python is not None:
+            hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
+    elif "SLURM_JOB_ID" in environment:
+        from stoker.control.launch.allotment import allotted
+
+        request, hosts = allotted(request, environment)
+    if hosts is None and (options.min_hosts or options.sync or options.stage):
+        raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
+    if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
+        raise Refusal(
+            f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to"
+            " that",
+            EX_USAGE,
+        )
+    return request, hosts

@@ -13,7 +13,7 @@ from stoker.control.launch.console import SMALL, Console
 from stoker.control.launch.lines import LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
-from stoker.control.launch.torchlogs import TorchrunLogs
+from stoker.control.launch.torchfiles import TorchrunLogs
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192

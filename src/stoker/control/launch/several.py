@@ -10,15 +10,15 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.network import BetweenHosts
+from stoker.control.launch.members import Unusable, short
 from stoker.control.launch.membership import Membership, Tell
 from stoker.control.launch.muster import Muster
+from stoker.control.launch.network import BetweenHosts
 from stoker.control.launch.orders import Towards
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.restarts import Again
 from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.unusable import Unusable, short
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
