@@ -24,7 +24,7 @@ from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
-from stoker.control.launch import rendezvous
+from stoker.control.launch import rendezvous, supervision
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.attempts import Attempts
 from stoker.control.launch.members import Member, Members
