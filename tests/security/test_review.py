@@ -24,7 +24,7 @@ from stoker.control.agent.reservations import GpuLocks
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.description import git_revision
 from stoker.control.launch.options import RunOptions
-from stoker.control.launch.reports import Hearing
+from stoker.control.launch.reports import Reports
 from stoker.control.launch.torchfiles import tell_launcher
 from stoker.control.record.writer import RunRecord
 from stoker.control.watch.numbers import Losses
@@ -182,11 +182,12 @@ def test_a_host_that_repeats_itself_fills_no_memory() -> None:
     attempt.watch.groups(";".join(f"{number}{'x' * 1000}=*" for number in range(20_000)))
     assert sum(map(len, attempt.watch._members)) < 10_000_000
     record = SimpleNamespace(event=lambda kind, **more: None)
-    hearing = Hearing(attempt, record, None, RunOptions(), lambda line: None, lambda: None)  # type: ignore[arg-type]
+    run = SimpleNamespace(record=record, output=None, options=RunOptions(), say=lambda line: None)
+    reports = Reports(run, attempt)  # type: ignore[arg-type]
     for number in range(3000):
-        hearing.hear("evil", {"is": "unstarted", "rank": 0, "text": "x"}, b"")
-        hearing.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
-        hearing.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
+        reports.hear("evil", {"is": "unstarted", "rank": 0, "text": "x"}, b"")
+        reports.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
+        reports.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
     assert len(attempt.trouble) < 10 and len(attempt.can) <= 1000 and max(map(len, attempt.can)) <= 200
 
 

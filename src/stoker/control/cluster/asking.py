@@ -98,7 +98,8 @@ class Asking:
         """host -> answer; {"error": ...} where there is none."""
         self.wait(seconds, lambda host: host in question.answers, question.hosts)
         return {
-            host: question.answers[host] if host in question.answers else self._silence(host) for host in question.hosts
+            host: question.answers[host] if host in question.answers else self._silence(host, seconds)
+            for host in question.hosts
         }
 
     def words(self, question: Question, count: int, seconds: float) -> dict[str, Any]:
@@ -107,11 +108,13 @@ class Asking:
         found = {}
         for host in question.hosts:
             said = question.more[host]
-            found[host] = said[count - 1] if len(said) >= count else question.answers.get(host) or self._silence(host)
+            found[host] = (
+                said[count - 1] if len(said) >= count else question.answers.get(host) or self._silence(host, seconds)
+            )
         return found
 
-    def _silence(self, host: str) -> dict[str, str]:
-        return {"error": self.agents[host].gone or "no answer"}
+    def _silence(self, host: str, seconds: float) -> dict[str, str]:
+        return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
 
 
 _LONGEST = 4000  # of a text in an answer: a compiler's complaint

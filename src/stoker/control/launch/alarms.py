@@ -1,4 +1,4 @@
-"""Does what the watch room decides: asks the agents, tells the user, stops the job."""
+"""Carries out what the watch decides: asks the agents, tells the user, stops the job."""
 
 from __future__ import annotations
 
@@ -9,33 +9,28 @@ from stoker.contract import layout
 from stoker.contract.quantities import span
 from stoker.contract.shapes import Stall
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Members
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.output import Output
 from stoker.control.record.writer import RunRecord
 from stoker.control.verdict import hang
 from stoker.control.watch.watcher import Inspect, Relieve, Suspect
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.live import LiveRun
 
 EARLY_S = 10.0
 PAUSE_S = 0.1  # between two looks: each goes over every rank, and hundreds of ranks wake us hundreds of times a second
 
 
-class Watching:
-    def __init__(
-        self,
-        attempt: Attempt,
-        record: RunRecord,
-        output: Output,
-        options: RunOptions,
-        members: Members,
-        say: Callable[[str], None],
-    ) -> None:
+class Alarms:
+    """Of one attempt."""
+
+    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
         self._attempt = attempt
-        self._record = record
-        self._output = output
-        self._options = options
-        self._members = members
-        self._say = say
+        self._record = run.record
+        self._output = run.output
+        self._options = run.options
+        self._members = run.agents.members
+        self._say = run.say
         self._early: set[int] = set()
         self._looked = 0.0
 

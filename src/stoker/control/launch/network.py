@@ -8,33 +8,65 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.control.cluster import transport
 from stoker.control.cluster.hosts import Host
+from stoker.control.launch.agents import Agents
 from stoker.control.launch.members import Unusable
-from stoker.control.launch.muster import Muster
 from stoker.control.launch.orders import Towards
 from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.runplace import RunPlace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.copies import Copies
+    from stoker.control.launch.live import LiveRun
 
 ROUTE_S = 10.0
 READY_S = 15.0
 FILES_S = 30.0
 
 
-class BetweenHosts:
-    def __init__(self, muster: Muster) -> None:
-        self._muster = muster
+class Network:
+    def __init__(self, run: LiveRun) -> None:
+        self._run = run
+        self._agents = run.agents
+        self._options = run.options
+        self.copies: Copies | None = None
+        if run.options.sync or run.options.stage:
+            from stoker.control.launch.copies import Copies
+
+            self.copies = Copies(run.agents, run.options, run.say)
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
         self._pythons: dict[str, str] = {}
         self._program = ""  # the hash they agreed on
 
+    def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
+        """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
+        if self.copies is not None:
+            self.copies.to_all()
+        self.find_ways()
+        lines = [*self._unshared(), *self.check_ready(plan, place)]
+        if self._options.no_preflight:
+            return lines
+        check_legal(self._options, plan)
+        self.check_program(plan)
+        return lines + self.check_each_other()
+
+    def _unshared(self) -> list[str]:
+        hosts = self._agents.hosts
+        assert hosts is not None
+        by_ssh = [host for host in self._agents.by_name.values() if not host.here and host.name not in hosts.srun]
+        why = transport.unshared() if by_ssh else ""
+        return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
+
     def find_ways(self) -> None:
         """Addresses and interfaces of those that take part now."""
-        muster = self._muster
-        hosts = [muster.by_name[member.host] for member in muster.members.all]
+        agents = self._agents
+        hosts = [agents.by_name[member.host] for member in agents.members.all]
         if len(hosts) == 1:
             self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
             return
@@ -48,37 +80,37 @@ class BetweenHosts:
         self._addresses, self._interfaces = whole, interfaces(hosts, routes, whole)
 
     def _routes(self, to: list[str]) -> dict[str, Any]:
-        answers = self._muster.probe("route", {member.host: {"to": to} for member in self._muster.members.all}, ROUTE_S)
-        _refuse_errors(answers, self._muster)
+        answers = self._agents.probe("route", {member.host: {"to": to} for member in self._agents.members.all}, ROUTE_S)
+        _refuse_errors(answers, self._agents)
         return answers
 
     @property
     def master(self) -> str:
         """Rank 0's address, as the others reach it."""
-        return self._muster.options.master_addr or self._addresses[self._muster.members.all[0].host]
+        return self._options.master_addr or self._addresses[self._agents.members.all[0].host]
 
     def towards(self, host: str) -> Towards:
-        muster = self._muster
-        one = muster.by_name[host]
-        assert muster.hosts is not None
-        return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), muster.hosts.env)
+        agents = self._agents
+        one = agents.by_name[host]
+        assert agents.hosts is not None
+        return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), agents.hosts.env)
 
     def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
         """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say
         otherwise.
         """
-        muster = self._muster
+        agents = self._agents
         token = f".shared-{os.getpid()}"
         path = os.path.join(place.dir, token)
         with open(path, "wb"):
             pass
         self._ready = {"run_dir": place.dir, "token": token}
-        self._pythons = {host: plan.pythons.get(host, plan.argv[0]) for host in muster.by_name}
+        self._pythons = {host: plan.pythons.get(host, plan.argv[0]) for host in agents.by_name}
         try:
-            answers = muster.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
+            answers = agents.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
         finally:
             os.unlink(path)
-        _refuse_errors(answers, muster)
+        _refuse_errors(answers, agents)
         wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
         if wrong:
             raise Refusal(
@@ -101,14 +133,14 @@ class BetweenHosts:
 
     def check_program(self, plan: RunPlan) -> None:
         """Script and package must be the same on all hosts. Those that differ are named together."""
-        muster = self._muster
-        request, options = muster.request, muster.options
+        agents = self._agents
+        request, options = self._run.request, self._options
         if options.no_python or len(plan.hosts) < 2:
             return
         from stoker.control.cluster.agreement import disagreements, remedy
 
-        answers = muster.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
-        _refuse_lost(muster)
+        answers = agents.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
+        _refuse_lost(agents)
         wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
         if wrong:
             raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
@@ -118,7 +150,7 @@ class BetweenHosts:
         return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
 
     def _ask_files(self, host: str) -> dict[str, Any]:
-        request = self._muster.request
+        request = self._run.request
         return {
             "workdir": self.towards(host).workdir,
             "script": request.script,
@@ -130,14 +162,14 @@ class BetweenHosts:
         """What a host that is back must show before it may join."""
         return {"ready": self._ask_ready(host), **({"files": self._ask_files(host)} if self._program else {})}
 
-    def unfit(self, host: str, answers: dict[str, Any]) -> str:
+    def unfit(self, answers: dict[str, Any]) -> str:
         broken = [str(answer["error"]) for answer in answers.values() if "error" in answer]
         if broken:
             return broken[0]
         wrong = list(answers["ready"]["problems"])
         if self._program and answers["files"]["package"] != self._program:
-            named = self._muster.request.script
-            changed = ": has it changed here since the run began?" if self._muster.options.sync else ""
+            named = self._run.request.script
+            changed = ": has it changed here since the run began?" if self._options.sync else ""
             wrong.append(
                 f"{named} is not the same there as on the others{changed}"
                 if answers["files"]["names"]
@@ -149,24 +181,14 @@ class BetweenHosts:
         """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say
         otherwise.
         """
-        muster = self._muster
-        if len(muster.members.all) < 2:
+        agents = self._agents
+        if len(agents.members.all) < 2:
             return []
-        from stoker.control.cluster.asking import Asking
         from stoker.control.cluster.quick import quick
 
-        assert muster.hosts is not None
-        asking = Asking(list(muster.members.all), muster.listen)
-
-        def hear(host: str, message: protocol.Message, payload: bytes) -> None:
-            asking.hear(host, message, payload)
-
-        muster.listener = hear
-        try:
-            found = quick(asking, muster.hosts, self._addresses)
-        finally:
-            muster.listener = None
-        _refuse_lost(muster)
+        assert agents.hosts is not None
+        found = quick(agents.asking(), agents.hosts, self._addresses)
+        _refuse_lost(agents)
         said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
         bad = [line for one, line in said if one.level == "fail"]
         if bad:
@@ -175,17 +197,17 @@ class BetweenHosts:
         return [f"! {line}" for one, line in said if one.level == "warn"]
 
 
-def _refuse_lost(muster: Muster) -> None:
+def _refuse_lost(agents: Agents) -> None:
     """Hosts that went away meanwhile: what they did not answer says nothing of the program, or of the network."""
-    gone = {member.host: f"is gone: {member.gone}" for member in muster.members.all if member.gone}
+    gone = {member.host: f"is gone: {member.gone}" for member in agents.members.all if member.gone}
     if gone:
-        raise Unusable(gone, len(muster.by_name))
+        raise Unusable(gone, len(agents.by_name))
 
 
-def _refuse_errors(answers: dict[str, Any], muster: Muster) -> None:
+def _refuse_errors(answers: dict[str, Any], agents: Agents) -> None:
     broken = {host: str(answer["error"]) for host, answer in answers.items() if "error" in answer}
     if broken:
-        raise Unusable(broken, len(muster.by_name))
+        raise Unusable(broken, len(agents.by_name))
 
 
 # ---- addresses and interfaces; pure ----

@@ -1,5 +1,5 @@
-"""What agents say during an attempt: into the attempt's state, the record and the console. Adding a word is adding a
-method.
+"""What agents report during an attempt: into the attempt's state, the record and the console. Adding a kind of report is
+adding a method.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import printable, within
 from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
-from stoker.control.launch.options import RunOptions
-from stoker.control.launch.output import Output
-from stoker.control.record.writer import RunRecord
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.live import LiveRun
 
 _LONGEST_S = 1e8  # three years
 _ROOM = (
@@ -39,23 +40,16 @@ def main_thread(stack: str) -> list[Any]:
     return next((thread["frames"] for thread in threads_of(stack) if thread["main"]), [])
 
 
-class Hearing:
-    def __init__(
-        self,
-        attempt: Attempt,
-        record: RunRecord,
-        output: Output,
-        options: RunOptions,
-        say: Callable[[str], None],
-        all_up: Callable[[], None],
-    ) -> None:
-        self._attempt = attempt
-        self._record = record
-        self._output = output
-        self._options = options
-        self._say = say
-        self._all_up = all_up
+class Reports:
+    """Of one attempt."""
 
+    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._record = run.record
+        self._output = run.output
+        self._options = run.options
+        self._say = run.say
         self._ranks_of = {
             host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts
         }
@@ -143,7 +137,7 @@ class Hearing:
         # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
         record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
         if len(attempt.up) == attempt.expected:
-            self._all_up()
+            self._run.all_up(attempt.plan)
 
     def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
         from stoker.control.verdict import launch

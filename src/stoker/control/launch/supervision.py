@@ -6,20 +6,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 
 from stoker.contract import checkpoints
-from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.shapes import RankEnd
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Member
-from stoker.control.launch.muster import Muster
-from stoker.control.launch.output import Output
-from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.launch.membership import Membership
+    from stoker.control.launch.live import LiveRun
 
 GRACE_FAILURE_S = 5.0
 GRACE_STOP_S = 30.0
@@ -33,39 +28,27 @@ HASTY = (
 )  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
 
 
-class Following:
-    """`membership`: None on one machine."""
+class Supervision:
+    """Of one attempt."""
 
-    def __init__(
-        self,
-        attempt: Attempt,
-        muster: Muster,
-        record: RunRecord,
-        output: Output,
-        signals: list[int],
-        say: Callable[[str], None],
-        membership: Membership | None,
-    ) -> None:
+    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
+        self._run = run
         self._attempt = attempt
-        self._muster = muster
-        self._members = muster.members
-        self._options = muster.options
-        self._record = record
-        self._output = output
-        self._signals = signals
-        self._say = say
-        self._membership = membership
+        self._members = run.agents.members
+        self._membership = run.membership
+        self._options = run.options
+        self._record = run.record
+        self._output = run.output
+        self._say = run.say
         self._seen = attempt.checkpoints
         self._killed_by = 0.0  # after that, who still lives can't be killed
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        from stoker.control.launch.alarms import (
-            Watching,
-        )  # what the launch does not wait for is loaded when the ranks are on their way
+        # What the launch does not wait for is loaded when the ranks are on their way.
+        from stoker.control.launch.alarms import Alarms
 
-        attempt = self._attempt
-        watching = Watching(attempt, self._record, self._output, self._options, self._members, self._say)
+        attempt, alarms = self._attempt, Alarms(self._run, self._attempt)
         while not attempt.all_ended:
             self._members.pump(0.25)
             self._output.settle(self._record)
@@ -73,7 +56,7 @@ class Following:
             self._pass_signals()
             quiet = self._membership is not None and any(member.quiet or member.gone for member in self._members.all)
             if not quiet:  # ranks wait for a host that may be lost: nothing to accuse them of
-                watching.look()
+                alarms.look()
             for member in self._members.all:
                 if member.gone:
                     self._lost(member)
@@ -141,10 +124,7 @@ class Following:
                 self._say("stoker: an agent did not finish sweeping in time; its guardian goes on with it")
                 return
             self._members.pump(0.25)
-            if self._signals:
-                signum = self._signals.pop(0)
-                if signum == DETACH_SIGNAL or (signum == signal.SIGHUP and self._muster.stays_after_hangup):
-                    continue
+            if signum := self._run.signals.take():
                 if not clean and signum != signal.SIGTSTP:  # what is over can't be stopped, but it must not start again
                     attempt.stop_signal = attempt.stop_signal or signum
                     attempt.stopped_at = attempt.stopped_at or time.time()
@@ -169,7 +149,7 @@ class Following:
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
             from stoker.control.verdict import launch
 
-            several = self._membership is not None and len(self._muster.by_name) > 1
+            several = self._membership is not None and len(self._run.agents.by_name) > 1
             attempt.trouble.append(
                 (launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint)
             )
@@ -187,19 +167,10 @@ class Following:
 
     def _pass_signals(self) -> None:
         attempt = self._attempt
-        while self._signals:
-            signum = self._signals.pop(0)
+        while signum := self._run.signals.take():
             if signum == signal.SIGTSTP:
-                self._muster.suspend()
+                self._run.agents.suspend()
                 attempt.watch.resumed(time.monotonic())
-                continue
-            if signum == DETACH_SIGNAL:
-                self._muster.stay_after_hangup()
-                self._record.event("detach")
-                continue
-            if signum == signal.SIGHUP and self._muster.stays_after_hangup:
-                self._say("stoker: the terminal is closed; the run continues in the background")
-                self._record.event("hangup")
                 continue
             now, name = time.time(), signal.Signals(signum).name
             if attempt.stop_signal and signum not in HASTY and now - attempt.stopped_at < TWICE_S:
