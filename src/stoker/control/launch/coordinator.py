@@ -206,14 +206,14 @@ class Coordinator:
         import json
 
         if self.options.json:
-            text = json.dumps(
-                {"schema": 1, "run": place.id, **plan.to_json(), "argv": redact.arguments(plan.argv)}, indent=1
-            )
+            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
             rows = [
                 f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
             ]
-            start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.argv))}"
+            start = (
+                f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.roles[0].argv))}"
+            )
             text = "\n".join(
                 map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"))
             )

@@ -72,9 +72,20 @@ def _planned(plan: RunPlan) -> dict[str, Any]:
         "world_size": plan.world_size,
         "isolate": plan.isolate,
         "init_slots": dict(plan.init_slots),
-        "argv": redact.arguments(list(plan.argv)),
+        "argv": redact.arguments(plan.roles[0].argv),
+        "roles": [
+            {"name": role.name, "world_size": role.world, "argv": redact.arguments(role.argv)} for role in plan.roles
+        ],
         "ranks": [
-            {"rank": p.rank, "local_rank": p.local_rank, "host": p.host, "label": p.label, "gpu": p.gpu and p.gpu.uuid}
+            {
+                "rank": p.rank,
+                "role": p.role,
+                "role_rank": p.role_rank,
+                "local_rank": p.local_rank,
+                "host": p.host,
+                "label": p.label,
+                "gpu": p.gpu and p.gpu.uuid,
+            }
             for p in plan.places
         ],
     }

@@ -21,7 +21,7 @@ from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Unusable
 from stoker.control.launch.output import Output
-from stoker.control.launch.plan import RunPlan, common_environment
+from stoker.control.launch.plan import Role, RunPlan, common_environment
 from stoker.control.launch.planner import Planner
 from stoker.control.launch.reports import Reports
 from stoker.control.launch.request import Request, by_hand
@@ -73,7 +73,7 @@ class LiveRun:
         self._cwd = os.getcwd()
         self._endpoint: tuple[str, int] | None = None
         self._interface = ""  # towards the other machines, where those are started by hand
-        self._common: dict[str, dict[str, str]] = {}
+        self._common: dict[str, dict[str, dict[str, str]]] = {}  # by host and role
 
     def _hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
         if self._reports is not None:
@@ -97,12 +97,13 @@ class LiveRun:
         return plan
 
     def equip(self, plan: RunPlan, place: RunPlace) -> None:
-        """What every rank of a host is given."""
-        machines = self.agents.machines
-        self._common = {
-            host: common_environment(plan, self.request, os.environ, place.id, place.dir, machines[host].cores, host)
-            for host in plan.hosts
-        }
+        """What every rank of a role is given on a host."""
+
+        def environment(role: Role, host: str) -> dict[str, str]:
+            cores = self.agents.machines[host].cores
+            return common_environment(plan, role, self.options, os.environ, place, cores, host)
+
+        self._common = {host: {role.name: environment(role, host) for role in plan.roles} for host in plan.hosts}
 
     # ---- all of them ----
 
@@ -172,7 +173,7 @@ class LiveRun:
                 return plan, membership.too_few(verdict)
             try:
                 if changed:
-                    fresh = self.planner.plan_again(list(plan.argv))
+                    fresh = self.planner.plan_again()
                     network.find_ways()
                     plan = self._adopt(fresh, place)
                 return self.reserve(plan), None
@@ -222,7 +223,7 @@ class LiveRun:
         self.record.event("gpu-left-out", gpu=card.uuid, label=card.label, why=broken)
         self.say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out")
         try:
-            fresh = self.planner.plan_again(list(plan.argv))
+            fresh = self.planner.plan_again()
         except Refusal as refusal:
             lines = (f"{card.label} fails its proof: {broken}", f"without it: {refusal.line}")
             return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *lines))

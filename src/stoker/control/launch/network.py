@@ -105,7 +105,7 @@ class Network:
         with open(path, "wb"):
             pass
         self._ready = {"run_dir": place.dir, "token": token}
-        self._pythons = {host: plan.pythons.get(host, plan.argv[0]) for host in agents.by_name}
+        self._pythons = {host: plan.pythons.get(host, plan.roles[0].argv[0]) for host in agents.by_name}
         try:
             answers = agents.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
         finally:

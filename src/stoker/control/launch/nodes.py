@@ -139,13 +139,18 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
     """The plan of this machine's ranks with the numbers they have in the whole job."""
-    places = tuple(replace(place, rank=nodes.first + place.local_rank, group_rank=nodes.rank) for place in plan.places)
+    first = nodes.first
+    places = tuple(
+        replace(place, rank=first + place.local_rank, role_rank=first + place.local_rank, group_rank=nodes.rank)
+        for place in plan.places
+    )
+    roles = tuple(replace(role, world=nodes.world) for role in plan.roles)
     last = nodes.first + len(places) - 1
     line = (
         f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at"
         f" {nodes.address}:{nodes.port}"
     )
-    return replace(plan, places=places, nodes=nodes, lines=(*plan.lines, line))
+    return replace(plan, places=places, roles=roles, nodes=nodes, lines=(*plan.lines, line))
 
 
 def equal(told: Meeting, ranks: int) -> Nodes:

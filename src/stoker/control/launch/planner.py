@@ -29,10 +29,12 @@ class Planner:
         self._agents = agents
         self._say = say
         self._noticed: set[str] = set()
+        self._argv: list[str] = []
         self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
 
     def plan(self, argv: list[str]) -> RunPlan:
         """With --wait it looks again until there is room; a lost race for a lock is a look again, too."""
+        self._argv = argv
         deadline = time.monotonic() + self._options.wait
         announced = ""
         races = 0
@@ -68,10 +70,10 @@ class Planner:
                 self._agents.pause(1.0)
             self._agents.look()
 
-    def plan_again(self, argv: list[str]) -> RunPlan:
+    def plan_again(self) -> RunPlan:
         """With a fresh look: a card was left out, its holder may be gone, or other hosts take part."""
         self._agents.look()
-        plan = self.plan(argv)
+        plan = self.plan(self._argv)
         if not self._options.no_preflight:
             from stoker.control.launch.preflight import check_legal
 

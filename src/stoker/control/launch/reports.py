@@ -129,6 +129,7 @@ class Reports:
         record.event(
             "rank-up",
             rank=message["rank"],
+            role=attempt.plan.place(message["rank"]).role,
             label=self._label(message["rank"]),
             pid=message["pid"],
             attempt=attempt.number,
