@@ -14,8 +14,9 @@ import pytest
 from conftest import Stoker, gpu_json, machine_json, wait_for
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Role, RunPlan
-from stoker.control.launch.restarts import CAN_HALVE, Again
+from stoker.control.launch.restarts import CAN_HALVE, Again, Restarts
 
 
 def plan_with(max_restarts: int) -> RunPlan:

@@ -240,7 +240,7 @@ def _syscall(pid: int) -> str:
 
 _ASK_NVML = """
 import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
+sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
 nvml = Nvml()
 nvml.gpus()

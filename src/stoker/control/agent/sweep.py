@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 
 from stoker.contract import names
-from stoker.contract.process import send
+from stoker.contract.process import send, send_to_group
 from stoker.control.machine import origin, processes
 from stoker.control.machine.processes import Process
 
@@ -57,10 +57,7 @@ class Sweeper:
                 return []
             # By group too: the kernel reaches all of it at once, also a child forked since the look.
             for group in self.groups:
-                try:
-                    os.killpg(group, signal.SIGKILL)
-                except (ProcessLookupError, PermissionError):
-                    continue
+                send_to_group(group, signal.SIGKILL)
             self.signal_all(signal.SIGKILL, left)
             reap(self.groups)
             if left and time.monotonic() > deadline:

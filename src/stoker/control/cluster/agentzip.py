@@ -84,7 +84,7 @@ try:
             shutil.rmtree(fresh + ".old", ignore_errors=True)
 except OSError as problem:
     sys.exit("NOT_WRITTEN %s: %s" % (base, problem.strerror))
-sys.path.insert(0, base)
+sys.path.append(base)
 from MODULE import boot
 boot(sys.argv[2:])
 """.strip()

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 ROOT = os.path.dirname(
     os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 )  # the folder that holds stoker
-_BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
-)
+# Appended: ROOT may be a site-packages folder, and nothing in one may stand in for a module of the standard library.
+_BOOT = "import sys; sys.path.append(sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
 
 CONNECT_S = 8  # a host that is switched off says nothing
 # Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined

@@ -225,7 +225,7 @@ class Agents:
             "suspended" in one.answers or one.gone for one in self.members.all
         ):
             self.members.pump(0.1)
-        os.kill(os.getpid(), signal.SIGSTOP)
+        signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
         for member in [*self.members.all, *self.members.waiting]:
             member.heard = now

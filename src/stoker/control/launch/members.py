@@ -12,6 +12,7 @@ from typing import Any
 
 from stoker.contract import messages, protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.transport import Link
 
@@ -101,7 +102,7 @@ class Member:
         """
         self.retire()
         if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
-            os.kill(self.link.pid, signal.SIGKILL)  # not waited for yet: its number can't be another's
+            send_to_child(self.link.pid, signal.SIGKILL)
             os.waitpid(self.link.pid, 0)
         os.close(self.link.answers)
         os.close(self.link.errors)
@@ -268,7 +269,7 @@ class Members:
                 time.sleep(0.001)
         for pid, link in ending.items():
             if not link.local:  # an ssh client whose other side does not answer any more
-                os.kill(pid, signal.SIGKILL)
+                send_to_child(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         for member in everybody:
             os.close(member.link.answers)
