@@ -15,7 +15,21 @@ from pathlib import Path
 import stoker as package
 
 # Each of these is imported by the agent, the guardian, the shim or what they load.
-NAMES = ("json", "socket", "selectors", "tempfile", "shutil", "hashlib", "traceback", "contextlib", "typing", "zipfile")
+NAMES = (
+    "keyword",
+    "operator",
+    "reprlib",
+    "json",
+    "socket",
+    "selectors",
+    "tempfile",
+    "shutil",
+    "hashlib",
+    "traceback",
+    "contextlib",
+    "typing",
+    "zipfile",
+)
 SHADOW = "import os\nwith open(os.environ['SHADOWED'], 'a') as file: file.write(__name__ + '\\n')\nraise ImportError('not the standard library')\n"
 # As the console script of an installed wheel: the standard library first, then the folder of the packages.
 STOKER = (
