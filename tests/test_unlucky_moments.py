@@ -89,7 +89,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = Members([Member(transport._start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
+    members = Members([Member(transport.start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:

@@ -19,8 +19,8 @@ from conftest import Stoker, wait_for
 from stoker.contract import names
 from stoker.contract.process import process, send
 from stoker.control.agent.sweep import take_over
-from stoker.control.cluster import submit
 from stoker.control.machine import origin, processes
+from stoker.control.scheduler import slurm_submit as submit
 
 Start = Callable[..., subprocess.Popen[bytes]]
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="another user's processes and files need root to make")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
+from stoker.contract import schedulers
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
@@ -136,7 +137,7 @@ def start(request: Request) -> int:
     from stoker.control.launch import detach
 
     hosts: Hosts | None = None
-    if "SLURM_JOB_ID" in os.environ or request.given & _SEVERAL:
+    if schedulers.found(os.environ) is not None or request.given & _SEVERAL:
         from stoker.control.launch.nodes import hosts_of
 
         request, hosts = hosts_of(request, os.environ)

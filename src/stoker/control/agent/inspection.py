@@ -57,7 +57,7 @@ class Inspection:
     def answer(self) -> bytes:
         return (
             b"".join(self._parts) or b"{}"
-        ) + b"\n"  # srun passes whole lines on: without its end it would wait for the next word
+        ) + b"\n"  # some transports pass whole lines on only: without its end it would wait for the next word
 
 
 def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:

@@ -70,7 +70,7 @@ class Probe:
             yield (
                 {"is": "probe", "ask": self.ask, "what": self.what},
                 (self._answer if self._answered else nothing) + b"\n",
-            )  # srun passes whole lines on
+            )  # some transports pass whole lines on only
 
     def tell(self, word: Any) -> None:
         with contextlib.suppress(BrokenPipeError):  # it has ended: its answer is on its way

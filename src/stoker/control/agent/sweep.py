@@ -1,7 +1,7 @@
 """Finds what a run left behind, and nothing else: the descendants of its agent and its guardian.
 
 Both are subreapers: whatever a rank starts stays below them, in any session, with any environment. Not by session: a
-session's number, once its rank is gone, may be a stranger's. Not by environment: sbatch and at hand it to jobs that are
+session's number, once its rank is gone, may be a stranger's. Not by environment: schedulers and at hand it to jobs that are
 not the run's.
 """
 

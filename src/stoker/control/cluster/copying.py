@@ -23,7 +23,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
 from stoker.control.cluster import agentzip, listing, transport
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.ssh_words import explain
+from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
@@ -268,7 +268,7 @@ class _Copy:
 
     def _talk(self, complaints: int) -> None:
         packed = agentzip.pack()
-        argv = transport.python_command(
+        argv = transport.way_to(self.host, self._hosts).python(
             self.host, self._hosts, ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
         )
         self._process = subprocess.Popen(

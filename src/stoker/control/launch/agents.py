@@ -103,8 +103,8 @@ class Agents:
         self.await_all("host")
 
     def _take_share(self, host: str, visible: str | None) -> None:
-        """In a Slurm job each node's step is told which of the node's GPUs are the job's: those, and no others."""
-        if visible and self.hosts is not None and host in self.hosts.srun and not self.by_name[host].here:
+        """Where a scheduler tells which of a node's GPUs are the job's: those, and no others."""
+        if visible and self.hosts is not None and transport.way_to(self.by_name[host], self.hosts).shows_share:
             self.by_name[host] = replace(self.by_name[host], gpus=visible)
 
     def _note_machine(self, member: Member, message: protocol.Message) -> None:

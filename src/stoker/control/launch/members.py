@@ -288,7 +288,7 @@ def _raised(problem: BaseException) -> str:
 
 def _why_unmet(member: Member) -> str:
     """ssh ended, or went silent, before any agent spoke."""
-    from stoker.control.cluster.ssh_words import explain
+    from stoker.control.cluster.ssh import explain
 
     return explain(
         member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), _exit_code(member)
@@ -308,7 +308,7 @@ def _how_ended(member: Member) -> str:
 
 
 def _exit_code(member: Member) -> int | None:
-    """Of the ssh or srun that leads there. It stays for whoever waits for it."""
+    """Of the client that leads there. It stays for whoever waits for it."""
     deadline = time.monotonic() + 0.5
     while (
         ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.control.cluster import transport
+from stoker.control.cluster import ssh, transport
 from stoker.control.cluster.hosts import Host
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.members import Unusable
@@ -59,8 +59,8 @@ class Network:
     def _unshared(self) -> list[str]:
         hosts = self._agents.hosts
         assert hosts is not None
-        by_ssh = [host for host in self._agents.by_name.values() if not host.here and host.name not in hosts.srun]
-        why = transport.unshared() if by_ssh else ""
+        by_ssh = [host for host in hosts.hosts if transport.way_to(host, hosts).name == "ssh"]
+        why = ssh.unshared() if by_ssh else ""
         return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
 
     def find_ways(self) -> None:

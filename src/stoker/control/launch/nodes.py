@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 
+from stoker.contract import schedulers
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
@@ -205,10 +206,11 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
         hosts = read(options.hosts, options.ssh_option)
         if options.python is not None:
             hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
-    elif "SLURM_JOB_ID" in environment:
-        from stoker.control.launch.allotment import allotted
+    elif options.nnodes == "1" and (scheduler := schedulers.found(environment)) is not None:
+        # What the user names (--hosts, --nnodes by hand) wins over the job's nodes.
+        from stoker.control.scheduler import engine
 
-        request, hosts = allotted(request, environment)
+        request, hosts = _given(request, engine(scheduler).allocation(environment), environment)
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
@@ -217,4 +219,24 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
             " that",
             EX_USAGE,
         )
+    return request, hosts
+
+
+def _given(request: Request, hosts: Hosts | None, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
+    """Inside a scheduler's job: its nodes, without being told."""
+    options = request.options
+    if hosts is None:
+        return request, None
+    by_number = options.nproc_per_node is not None or any(
+        environment.get(name) for name in ("NPROC_PER_NODE", "NUM_GPUS")
+    )
+    if by_number:  # a number that was asked for, and not the job's number of tasks
+        hosts = replace(hosts, hosts=tuple(replace(host, slots=None) for host in hosts.hosts))
+    only = hosts.hosts[0]
+    if len(hosts.hosts) == 1 and only.here:  # one node, and we are on it: a pipe will do
+        if only.slots and only.slots > 1:
+            request = replace(request, options=replace(options, nproc_per_node=str(only.slots)))
+        return request, None
+    if options.python is not None:
+        hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
     return request, hosts

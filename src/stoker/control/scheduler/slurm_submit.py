@@ -10,7 +10,8 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from stoker.contract import job, redact
+from stoker.contract import redact
+from stoker.contract import slurmjob as job
 from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape

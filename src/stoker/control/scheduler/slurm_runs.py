@@ -10,18 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import job as jobs
 from stoker.contract import redact
-from stoker.contract.job import Job
+from stoker.contract import slurmjob as jobs
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.slurmjob import Job
 from stoker.contract.wholefile import write_json
-from stoker.control.cluster import slurmjob
 from stoker.control.launch.lines import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
+from stoker.control.scheduler import slurm_jobs
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed
@@ -77,14 +77,14 @@ class Submitted:
         return self._sum_up()
 
     def _ask(self) -> bool:
-        found = {one.id: one for one in slurmjob.tasks_of(self.number)}
+        found = {one.id: one for one in slurm_jobs.tasks_of(self.number)}
         for task in self._tasks:
             if (
                 task not in found
                 and (len(self._tasks) == 1 or task in self._known)
                 and not (task in self._known and self._known[task].over)
             ):
-                one = slurmjob.look(task)
+                one = slurm_jobs.look(task)
                 if one is not None:
                     found[task] = one
         for name, one in found.items():
@@ -167,7 +167,7 @@ def _unsettled(run: reader.Run | None) -> bool:
 
 def slurms_word(root: str, task: str) -> Job | None:
     """From Slurm while it remembers the job, else what was kept when it ended."""
-    found = slurmjob.look(task)
+    found = slurm_jobs.look(task)
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
@@ -175,7 +175,7 @@ def slurms_word(root: str, task: str) -> Job | None:
     return replace(found, noticed=noticed) if found else None
 
 
-def with_slurm(root: str, run: reader.Run, verdict: Verdict | None) -> Verdict | None:
+def explained(root: str, run: reader.Run, verdict: Verdict | None) -> Verdict | None:
     """A run's verdict and Slurm's word. A run without a verdict whose job is over has lost its launcher."""
     task = job_of(run)
     word = slurms_word(root, task) if task else None
@@ -190,7 +190,7 @@ def verdict_of(root: str, task: str) -> Verdict:
     """Of a job that is over, whether a run began in it or not."""
     run = run_of(root, task)
     if run is not None:
-        found = with_slurm(root, run, run.verdict)
+        found = explained(root, run, run.verdict)
         return found or replace(launch.lost(run.id), summary=f"run {run.id} has no verdict yet")
     word = slurms_word(root, task)
     if word is None:

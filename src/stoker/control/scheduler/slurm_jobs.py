@@ -8,7 +8,7 @@ import re
 import shutil
 import subprocess
 
-from stoker.contract.job import Job
+from stoker.contract.slurmjob import Job
 
 _ASK_S = 20.0
 _UNTOLD = ("(null)", "None", "N/A", "Unknown", "")

@@ -6,16 +6,16 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.untrusted import is_count
-from stoker.control.cluster import agentzip, transport
 from stoker.control.machine.origin import run_we_are_in
 
 if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
+    from stoker.control.cluster.transport import Transport
 
 ASK_S = 20.0
 _INTERACTIVE_STEP = "4294967290"  # salloc's own shell, where the site puts it on the first node
@@ -77,10 +77,11 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
         )
         for node in nodes
     )
-    srun = {
-        node: (*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}") for node in nodes
+    ways: dict[str, Transport] = {
+        node: Srun((*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}"))
+        for node in nodes
     }
-    return Hosts(hosts=hosts, ssh_config=None, ssh_options=(), path=None, env={}, srun=srun)
+    return Hosts(hosts=hosts, ssh_config=None, ssh_options=(), path=None, env={}, transports=ways)
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:
@@ -101,23 +102,20 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
     return False
 
 
-def link(host: Host, hosts: Hosts) -> transport.Link:
-    """The agent on a node, through an srun of its own. The agent's files go first, over the same stream, as with ssh."""
-    packed = agentzip.pack()
-    argv = srun_command(
-        host,
-        hosts,
-        [host.python or sys.executable, "-I", "-S", "-c", agentzip.unpack(), agentzip.announced(packed), "-1"],
-    )
-    made = transport._start(argv, host.name)
-    made.first_bytes = packed
-    return made
+class Srun:
+    """An srun of its own for each node."""
 
+    name = "srun"
+    shows_share = True
 
-def srun_command(host: Host, hosts: Hosts, words: list[str]) -> list[str]:
-    """Not srun's --unbuffered: that puts a terminal between us, which changes bytes."""
-    drop = [name for name in sorted(os.environ) if _REQUEST.fullmatch(name)]
-    return ["env", *(word for name in drop for word in ("-u", name)), "srun", *hosts.srun[host.name], "--", *words]
+    def __init__(self, options: tuple[str, ...]) -> None:
+        self._options = options
+
+    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
+        """Not srun's --unbuffered: that puts a terminal between us, which changes bytes."""
+        drop = [name for name in sorted(os.environ) if _REQUEST.fullmatch(name)]
+        without = [word for name in drop for word in ("-u", name)]
+        return ["env", *without, "srun", *self._options, "--", host.python or sys.executable, *words]
 
 
 def step_options(job: str, binds: bool) -> tuple[str, ...]:

@@ -1,13 +1,99 @@
-"""What ssh, a login shell or Python said before any agent answered, as one line that names the host, the cause and what
-to do.
+"""The transport ssh: its command line, and what it, a login shell or Python said before any agent answered, as one line that
+names the host, the cause and what to do.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+from collections.abc import Sequence
 
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.hosts import Host, Hosts
+
+CONNECT_S = 8  # a host that is switched off says nothing
+# Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined
+# by the next attempt.
+_ALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
+# What a user's ~/.ssh/config may ask for at a keyboard, and would harm here.
+_QUIET = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
+_PERSIST_S = 5
+
+
+class Ssh:
+    name = "ssh"
+    shows_share = False
+
+    def python(self, host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
+        return ssh_command(host, hosts, [host.python or "python3", *words])
+
+
+def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
+    """The argv of an OpenSSH client that runs `words` there: the user's ~/.ssh/config, agent, jump hosts and
+    known_hosts apply.
+
+    No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word
+    arrives as it is; only a program that begins with ~ is looked for in the home there.
+    """
+    argv = ["ssh", *_QUIET]
+    if hosts.ssh_config is not None:
+        argv += ["-F", hosts.ssh_config]
+    if host.port is not None:
+        argv += ["-p", str(host.port)]
+    if host.user is not None:
+        argv += ["-l", host.user]
+    if host.identity is not None:
+        argv += ["-i", host.identity, "-oIdentitiesOnly=yes"]
+    # ssh takes the first value it is given: what a user told stands before what we would like.
+    argv += [*hosts.ssh_options, *_ALIVE, f"-oConnectTimeout={CONNECT_S}", *_shared()]
+    return [*argv, "--", host.target, remote_line(words)]
+
+
+def remote_line(words: Sequence[str]) -> str:
+    """For the login shell there, whichever it is: everything quoted, the ~ of the program apart."""
+    program, *rest = words
+    home = re.match(r"~[A-Za-z0-9_.-]*/", program)
+    first = home[0] + shlex.quote(program[home.end() :]) if home else shlex.quote(program)
+    return " ".join([first, *(shlex.quote(word) for word in rest)])
+
+
+def _shared() -> list[str]:
+    """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may
+    have 107 bytes.
+    """
+    if unshared():
+        return ["-oControlMaster=no", "-oControlPath=none"]
+    return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
+
+
+def _sockets() -> str:
+    return f"/tmp/stoker-ssh-{os.getuid()}"
+
+
+def unshared() -> str:
+    """Why every command has to make a connection of its own; empty where connections are shared."""
+    folder = _sockets()
+    try:
+        os.mkdir(folder, 0o700)
+    except FileExistsError:
+        pass
+    except OSError as problem:
+        return f"{folder} can't be made ({problem.strerror})"
+    try:
+        seen = os.lstat(folder)
+    except OSError as problem:
+        return f"{folder} can't be read ({problem.strerror})"
+    if seen.st_uid != os.getuid() or seen.st_mode & 0o170077 != 0o040000:
+        return f"{folder} is somebody else's, or open to others"
+    return ""
+
+
+# ---- what was said ----
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
