@@ -6,7 +6,7 @@ import argparse
 import os
 
 from stoker.contract import schedulers
-from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request, how_to_run
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from stoker.control.cluster.hosts import Hosts
+
 
 _SEVERAL = {
     "hosts",
@@ -109,9 +110,7 @@ def parse(argv: list[str]) -> Request:
     told, script, args = split(argv)
     layers = [from_torchrun_environment(os.environ), told]
     if told.get("config"):
-        from stoker.cli import configfile
-
-        layers.insert(0, configfile.read(RunOptions, told["config"]))
+        layers.insert(0, _read_config(told["config"]))
     if not script:
         raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
@@ -146,3 +145,13 @@ def start(request: Request) -> int:
     from stoker.control.launch.coordinator import run
 
     return run(request, link, report, hosts)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    from stoker.contract.settings import from_mapping
+    from stoker.training.config.files import load, shipped
+
+    if not os.path.exists(path):
+        named = f"; {path} is a config of `stoker train`" if path in shipped() else ""
+        raise Refusal(f"config file {path} is not there{named}", EX_NOINPUT)
+    return from_mapping(RunOptions, load(path), f"config file {path}")

@@ -23,7 +23,7 @@ from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
 from stoker.control.agent.memory import Gate, MemoryWatch, memory_now
-from stoker.control.agent.questions import Looking
+from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Rank
@@ -50,7 +50,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector)
         self._vitals = Vitals(self._relay.say)
-        self._looking = Looking(self._selector, self._relay, self._sweeper)
+        self._questions = Questions(self._selector, self._relay, self._sweeper)
         self._decoder = protocol.Decoder()
         self._ranks: dict[int, Rank] = {}
         self._by_pid: dict[int, Rank] = {}
@@ -126,7 +126,7 @@ class Agent:
                 elif what == "out":
                     self._relay.flush()
                 elif what == "look":
-                    self._looking.read(key.fd)
+                    self._questions.read(key.fd)
                 elif 0 < self._relay.read(key.fd) < RESTLESS:
                     self._relay.rest(key.fd)
             if not self._tick():
@@ -214,11 +214,11 @@ class Agent:
         elif do == "stop":
             self._stop(order)
         elif do == "inspect":
-            self._looking.inspect(order, self._by_pid.values())
+            self._questions.inspect(order, self._by_pid.values())
         elif do == "probe":
-            self._looking.probe(order)
+            self._questions.probe(order)
         elif do in ("tell", "unprobe"):
-            self._looking.tell(order)
+            self._questions.tell(order)
         elif do == "finish":
             self._finish = Finishing(order["grace"])
         elif do == "suspend":

@@ -10,8 +10,7 @@ from stoker.contract.shape import fields_of
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
-from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
-from stoker.control.verdict.quoted import unquoted
+from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.control.launch.console import SMALL, Console
-from stoker.control.launch.lines import LineCutter, LogLines
+from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
 from stoker.control.launch.torchfiles import TorchrunLogs

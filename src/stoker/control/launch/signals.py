@@ -1,12 +1,17 @@
-"""The signals that reach the launcher: caught at any moment, acted on where the run can."""
+"""The signals that reach a run's launcher: caught at any moment, acted on where the run can; and sending them to one."""
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 
-from stoker.contract.names import DETACH_SIGNAL, EX_USAGE, STOP_NOW_SIGNAL, Refusal
+from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
+from stoker.contract.process import process, send
+from stoker.contract.untrusted import printable
 from stoker.control.launch.options import RunOptions
+from stoker.control.machine import processes
+from stoker.control.record.reader import Run, alive
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
 
@@ -72,3 +77,38 @@ def _named(text: str) -> list[signal.Signals]:
             raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
         named.append(signum)
     return named
+
+
+# ---- telling the launcher of a run, another process: only if it is that process ----
+
+
+def ask_to_stop(run: Run, now: bool) -> None:
+    _tell(run, STOP_NOW_SIGNAL if now else signal.SIGTERM)
+
+
+def ask_to_detach(run: Run) -> None:
+    _tell(run, DETACH_SIGNAL)
+
+
+def _tell(run: Run, signum: int) -> None:
+    pid, _, host = run.launcher
+    shown = printable(run.id)
+    if not run.mine:
+        raise Refusal(f"run {shown} belongs to {run.user}, who alone can stop it", EX_NOPERM)
+    if host and host != os.uname().nodename:
+        raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
+    launcher = process(pid)
+    if launcher is not None and alive(run) is None:
+        raise Refusal(
+            f"run {shown}: pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher, so it is"
+            " not signalled",
+            EX_UNAVAILABLE,
+        )
+    if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
+        raise Refusal(
+            f"run {shown} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and"
+            " `disown -h`",
+            EX_UNAVAILABLE,
+        )
+    if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
+        raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

@@ -17,7 +17,7 @@ from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.slurmjob import Job
 from stoker.contract.wholefile import write_json
-from stoker.control.launch.lines import LineCutter
+from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
