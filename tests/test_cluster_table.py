@@ -284,7 +284,7 @@ def test_a_hosts_file_whose_env_can_t_be_replaced_stays_as_it_is(tmp_path: Path)
         (["check", "--hosts", "a,b", "--tune"], "--tune keeps what helps in a hosts file"),
         (["check", "--hosts", "a,b", "--tune", "--quick"], "--tune keeps what helps in a hosts file"),
         (["check", "--hosts", "a,b", "--parameters", "lots"], "is not a number of parameters"),
-        (["check"], "no cluster.yaml here"),
+        (["check"], "no hosts given"),
     ],
 )
 def test_what_can_t_be_checked_is_refused_in_one_line(

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from conftest import Done, Stoker, forget_verdict, machine_json, tagged, wait_for
-from stoker.contract import names
+from stoker.contract import names, owners
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import write_json
 from stoker.control.record import follow, ownership, reader
 
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="two real users need root to become them")
-ANN, BOB = 12345, 12346
+ANN, BOB, TEAM = 12345, 12346, 12347
 LIMIT_S = 5.0
 ESC = "\x1b]0;owned\x07\x1b[2J\u202e"
 GOOD: dict[str, Any] = {
@@ -298,7 +298,18 @@ class User:
     def command(self, *words: str) -> list[str]:
         # This Python may lie in a folder that only root may enter: to read is allowed, to write and to signal is not.
         reads = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
-        return ["setpriv", "--reuid", str(self.uid), "--regid", str(self.uid), "--clear-groups", *reads, "--", *words]
+        return [
+            "setpriv",
+            "--reuid",
+            str(self.uid),
+            "--regid",
+            str(self.uid),
+            "--groups",
+            str(TEAM),
+            *reads,
+            "--",
+            *words,
+        ]
 
     def __call__(self, *words: str) -> Done:
         argv = self.command(sys.executable, "-m", "stoker", *words)
@@ -323,13 +334,14 @@ class User:
         return rows
 
 
-@pytest.fixture(params=[0o1777, 0o777], ids=["sticky", "open"])
+@pytest.fixture(params=[0o1777, 0o3770], ids=["all", "group"])
 def users(request: pytest.FixtureRequest) -> Iterator[tuple[User, User]]:
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv (util-linux) is not installed")
     folder = Path(tempfile.mkdtemp(prefix="shared-", dir="/tmp"))
     folder.chmod(0o755)
     (folder / "runs").mkdir()
+    os.chown(folder / "runs", 0, TEAM)
     (folder / "runs").chmod(request.param)
     (folder / "machine.json").write_text(json.dumps(machine_json(0)))
     (folder / "ok.py").write_text("print('fine')\n")
@@ -346,11 +358,10 @@ def users(request: pytest.FixtureRequest) -> Iterator[tuple[User, User]]:
 @ROOT_ONLY
 def test_each_user_sees_and_continues_their_own_runs(users: tuple[User, User]) -> None:
     ann, bob = users
-    sticky = (ann.cwd / "runs").stat().st_mode & 0o1000
     assert ann("run", "--name", "exp", "fail.py").code == 3
     done = bob("run", "--name", "exp", "fail.py")
     assert done.code == 3 and "going on with" not in done.err, done.err  # a name of Ann's is no name of Bob's
-    assert done.err.count("stays as it is") == (1 if sticky else 0)
+    assert done.err.count("stays as it is") == 1
     assert [run["user"] for run in ann.runs()] == [f"uid {ANN}"] and [run["user"] for run in bob.runs()] == [
         f"uid {BOB}"
     ]
@@ -548,5 +559,5 @@ def test_where_the_file_system_names_us_otherwise_runs_are_still_ours(
     about = tmp_path.stat()
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))
     monkeypatch.setattr(os, "geteuid", lambda: about.st_uid + 7)
-    monkeypatch.setattr(ownership, "_given", {})
+    monkeypatch.setattr(owners, "_given", {})
     assert ownership.is_mine(about.st_uid, str(tmp_path)) and not ownership.is_mine(about.st_uid + 1, str(tmp_path))

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from stoker.contract import schedulers
-from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
+from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
@@ -19,7 +19,7 @@ from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
 
-_USAGE = """usage: stoker cluster check [--hosts cluster.yaml|a,b,c] [SCRIPT] [options]
+_USAGE = """usage: stoker cluster check --hosts cluster.yaml|a,b,c [SCRIPT] [options]
        stoker cluster init HOST ... [options]
 
   check      side by side on all hosts: each by itself, and what only shows between them
@@ -29,12 +29,12 @@ _USAGE = """usage: stoker cluster check [--hosts cluster.yaml|a,b,c] [SCRIPT] [o
 _EXAMPLES = """exit codes: 0 fine, 1 warnings, 2 failures, 3 something could not be checked
 
 examples:
-  stoker cluster check                          the hosts of ./cluster.yaml
+  stoker cluster check --hosts cluster.yaml
   stoker cluster check --hosts gpu1,gpu2 train.py
-  stoker cluster check --parameters 7B          what a step's gradients cost on this network
-  stoker cluster check --tune                   measures transport settings, keeps what helps in cluster.yaml"""
+  stoker cluster check --hosts gpu1,gpu2 --parameters 7B    what a step's gradients cost on this network
+  stoker cluster check --hosts cluster.yaml --tune          measures transport settings, keeps what helps in the file"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
-_DEFAULT = "cluster.yaml"
+_WRITTEN = "cluster.yaml"  # by `stoker cluster init`. Never read unasked: anybody may have put one into this folder
 
 
 def main(argv: list[str]) -> int:
@@ -80,7 +80,7 @@ def check_parser() -> Parser:
         "--hosts",
         default="",
         metavar="HOSTS",
-        help=f"a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in, else ./{_DEFAULT})",
+        help="a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)",
     )
     made.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts"
@@ -145,12 +145,11 @@ def _hosts(told: argparse.Namespace) -> Hosts:
                     EX_USAGE,
                 )
             return given
-    if not told.hosts and not os.path.exists(_DEFAULT):
-        raise Refusal(
-            f"no {_DEFAULT} here: name the hosts with --hosts a,b,c, or write one with `stoker cluster init a b c`",
-            EX_NOINPUT,
-        )
-    found = read(told.hosts or _DEFAULT, tuple(told.ssh_option))
+    if not told.hosts:
+        here = os.path.lexists(_WRITTEN)
+        way = f"--hosts {_WRITTEN} takes the one here (it can run commands)" if here else "--hosts a,b,c names them"
+        raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
+    found = read(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
         raise Refusal(
             "--tune keeps what helps in a hosts file, and --hosts a,b,c is none: `stoker cluster init a b c`"

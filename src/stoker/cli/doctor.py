@@ -15,6 +15,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import json_text, printable, read_json
+from stoker.contract.wholefile import WholeFile
 from stoker.control.doctor import check
 from stoker.control.doctor.advice import advice
 from stoker.control.machine.examine import NOT_ASKED, PARTS, examine
@@ -176,10 +177,8 @@ def _read(path: str) -> Examination:
 
 def _write(path: str, text: str) -> None:
     try:
-        with os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w", encoding="utf-8"
-        ) as file:
-            file.write(text)
+        with WholeFile(path, mode=0o600) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as problem:
         raise Refusal(f"{path} can't be written: {problem.strerror}", EX_CANTCREAT) from problem
     sys.stdout.flush()

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout
-from stoker.contract.quantities import span
+from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import printable
 from stoker.control.record import reader
@@ -33,14 +33,13 @@ def main(argv: list[str]) -> int:
     if listing.skipped:
         print(f"stoker: {listing.skipped}", file=sys.stderr)
     if told.json:
-        json.dump({"schema": 1, "runs": rows}, sys.stdout, indent=1)
+        json.dump({"schema": 1, "runs": rows, "others_left_out": listing.others}, sys.stdout, indent=1)
         print()
         return 0
-    more = (
-        f"{listing.others} folder{'s' if listing.others > 1 else ''} of other users: `stoker runs --all`"
-        if listing.others
-        else ""
-    )
+    left_out = counted(listing.others, "folder")
+    more = f"{left_out} of other users: `stoker runs --all`" if listing.others else ""
+    if listing.others and told.all:
+        more = f"{left_out} of users with very many runs left out"
     if not rows:
         print(f"no runs in {printable(root)}" + (f"; {more}" if more else ""))
         return 0
@@ -61,6 +60,9 @@ def main(argv: list[str]) -> int:
 
 def _seconds(run: reader.Run, running: bool) -> float | None:
     """All starts of the run together, without the time between them. A start begins with the event "run"."""
+    if not run.mine:  # no record of another user's is read from end to end
+        last = reader.last_time(run.dir)
+        return max(0.0, last - run.started) if last is not None and run.started else None
     starts: list[list[float]] = []
     for event in reader.events(run.dir):
         when = float(event["time"])

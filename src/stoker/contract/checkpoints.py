@@ -6,8 +6,13 @@ from __future__ import annotations
 
 import os
 
-from stoker.contract import layout
+from stoker.contract import layout, owners
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @shape
@@ -16,16 +21,22 @@ class SavedCheckpoint:
     time: float  # of its last change
 
 
-def newest(run_dir: str) -> SavedCheckpoint | None:
+def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheckpoint | None:
     """A folder is complete when it holds manifest.json, written last, and every file the manifest names is there with
     its size; a file is complete when it is in place under its own name (write to NAME.tmp, then rename).
+
+    What another user (but root) put there is left out, and `say` gets a line about it.
     """
     folder = os.path.join(run_dir, layout.CHECKPOINTS)
     try:
+        if not _trusted(folder, run_dir, say):
+            return None
         entries = [
             entry
             for entry in os.scandir(folder)
-            if not entry.name.startswith(".") and not entry.name.endswith((".tmp", ".part"))
+            if not entry.name.startswith(".")
+            and not entry.name.endswith((".tmp", ".part"))
+            and _trusted(entry.path, folder, say)
         ]
         entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
@@ -34,6 +45,18 @@ def newest(run_dir: str) -> SavedCheckpoint | None:
         if not entry.is_dir() or _complete(entry.path):
             return SavedCheckpoint(entry.path, _changed(entry))
     return None
+
+
+def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
+    """Not another user's, neither by itself nor where it leads as a link. A script may unpickle it."""
+    try:
+        uids = (os.lstat(path).st_uid, os.stat(path).st_uid)
+    except FileNotFoundError:
+        return False  # gone meanwhile, or a link to nowhere
+    theirs = [uid for uid in uids if not owners.is_trusted(uid, folder)]
+    if theirs and say is not None:
+        say(f"{printable(path)} belongs to {owners.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
+    return not theirs
 
 
 def _changed(entry: os.DirEntry[str]) -> float:

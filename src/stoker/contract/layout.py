@@ -6,6 +6,7 @@ import os
 import stat
 
 from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.owners import why_not_ours_alone
 
 SCHEMA = 1
 SYNCED = ".stoker-sync.json"  # in a working directory that --sync filled: what it brought
@@ -48,13 +49,28 @@ def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str],
     """
     named = given or environment.get("STOKER_RUNS")
     if named or _writable("runs"):
-        return named or "runs"
+        root = named or "runs"
+        why = why_not_for_runs(root) if write else ""
+        if why:
+            line = f"the runs folder {os.path.abspath(root)} can't be used: {why}, so others can exchange your runs"
+            raise Refusal(f"{line}; choose a folder of your own with --runs-dir", EX_CANTCREAT, cause="launch.runs-dir")
+        return root
     private = private_runs(environment)
     base = os.path.dirname(os.path.dirname(private))
     if os.path.lexists(base) and not users_alone(base):
         line = f"{os.getcwd()} can't be written, and {base} belongs to somebody else: name a folder with --runs-dir"
         raise Refusal(line, EX_CANTCREAT, cause="launch.runs-dir")
     return "runs" if not write and os.path.isdir("runs") and not os.path.isdir(private) else private
+
+
+def why_not_for_runs(root: str) -> str:
+    """Whoever owns the folder of the run directories can put another one in the place of ours, and so can everybody who
+    may write there and is not held back by the sticky bit. Empty: nobody else can, or it is not there yet.
+    """
+    try:
+        return why_not_ours_alone(root, sticky=True)
+    except OSError:
+        return ""  # to be made; or the reason shows when it is written
 
 
 def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:

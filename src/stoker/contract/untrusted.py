@@ -13,9 +13,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-# The first line of a program for `python -c`: it imports nothing from the working directory, where anybody may have put
-# a json.py or a torch.py. Not the flag -P: a host's Python may be 3.10.
-NOT_FROM_HERE = "import sys; sys.path[:] = [entry for entry in sys.path if entry]\n"
+# The first lines of a program for `python -c`: it imports nothing from the working directory, where anybody may have put
+# a json.py or a torch.py. Not the flag -P: a host's Python may be 3.10, and an empty entry of PYTHONPATH is the working
+# directory's full path by now. posix, which is built in, and not os.
+NOT_FROM_HERE = """import sys, posix
+try: _here = posix.getcwd()
+except OSError: _here = ""
+sys.path[:] = [entry for entry in sys.path if entry and entry.rstrip("/") != _here.rstrip("/")]
+"""
 
 DEPTH = 64  # of nested lists and objects. A tokenizer.json has 8, a checkpoint's manifest 5
 MOST_VALUES = 8_000_000  # of one JSON text: at about 60 bytes each they stay below half a gigabyte

@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +27,7 @@ BIG_S = 2.5
 SEGMENTS = (536, 1000, 1160, 1240, 1340, 1360, 1400, 1420)  # payload sizes to try where full-size ones vanish
 HEADERS = 40  # IPv4 and TCP, without options
 STREAM_S = 0.3
+MOST_STRANGERS = 256  # connections without the token, at a time
 _CHUNK = 1 << 18
 _LENGTH = struct.Struct("!I")
 _TIMED_OUT = (socket.timeout, TimeoutError)  # two classes before Python 3.10
@@ -91,17 +93,41 @@ def _listen(address: str, ports: Any) -> socket.socket:
 
 
 def _serve(listener: socket.socket, key: bytes, stopped: list[str]) -> None:
+    """Goes on whatever strangers do: they may not use up our threads and descriptors."""
+    strangers: dict[socket.socket, str] = {}  # without the token so far -> their address; in the order they came
     while True:
         try:
-            peer, _ = listener.accept()
-        except OSError:
+            peer, address = listener.accept()
+        except OSError as problem:
             if stopped:
                 return
-            raise
-        threading.Thread(target=_answer, args=(peer, key), daemon=True).start()
+            if problem.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                raise  # the listener itself is gone
+            time.sleep(0.05)  # no descriptor left (EMFILE), or one that is gone already
+            continue
+        strangers[peer] = str(address[0])
+        if len(strangers) > MOST_STRANGERS:
+            _turn_away_one(strangers)
+        try:
+            threading.Thread(target=_answer, args=(peer, key, strangers), daemon=True).start()
+        except RuntimeError:  # no more threads; a peer that means it comes again
+            strangers.pop(peer, None)
+            peer.close()
 
 
-def _answer(peer: socket.socket, key: bytes) -> None:
+def _turn_away_one(strangers: dict[socket.socket, str]) -> None:
+    """The oldest from the address with the most. Its thread closes it."""
+    there = list(strangers.items())
+    counts = Counter(address for _, address in there)
+    peer = max(there, key=lambda pair: counts[pair[1]])[0]  # the first of those with the most
+    strangers.pop(peer, None)
+    try:
+        peer.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it has gone by itself
+
+
+def _answer(peer: socket.socket, key: bytes, strangers: dict[socket.socket, str]) -> None:
     """After the token: messages of a length, each answered by one byte; a length of 0 begins a stream, answered by its
     size.
     """
@@ -111,6 +137,7 @@ def _answer(peer: socket.socket, key: bytes) -> None:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if not hmac.compare_digest(_receive(peer, len(key)), key):
                 return
+            strangers.pop(peer, None)
             while True:
                 (length,) = _LENGTH.unpack(_receive(peer, _LENGTH.size))
                 if not length:
@@ -120,6 +147,8 @@ def _answer(peer: socket.socket, key: bytes) -> None:
                 peer.sendall(b".")
         except OSError:
             return  # the peer's side has the words for what happened
+        finally:
+            strangers.pop(peer, None)
 
 
 def _receive(peer: socket.socket, count: int) -> bytes:

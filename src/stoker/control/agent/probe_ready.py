@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from typing import Any
+
+from stoker.contract import layout, owners
+from stoker.contract.untrusted import kind_of
 
 
 def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
-    """`token`: a file the coordinator has put into the run directory. Who sees it shares that file system."""
+    """`token`: a file with a random name that the coordinator has put into the run directory. Who sees it shares that
+    file system.
+    """
     problems = []
     where = os.path.expanduser(workdir)
     if not os.path.isdir(where):
@@ -23,9 +29,32 @@ def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
     shared = os.path.exists(os.path.join(run_dir, token))
     unwritable = ""
     try:
-        os.makedirs(run_dir, 0o700, exist_ok=True)
+        if not shared:
+            theirs = _make(run_dir)
+            problems += [theirs] if theirs else []
         if not os.access(run_dir, os.W_OK):
             unwritable = "not writable"
     except OSError as problem:
         unwritable = problem.strerror or str(problem)
     return {"problems": problems, "shared": shared, "unwritable": unwritable}
+
+
+def _make(run_dir: str) -> str:
+    """Made here, or by us before: a run that starts again. Why it can't be used: somebody else was first, and the ranks
+    would resume from what they put there.
+    """
+    root = os.path.dirname(run_dir)
+    os.makedirs(root, 0o700, exist_ok=True)
+    why = layout.why_not_for_runs(root)
+    if why:
+        return f"the runs folder {root} can't be used: {why}; choose another with --runs-dir"
+    try:
+        os.mkdir(run_dir, 0o700)
+    except FileExistsError:
+        about = os.lstat(run_dir)
+        if not stat.S_ISDIR(about.st_mode):
+            return f"the run directory {run_dir} is {kind_of(about.st_mode)} there; choose another name with --name"
+        if not owners.is_mine(about.st_uid, root):
+            name = owners.user_name(about.st_uid)
+            return f"the run directory {run_dir} belongs to {name} there; choose another name with --name"
+    return ""

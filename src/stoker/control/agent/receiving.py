@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import layout, protocol, typed
+from stoker.contract import layout, owners, protocol, typed
 from stoker.contract.untrusted import parse_json, read_json
 from stoker.contract.wholefile import WholeFile
 from stoker.control.machine.hashing import Hashes, cache_folder, sha256_of
@@ -48,6 +48,7 @@ class Receiver:
         self._ours: dict[str, str] = {}  # what earlier copies from there and this one wrote, with its hash
         self._others: dict[str, dict[str, str]] = {}  # origin -> what copies from elsewhere wrote
         self._origin = ""
+        self._ignored = ""  # why the list of earlier copies did not count
         self._written = 0
         self._path = self._fresh = ""
         self.silence_s = 60.0
@@ -67,6 +68,12 @@ class Receiver:
         """
         self._root = os.path.abspath(os.path.expanduser(root))
         os.makedirs(self._root, exist_ok=True)
+        uid = os.stat(self._root).st_uid
+        if manifest == "inside" and not owners.is_trusted(uid, self._root):
+            raise Refused(
+                f"the folder {self._root} belongs to {owners.user_name(uid)}, who could change the code that is run"
+                " there; name another with workdir:"
+            )
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
@@ -76,7 +83,7 @@ class Receiver:
             else os.path.join(cache_folder(), "staged", f"{name}.json")
         )
         self._origin = origin
-        self._others = _read_manifest(self._manifest)
+        self._others, self._ignored = _read_manifest(self._manifest)
         self._ours = self._others.pop(origin, {})
         self._others.pop("", None)  # of a copy that did not say where it came from
         need, room = [], 0
@@ -208,6 +215,7 @@ class Receiver:
             "written": self._written,
             "removed": removed,
             "others": {origin: count for origin in self._others if (count := self._left_of(origin))},
+            "ignored": self._ignored,
         }
 
     def _left_of(self, origin: str) -> int:
@@ -244,17 +252,22 @@ class Receiver:
             file.write(content.encode())
 
 
-def _read_manifest(path: str) -> dict[str, dict[str, str]]:
-    """origin -> path -> hash. A manifest of schema 1 knew no origins."""
+def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
+    """(origin -> path -> hash, why it was ignored). A manifest of schema 1 knew no origins. What it lists may be removed:
+    nobody else decides that.
+    """
     try:
+        uid = os.lstat(path).st_uid
+        if not owners.is_trusted(uid, os.path.dirname(path)):
+            return {}, f"{path} belongs to {owners.user_name(uid)} and is ignored: what earlier copies brought stays"
         manifest = read_json(path, _MANIFEST)
         origins = manifest["origins"] if manifest["schema"] == 2 else {"": manifest["files"]}
         found: dict[str, dict[str, str]] = typed.read("dict[str, dict[str, str]]", origins)
     except FileNotFoundError:
-        return {}
+        return {}, ""
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise Refused(f"{path} can't be read ({problem}): remove it") from problem
-    return found
+    return found, ""
 
 
 def _read_entries(entries: Any) -> list[tuple[str, str, int, int, str]]:

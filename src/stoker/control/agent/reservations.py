@@ -151,7 +151,11 @@ class _Folders:
             os.close(folder.handle)
 
 
-# ---- the store's port: bound and not listening, so that rank 0's store can bind it and a stranger can't ----
+# ---- the store's port ----
+#
+# Bound and not listening, so that rank 0's store can bind it too, and no other launch and no program that takes any free
+# port gets it meanwhile. It is not a lock: a program of any user that sets SO_REUSEADDR and asks for this very port gets
+# it, and then the store's own bind fails.
 
 
 def reserve(address: str, port: int, soft: bool) -> tuple[socket.socket | None, dict[str, Any]]:

@@ -312,4 +312,4 @@ def all_reduce(facts: Facts) -> Iterator[Finding]:
     rates = [pair.rate for pair in facts.pairs if pair.rate]
     if reduce.bus and rates and reduce.bus < POOR_SHARE * min(rates) and min(rates) < FILLED:
         said = f"the all-reduce moves {gigabits(reduce.bus)} a link, a single connection {gigabits(min(rates))}"
-        yield warn(said, "stoker cluster check --tune tries what may help")
+        yield warn(said, "stoker cluster check --hosts FILE --tune tries what may help")

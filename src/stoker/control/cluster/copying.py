@@ -133,6 +133,8 @@ def copy(hosts: Hosts, load: Load, say: Say) -> None:
     if failed:
         raise NotCopied(failed)
     for copy in copies:
+        if copy.ignored:
+            say(f"host {copy.host.name}: {copy.ignored}")
         for origin, count in copy.others.items():
             say(
                 f"host {copy.host.name}: {copy.where} also holds {count} files that --sync brought from {origin}: they"
@@ -220,6 +222,7 @@ class _Copy:
         self.host, self._hosts, self.load, self.where, self._as_offered = host, hosts, load, where, as_offered
         self.needed = self.sent = self.written = self.removed = 0
         self.others: dict[str, int] = {}  # folders that were copied to the same place -> files of theirs that are there
+        self.ignored = ""  # why its list of earlier copies did not count
         self.failure = ""
         self._greeted = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -293,10 +296,13 @@ class _Copy:
         self._send(protocol.encode({"do": "finish"}))
         finished, _ = next(answers)
         try:
-            counts = typed.read_fields({"written": "int", "removed": "int", "others": "dict[str, int]"}, finished)
+            counts = typed.read_fields(
+                {"written": "int", "removed": "int", "others": "dict[str, int]", "ignored?": "str"}, finished
+            )
         except ValueError as problem:
             raise protocol.ProtocolError(f"its last word can't be read: {problem}") from None
         self.written, self.removed = counts["written"], counts["removed"]
+        self.ignored = printable(counts.get("ignored", ""), 400)
         self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:

@@ -13,9 +13,13 @@ from collections.abc import Iterator
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable
 
 # Not copied, unless git tracks it.
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
+# The user's own settings, such as safe.directory in a container, and where git may look. Options on the command line
+# win over them.
+_GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 
 
 @shape
@@ -107,46 +111,65 @@ def _looked_at(root: str, paths: Iterator[str], follow: bool, by_git: bool = Fal
 def _git(root: str) -> Iterator[str] | None:
     """None: not a checkout, or no git to ask."""
     try:
-        inside = subprocess.run(
-            ["git", "-C", root, "rev-parse", "--is-inside-work-tree"], capture_output=True, text=True, check=False
-        )
+        inside = _ask_git(root, "rev-parse", "--is-inside-work-tree")
     except FileNotFoundError:
         return None
-    if inside.returncode or inside.stdout.strip() != "true":
-        if "dubious ownership" in inside.stderr:
+    complaint = inside.stderr.decode("utf-8", "replace").strip()
+    if inside.returncode or inside.stdout.strip() != b"true":
+        if "dubious ownership" in complaint:
             raise Refusal(
-                f"git does not trust {root} ({inside.stderr.strip().splitlines()[0]}), so what it ignores is not known",
+                f"git does not trust {root} ({printable(complaint.splitlines()[0])}), so what it ignores is not known",
                 EX_NOINPUT,
             )
         return None
-    if (
-        subprocess.run(["git", "-C", root, "check-ignore", "-q", root], capture_output=True, check=False).returncode
-        == 0
-    ):
+    if _ask_git(root, "check-ignore", "-q", root).returncode == 0:
         return None  # a folder that the checkout around it ignores as a whole: its own master
     return _git_files(root)
 
 
+def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
+    """The only place that starts git. A checkout's own .git/config may come from anybody: no program that it names is
+    run, and no variable of ours turns git to another repository or program.
+    """
+    env = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name.startswith(_GIT_KEPT)
+    }
+    env.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", GIT_ALLOW_PROTOCOL="none")  # none: it fetches nothing
+    safe = ("--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", root)
+    return subprocess.run(["git", *safe, *words], capture_output=True, check=False, env=env, stdin=subprocess.DEVNULL)
+
+
 def _git_files(root: str) -> Iterator[str]:
-    tracked = _git_list(root, "--cached")
-    others = (
-        path
-        for path in _git_list(root, "--others", "--exclude-standard")
-        if not any(part in LEFT_OUT for part in path.split("/"))
-    )
-    for path in [*tracked, *others]:
-        place = os.path.join(root, path)
-        if os.path.isdir(place) and not os.path.islink(place):  # a submodule, or a checkout of its own inside
+    """A folder in git's list is a submodule, which the index tracks and the user chose to have, or somebody's checkout
+    that lies there: that one's git is not asked.
+    """
+    for path in _git_list(root, "--cached"):
+        if _is_folder(root, path):
+            place = os.path.join(root, path)
             for inner in _git(place) or _walk(place):
+                yield os.path.join(path, inner)
+        else:
+            yield path
+    for path in _git_list(root, "--others", "--exclude-standard"):
+        if any(part in LEFT_OUT for part in path.split("/")):
+            continue
+        if _is_folder(root, path):
+            for inner in _walk(os.path.join(root, path)):
                 yield os.path.join(path, inner)
         else:
             yield path
 
 
+def _is_folder(root: str, path: str) -> bool:
+    place = os.path.join(root, path)
+    return os.path.isdir(place) and not os.path.islink(place)
+
+
 def _git_list(root: str, *which: str) -> list[str]:
-    done = subprocess.run(["git", "-C", root, "ls-files", "-z", *which], capture_output=True, check=False)
+    done = _ask_git(root, "ls-files", "-z", *which)
     if done.returncode:
-        raise Refusal(f"git can't list {root}: {done.stderr.decode('utf-8', 'replace').strip()}", EX_NOINPUT)
+        complaint = printable(done.stderr.decode("utf-8", "replace").strip())
+        raise Refusal(f"git can't list {root}: {complaint}", EX_NOINPUT)
     return [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
 
 

@@ -16,6 +16,7 @@ from stoker.contract.names import EX_CANTCREAT, Refusal
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import parse_json, printable
+from stoker.contract.wholefile import WholeFile
 from stoker.control.machine import processes
 from stoker.control.machine.facts import Examination
 from stoker.control.record import reader
@@ -47,8 +48,7 @@ def write_bundle(path: str, found: Examination, findings: list[Finding], runs_di
         except (OSError, Refusal):
             continue  # no run yet, or none of ours
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "wb") as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
+        with WholeFile(path, mode=0o600) as out, tarfile.open(mode="w:gz", fileobj=out) as archive:
             for name, text in files.items():
                 data = text.encode("utf-8", "backslashreplace")
                 entry = tarfile.TarInfo(f"stoker-doctor/{name}")
@@ -97,6 +97,8 @@ def _said(argv: list[str]) -> str:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False)
     except FileNotFoundError:
         return f"{argv[0]} is not installed\n"
+    except OSError as problem:  # a folder of the PATH that may not be entered, or no program
+        return f"{argv[0]} can't be started: {problem.strerror}\n"
     except subprocess.TimeoutExpired:
         return f"{argv[0]} did not answer within {LIMIT_S:.0f} s\n"
     return done.stdout + done.stderr

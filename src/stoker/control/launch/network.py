@@ -100,7 +100,7 @@ class Network:
         otherwise.
         """
         agents = self._agents
-        token = f".shared-{os.getpid()}"
+        token = f".shared-{os.urandom(8).hex()}"  # nobody on another host can have guessed it
         path = os.path.join(place.dir, token)
         with open(path, "wb"):
             pass

@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from stoker.control.launch.rdzv_secret import Secret
 
 _HELLO_S = 5.0
-# connections that have not introduced themselves. The oldest goes: who means it does so at once, and comes again
-_MOST_STRANGERS = 64
+_MOST_STRANGERS = 64  # connections that have not introduced themselves, or not proved that they know the secret
 _MOST_LINES = 10  # about who was turned away
 
 _HELLO = {"job": "str", "count": "int", "ranks": "int", "nonce?": "str"}
@@ -90,11 +89,27 @@ class _Guest:
     def __init__(self, way: socket.socket, address: str) -> None:
         self.way = way
         self.address = address
+        self.network = _network(address)
         self.until = time.monotonic() + _HELLO_S
         self.data = b""
         self.hello: dict[str, Any] = {}
         self.challenge = ""
         self.accepted = False
+
+
+def _network(address: str) -> str:
+    """One machine has 2^64 addresses of IPv6: those count as one."""
+    if ":" not in address or "." in address:
+        return address
+    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+
+
+def _least_wanted(strangers: list[_Guest]) -> _Guest:
+    """One of the address with the most; there one that has not said hello; of those the oldest: who means it says it at
+    once, and comes again.
+    """
+    networks = [guest.network for guest in strangers]
+    return min(strangers, key=lambda guest: (-networks.count(guest.network), bool(guest.hello)))
 
 
 class _Receiving:
@@ -155,7 +170,7 @@ class _Receiving:
             self._selector.register(way, selectors.EVENT_READ)
             strangers = [one for one in self._guests.values() if not one.accepted]
             if len(strangers) > _MOST_STRANGERS:
-                self._drop(strangers[0])
+                self._drop(_least_wanted(strangers))
             self._hear(guest)  # what it said is often there already
 
     def _hear(self, guest: _Guest) -> None:

@@ -293,8 +293,6 @@ def _has_device_open(pid: int) -> bool:
     try:
         return any(os.readlink(f"{folder}/{fd}").startswith("/dev/nvidia") for fd in os.listdir(folder))
     except PermissionError:
-        return (
-            processes.command(pid) is not None
-        )  # another user's: the pid exists here, its descriptors are not ours to read
+        return processes.process(pid) is not None  # another user's: its descriptors are not ours to read
     except OSError:
         return False

@@ -10,6 +10,8 @@ from stoker.contract.process import Process, owner, process
 __all__ = ["Process", "owner", "process"]  # and what is defined here
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_COMMAND = 4096  # bytes of a command line that are worth showing
+_ENVIRONMENT = 8 << 20  # bytes: Linux starts no program with more than 6 MB of arguments and environment
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -45,23 +47,36 @@ def catches(pid: int, signum: int) -> bool:
 
 
 def command(pid: int) -> str | None:
-    """Its command line, without secrets."""
+    """Its command line, without secrets. A long one is cut after a word, and ends in "…"."""
     try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = file.read().decode("utf-8", "replace").split("\0")
+        raw = _beginning(f"/proc/{pid}/cmdline", _COMMAND + 1)
     except OSError:
         return None
+    cut = len(raw) > _COMMAND
+    if cut:
+        # Not within a word: half a secret is not recognized as one.
+        raw = raw[: max(raw.rfind(b"\0", 0, _COMMAND), raw.rfind(b" ", 0, _COMMAND), 0)]
+    words = raw.decode("utf-8", "replace").split("\0")
     shown = (
         redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
     )  # setproctitle writes one line
-    return " ".join(shown).strip() or None
+    line = " ".join(shown).strip()
+    return f"{line} …".lstrip() if cut else line or None
+
+
+def _beginning(path: str, most: int) -> bytes:
+    """A process can make its command line and environment gigabytes long (PR_SET_MM)."""
+    with open(path, "rb", buffering=0) as file:
+        data = b""
+        while len(data) < most and (more := file.read(most - len(data))):
+            data += more
+    return data
 
 
 def environment(pid: int) -> dict[str, str]:
     """What the process was started with; empty when it is not ours to read or has overwritten it (setproctitle)."""
     try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            raw = file.read()
+        raw = _beginning(f"/proc/{pid}/environ", _ENVIRONMENT)
     except OSError:
         return {}
     pairs = (item.partition(b"=") for item in raw.split(b"\0") if b"=" in item)

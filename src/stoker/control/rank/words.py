@@ -43,5 +43,5 @@ def resume() -> str | None:
         return None
     from stoker.contract.checkpoints import newest
 
-    saved = newest(run_dir)
+    saved = newest(run_dir, lambda line: print(f"stoker: {line}", file=sys.stderr, flush=True))
     return saved.path if saved else None

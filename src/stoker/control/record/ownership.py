@@ -8,29 +8,9 @@ import os
 import stat
 
 from stoker.contract.names import EX_NOPERM, Refusal
+from stoker.contract.owners import is_mine, user_name
 
-_given: dict[str, int] = {}  # folder -> the uid of what we make there
-
-
-def is_mine(uid: int, folder: str) -> bool:
-    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a
-    file we make there shows it.
-    """
-    return uid == os.geteuid() or uid == _uid_given_in(folder)
-
-
-def _uid_given_in(folder: str) -> int:
-    folder = folder or "."
-    if folder not in _given:
-        import tempfile
-
-        _given[folder] = os.geteuid()
-        try:
-            with tempfile.TemporaryFile(dir=folder) as file:
-                _given[folder] = os.fstat(file.fileno()).st_uid
-        except OSError:
-            pass  # not ours to write in: nothing there is ours under another number
-    return _given[folder]
+__all__ = ["is_mine", "own_folder", "user_name", "writes_to"]
 
 
 def own_folder(root: str, name: str) -> str:
@@ -46,15 +26,6 @@ def own_folder(root: str, name: str) -> str:
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not about.st_mode & 0o022:
             return candidate
     raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
-
-
-def user_name(uid: int) -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"
 
 
 def writes_to(pid: int, path: str) -> bool | None:

@@ -5,6 +5,7 @@ or another user's.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import sys
@@ -13,14 +14,17 @@ from typing import Any
 
 from stoker.contract import layout, names, untrusted
 from stoker.contract.process import owner, process
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest
 from stoker.contract.untrusted import printable
 from stoker.control.record import ownership
 
 _MOST = 16 << 20  # bytes of run.json: a run on 500 hosts has 2 MB
+_MOST_OF_OTHERS = 2 << 20  # the same of another user's
 _MOST_EVENTS = 256 << 20
+_MOST_FOLDERS = 100  # of each other user's that a listing reads
+_MOST_ENTRIES = 10_000  # of a run directory
 _LONGEST_EVENT = 1 << 20
 
 
@@ -32,7 +36,7 @@ class Damaged(Exception):
 class Run:
     dir: str
     id: str
-    data: dict[str, Any]  # run.json; what is named in _PARTS has the type it should have
+    data: dict[str, Any]  # run.json, checked (_check); of another user's run only what is checked
     verdict: Verdict | None
     uid: int
     mine: bool
@@ -63,7 +67,8 @@ class Run:
     def attempts(self) -> list[int]:
         try:
             with os.scandir(self.dir) as entries:
-                folders = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+                some = itertools.islice(entries, _MOST_ENTRIES)
+                folders = [entry.name for entry in some if entry.is_dir(follow_symlinks=False)]
         except OSError:
             return []
         return sorted(int(match[1]) for name in folders if (match := re.fullmatch(r"attempt-(0|[1-9]\d{0,5})", name)))
@@ -73,7 +78,7 @@ class Run:
 class Listing:
     runs: tuple[Run, ...]  # oldest first
     damaged: tuple[tuple[str, str], ...]  # name of the folder, why
-    others: int  # folders of other users, which were not looked into
+    others: int  # folders of other users that were not looked into
 
     @property
     def skipped(self) -> str:
@@ -108,29 +113,24 @@ def read(run_dir: str) -> Run | None:
     """None where there is no record."""
     try:
         about = os.stat(run_dir)
-        data = _part(run_dir, layout.RUN, about.st_uid)
+        mine = ownership.is_mine(about.st_uid, os.path.dirname(run_dir))
+        most = _MOST if mine else _MOST_OF_OTHERS
+        data = _part(run_dir, layout.RUN, about.st_uid, most)
     except FileNotFoundError:
         return None
     except OSError as problem:
         raise Damaged(f"can't be read: {problem.strerror}") from problem
     _check(data)
     try:
-        _part(run_dir, layout.EVENTS, about.st_uid, parse=False)
+        _part(run_dir, layout.EVENTS, about.st_uid, 0)
     except FileNotFoundError:
         pass  # the run has not begun, or somebody has tidied up
     verdict: Verdict | None
     try:
-        verdict = Verdict.from_json(_part(run_dir, layout.VERDICT, about.st_uid))
+        verdict = Verdict.from_json(_part(run_dir, layout.VERDICT, about.st_uid, most))
     except (FileNotFoundError, TypeError, Damaged):
         verdict = _verdict_in_events(run_dir)  # none yet, of another version, or damaged: the run is listed without it
-    return Run(
-        run_dir,
-        os.path.basename(run_dir),
-        data,
-        verdict,
-        about.st_uid,
-        ownership.is_mine(about.st_uid, os.path.dirname(run_dir)),
-    )
+    return Run(run_dir, os.path.basename(run_dir), data if mine else _checked_part(data), verdict, about.st_uid, mine)
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
@@ -175,8 +175,8 @@ def open_in(run_dir: str, *names_: str) -> int:
         os.close(handle)
 
 
-def _part(run_dir: str, name: str, uid: int, parse: bool = True) -> Any:
-    """A JSON file of the record. FileNotFoundError, or Damaged."""
+def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
+    """A JSON file of the record, of at most so many bytes; 0: it is not read. FileNotFoundError, or Damaged."""
     try:
         with os.fdopen(open_in(run_dir, name), "rb") as file:
             of = os.fstat(file.fileno()).st_uid
@@ -184,7 +184,7 @@ def _part(run_dir: str, name: str, uid: int, parse: bool = True) -> Any:
                 raise Damaged(
                     f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}"
                 )
-            data = file.read(_MOST + 1) if parse else b""
+            data = file.read(most + 1) if most else b""
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
@@ -192,10 +192,10 @@ def _part(run_dir: str, name: str, uid: int, parse: bool = True) -> Any:
         raise Damaged(
             f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}"
         ) from problem
-    if len(data) > _MOST:
-        raise Damaged(f"{name} is larger than {_MOST >> 20} MiB")
-    if not parse:
+    if not most:
         return None
+    if len(data) > most:
+        raise Damaged(f"{name} is larger than {most >> 20} MiB")
     try:
         return untrusted.parse_json(data)
     except ValueError as problem:
@@ -225,6 +225,16 @@ def _check(data: Any) -> None:
             (whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most
         ):
             raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
+
+
+def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
+    """What _check looked at: a listing of many users' runs keeps no more of each."""
+    launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
+    return {
+        **{name: data.get(name) for name in ("name", "config_hash", "started")},
+        "launcher": {name: launcher.get(name) for name in ("pid", "start", "host")},
+        "plan": {"world_size": plan.get("world_size")},
+    }
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
@@ -274,7 +284,7 @@ def _event(line: bytes) -> dict[str, Any] | None:
 
 
 def look(root: str, everybody: bool = False) -> Listing:
-    """One's own runs; other users' folders are opened with `everybody` only."""
+    """One's own runs; other users' folders are opened with `everybody` only, and of each user only the last by name."""
     runs: list[Run] = []
     damaged: list[tuple[str, str]] = []
     others = 0
@@ -288,19 +298,35 @@ def look(root: str, everybody: bool = False) -> Listing:
             f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir",
             names.EX_NOINPUT,
         ) from problem
-    for name in folders:
+    looked_at: dict[int, int] = {}  # uid -> how many of their folders
+    for name in reversed(folders):
         try:
-            if not everybody and not ownership.is_mine(os.lstat(os.path.join(root, name)).st_uid, root):
-                others += 1
-                continue
+            uid = os.lstat(os.path.join(root, name)).st_uid
+            mine = ownership.is_mine(uid, root)
+            if not mine:
+                looked_at[uid] = looked_at.get(uid, 0) + 1
+                if not everybody or looked_at[uid] > _MOST_FOLDERS:
+                    others += 1
+                    continue
             run = read(os.path.join(root, name))
         except FileNotFoundError:
             continue  # removed meanwhile
         except Damaged as problem:
             damaged.append((name, str(problem)))
         else:
-            runs += [run] if run is not None else []
+            if run is not None:
+                runs.append(run if mine else _brief(run))
+    runs.reverse()
+    damaged.reverse()
     return Listing(tuple(sorted(runs, key=lambda run: run.started)), tuple(damaged), others)
+
+
+def _brief(run: Run) -> Run:
+    """With no more of its verdict than a row of the listing shows."""
+    if run.verdict is None:
+        return run
+    verdict = run.verdict
+    return replace(run, verdict=Verdict(verdict.status[:80], verdict.cause[:80], "", verdict.exit_code, verdict.rank))
 
 
 def all_runs(root: str) -> list[Run]:

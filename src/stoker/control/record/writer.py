@@ -51,11 +51,8 @@ class RunRecord:
         self._lost: dict[str, Lost] = {}
         root = os.path.dirname(run_dir)
         try:
-            if not ownership.is_mine(os.lstat(run_dir).st_uid, root) or os.path.islink(run_dir):
-                raise names.Refusal(
-                    f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name",
-                    names.EX_NOPERM,
-                )
+            # Held open to the end: another folder under the same name is not this run's.
+            self._folder = _open_own(run_dir)
             if reopened:
                 self._put_verdict_aside()
             self._events = os.open(os.path.join(run_dir, layout.EVENTS), _APPEND, 0o644)
@@ -119,7 +116,22 @@ class RunRecord:
     def say(self, line: str) -> None:
         self._append(self._console, redact.whole(line).encode("utf-8", "backslashreplace") + b"\n", layout.CONSOLE)
 
+    def _is_in_place(self) -> bool:
+        """Whether the run directory is still the one that this run began in."""
+        try:
+            return os.path.samestat(os.fstat(self._folder), os.lstat(self.dir))
+        except OSError:
+            return False
+
     def attempt(self, number: int) -> None:
+        """Its folder. Refused where ranks would find another run directory, and resume from what lies in that."""
+        if not self._is_in_place():
+            raise names.Refusal(
+                f"somebody moved or replaced the run directory {printable(self.dir)} while the run was going on: no"
+                " ranks are started there; start the run again with --runs-dir and a folder that is yours alone",
+                names.EX_CANTCREAT,
+                cause="launch.runs-dir",
+            )
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
         except OSError as problem:
@@ -172,6 +184,9 @@ class RunRecord:
         return gone
 
     def save(self, path: str, data: Any, durable: bool = True) -> None:
+        if not self._is_in_place():
+            self._lose(path, 1, OSError(errno.ESTALE, "the run directory was moved or replaced"))
+            return
         try:
             if isinstance(data, str):
                 handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -195,7 +210,7 @@ class RunRecord:
                 os.pwrite(self._reserve, data, 0)
                 os.ftruncate(self._reserve, len(data))
                 os.fsync(self._reserve)
-                os.rename(os.path.join(self.dir, layout.RESERVE), path)
+                os.rename(layout.RESERVE, layout.VERDICT, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError as problem:
                 self._lose(path, len(data), problem)
         self.event(
@@ -206,6 +221,21 @@ class RunRecord:
             exit_code=verdict.exit_code,
             summary=verdict.summary,
         )
+
+
+def _open_own(run_dir: str) -> int:
+    """A descriptor of a run directory that is a real folder and ours."""
+    try:
+        handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as problem:
+        if problem.errno not in (errno.ELOOP, errno.ENOTDIR):  # a link, a file
+            raise
+    else:
+        if ownership.is_mine(os.fstat(handle).st_uid, os.path.dirname(run_dir)):
+            return handle
+        os.close(handle)
+    line = f"the run directory {printable(run_dir)} is not a folder of yours; choose another with --name"
+    raise names.Refusal(line, names.EX_NOPERM)
 
 
 def _reserve(path: str) -> int:

@@ -341,13 +341,13 @@ def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     env = {name: value for name, value in env.items() if name not in OF_A_RANK}
     try:
         done = subprocess.run(
-            ["sbatch", "--parsable", path],
+            ["sbatch", "--parsable"],  # the script on stdin: what lies at `path` by now may be another one
+            input=script.text,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_SBATCH_S,
             check=False,
-            stdin=subprocess.DEVNULL,
             env={**env, **script.secrets},
         )
     except FileNotFoundError as problem:

@@ -86,10 +86,13 @@ entry(
 )
 entry(
     "launch.runs-dir",
-    "The run directory can't be written.",
-    seen="creating or writing below --runs-dir fails",
+    "The run directory can't be written, or is not safe from other users.",
+    seen=(
+        "creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the"
+        " run directory while the run was going on"
+    ),
     contradicts="a rank's own files: data.no-space, data.permission",
-    fix=("another folder: --runs-dir DIR, or $STOKER_RUNS",),
+    fix=("another folder, of your own: --runs-dir DIR, or $STOKER_RUNS",),
 )
 entry(
     "launch.no-space",

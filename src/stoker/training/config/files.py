@@ -29,7 +29,7 @@ def shipped() -> list[str]:
 def load(path: str) -> dict[str, Any]:
     """A file, or the name of a config that comes with Stoker."""
     where = f"config file {path}"
-    if path in shipped() and not os.path.exists(path):
+    if path in shipped():  # a file of that name, which anybody may have put here, is ./NAME
         path = os.path.join(_NAMED, f"{path}.yaml")
     try:
         text = read_text(path, _LONGEST)

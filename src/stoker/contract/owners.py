@@ -1,0 +1,86 @@
+"""Whose a file or folder is, and whether somebody else can change what is in it."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+_given: dict[str, int] = {}  # folder -> the uid of what we make there
+
+
+def is_mine(uid: int, folder: str) -> bool:
+    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a
+    file we make there shows it.
+    """
+    return uid == os.geteuid() or uid == _uid_given_in(folder)
+
+
+def is_trusted(uid: int, folder: str) -> bool:
+    """Ours or root's."""
+    return uid == 0 or is_mine(uid, folder)
+
+
+def _uid_given_in(folder: str) -> int:
+    folder = folder or "."
+    if folder not in _given:
+        import tempfile
+
+        _given[folder] = os.geteuid()
+        try:
+            with tempfile.TemporaryFile(dir=folder) as file:
+                _given[folder] = os.fstat(file.fileno()).st_uid
+        except OSError:
+            pass  # not ours to write in: nothing there is ours under another number
+    return _given[folder]
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return f"uid {uid}"
+
+
+def why_not_ours_alone(path: str, sticky: bool = False) -> str:
+    """Why another user can change what is at `path`: it belongs to them, or they may write there. Empty where only we
+    and root can. OSError: it is not there.
+
+    `sticky`: a folder in which others may make files of their own, and rename and remove only those, will do.
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    link, about = os.lstat(path), os.stat(path)
+    for uid in (link.st_uid, about.st_uid):  # a link that somebody else made leads where they like
+        if not is_trusted(uid, path if stat.S_ISDIR(about.st_mode) else folder):
+            return f"it belongs to {user_name(uid)}"
+    if sticky and about.st_mode & stat.S_ISVTX:
+        return ""
+    if about.st_mode & stat.S_IWOTH:
+        return "all users can write there" if stat.S_ISDIR(about.st_mode) else "all users can write it"
+    if about.st_mode & stat.S_IWGRP and not _is_own_group(about.st_gid):
+        return f"its group ({_group_name(about.st_gid)}) can write it"
+    return ""
+
+
+def _is_own_group(gid: int) -> bool:
+    """The group of root, or the one that many systems make for each user, with nobody else in it."""
+    import grp
+    import pwd
+
+    if gid == 0:
+        return True
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and gid == user.pw_gid and not set(group.gr_mem) - {user.pw_name}
+
+
+def _group_name(gid: int) -> str:
+    import grp
+
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return f"gid {gid}"
