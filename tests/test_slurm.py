@@ -597,7 +597,8 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
         ("a", "10.0.0.1", 2, True),
         ("b", "10.0.0.2", 1, False),
     ]
-    assert "--cpu-bind=none" in found.srun["b"] and "--nodelist=b" in found.srun["b"]
+    step = found.transports["b"].python(found.hosts[1], found, ["-V"])
+    assert "--cpu-bind=none" in step and "--nodelist=b" in step and step[-2:] == [sys.executable, "-V"]
 
 
 def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
