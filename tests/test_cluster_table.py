@@ -15,12 +15,11 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.control.cluster import between, table
 from stoker.control.cluster.check import doctor_findings
-from stoker.control.cluster.envblock import keep, with_env
 from stoker.control.cluster.facts import Facts, OneHost, Pair, Reduce
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.path import Hole
 from stoker.control.cluster.price import parse_count, prices, sentence
-from stoker.control.cluster.tune import Trial, candidates
+from stoker.control.cluster.tune import Trial, candidates, keep, with_env
 from stoker.control.doctor.check import exit_code
 from stoker.control.machine.facts import Examination, Torch, examination_from_json
 

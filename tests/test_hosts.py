@@ -16,7 +16,7 @@ import pytest
 from conftest import Stoker, machine_json, wait_for
 from netcluster import NetCluster
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_USAGE, Refusal
-from stoker.control.cluster import bundle, copying, hosts, init, ssh_words, transport
+from stoker.control.cluster import agentzip, copying, hosts, init, ssh
 
 
 def _file(tmp_path: Path, text: str, name: str = "cluster.yaml") -> str:
@@ -204,15 +204,13 @@ def test_files_it_names_must_be_there(tmp_path: Path) -> None:
 def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
     words = ["printf", "%s\\0", "it's", "$(id)", "~/x", "a b", "new\nline", '"', "`id`", "!!", "\\", ""]
     for shell in ("sh", "bash", "dash"):
-        out = subprocess.run(
-            [shell, "-c", transport.remote_line(words)], capture_output=True, text=True, check=True
-        ).stdout
+        out = subprocess.run([shell, "-c", ssh.remote_line(words)], capture_output=True, text=True, check=True).stdout
         assert out.split("\0")[:-1] == words[2:]
     program = tmp_path / "my venv's" / "run it"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho ran $1\n")
     program.chmod(0o755)
-    line = transport.remote_line(["~/my venv's/run it", "~/x"])
+    line = ssh.remote_line(["~/my venv's/run it", "~/x"])
     assert (
         subprocess.run(
             ["sh", "-c", line],
@@ -226,16 +224,16 @@ def test_words_arrive_as_they_are_through_any_shell(tmp_path: Path) -> None:
 
 
 def test_the_agents_first_line_has_nothing_a_shell_acts_on() -> None:
-    line = bundle.unpack()
+    line = agentzip.unpack()
     assert "\n" not in line and not set(line) & set('!\\$`"') and compile(line, "unpack", "exec")
 
 
 def test_ssh_is_given_what_was_told_and_ours_comes_last(tmp_path: Path) -> None:
     (tmp_path / "k").write_text("")
     read = hosts.read(_file(tmp_path, "hosts: [{host: b, user: u, port: 7, identity: k}]"), ("-oConnectTimeout=99",))
-    argv = transport.ssh_command(read.hosts[0], read, ["true"])
+    argv = ssh.ssh_command(read.hosts[0], read, ["true"])
     assert argv[-3:] == ["--", "b", "true"] and argv.index("-oConnectTimeout=99") < argv.index(
-        f"-oConnectTimeout={transport.CONNECT_S}"
+        f"-oConnectTimeout={ssh.CONNECT_S}"
     )
     asked = subprocess.run(
         [argv[0], "-G", *argv[1:-2], "b"], capture_output=True, text=True, check=True
@@ -261,7 +259,7 @@ def test_one_connection_serves_every_command_of_a_host(netcluster: NetCluster) -
     for words in (["sh", "-c", "echo $SSH_CONNECTION"], ["echo", "it's $(id)"], ["sh", "-c", "echo $SSH_CONNECTION"]):
         seen.append(
             subprocess.run(
-                transport.ssh_command(read.hosts[1], read, words), capture_output=True, text=True, check=True
+                ssh.ssh_command(read.hosts[1], read, words), capture_output=True, text=True, check=True
             ).stdout.strip()
         )
     assert seen[0] == seen[2] and netcluster.hosts[1].address in seen[0] and seen[1] == "it's $(id)"
@@ -279,9 +277,9 @@ def test_a_folder_for_connections_that_is_not_ours_alone_is_not_used(
         folder = tmp_path / name
         if name == "open":
             folder.mkdir(mode=0o755)
-        monkeypatch.setattr(transport, "_sockets", lambda folder=folder: str(folder))
-        assert transport.unshared() == (f"{folder} {says}" if says else "")
-        assert ("-oControlPath=none" in transport.ssh_command(read.hosts[0], read, ["true"])) == bool(says)
+        monkeypatch.setattr(ssh, "_sockets", lambda folder=folder: str(folder))
+        assert ssh.unshared() == (f"{folder} {says}" if says else "")
+        assert ("-oControlPath=none" in ssh.ssh_command(read.hosts[0], read, ["true"])) == bool(says)
 
 
 def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: Path) -> None:
@@ -295,9 +293,7 @@ def test_banners_and_chatty_shells_do_no_harm(netcluster: NetCluster, tmp_path: 
     copying.sync(hosts.read(str(netcluster.file((1,)))), str(tmp_path / "src"), lambda line: None)
     assert (host.workdir / "a.py").read_text() == "1"
     read = hosts.read(str(netcluster.file((1,))))
-    said = subprocess.run(
-        transport.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True
-    )
+    said = subprocess.run(ssh.ssh_command(read.hosts[0], read, ["true"]), capture_output=True, text=True, check=True)
     assert "Welcome" in said.stdout, "the shell there is chatty"
 
 
@@ -310,7 +306,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
     netcluster.block(None, 1, "22")
     read = hosts.from_mapping({"ssh_config": str(config), "hosts": ["far"]}, str(netcluster.folder / "c.yaml"))
     done = subprocess.run(
-        transport.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]),
+        ssh.ssh_command(read.hosts[0], read, ["sh", "-c", "echo $SSH_CONNECTION"]),
         capture_output=True,
         text=True,
         check=True,
@@ -345,9 +341,9 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
         ("motd\nsh: 1: python3: not found\n", 127, "no Python: python3 is not there"),
         ("zsh:1: no such file or directory: /no/py\n", 127, "no Python: /no/py is not there"),
         ("bash: line 1: /etc: Is a directory\n", 126, "no Python: /etc can't be executed there"),
-        (f"banner\n{bundle.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
+        (f"banner\n{agentzip.TOO_OLD} 3.6\n", 1, "its Python is 3.6, too old; name a Python of 3.10 or later"),
         ("Unknown option: -I\nusage: python [option] ...\n", 2, "its Python is too old"),
-        (f"{bundle.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
+        (f"{agentzip.NOT_WRITTEN} /h/.cache: No space left on device\n", 1, "the agent's files can't be written there: /h/.cache: No space left on device; make room"),
         ("This account is currently not available.\n", 1, "its user may not log in"),
         ("a\nsomething odd\n", 3, "something odd (exit code 3)"),
         ("", 255, "it said nothing (exit code 255)"),
@@ -355,7 +351,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
     ],
 )  # fmt: skip
 def test_what_ssh_said_becomes_one_line(said: str, code: int | None, line: str) -> None:
-    told = ssh_words.explain("b", said, code)
+    told = ssh.explain("b", said, code)
     assert told.startswith(f"host b: {line}") and "\n" not in told
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from stoker.control.launch.lines import LineCutter, LogLines
+from stoker.control.launch.console import LineCutter, LogLines
 
 
 def cut(data: bytes, sizes: random.Random | None = None) -> bytes:

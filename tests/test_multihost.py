@@ -377,7 +377,7 @@ def route(*ways: tuple[str, str | None], reached: str | None = None) -> dict[str
 def test_addresses_and_interfaces_are_found_without_names() -> None:
     from stoker.contract.names import Refusal
     from stoker.control.cluster.hosts import Host
-    from stoker.control.launch import addresses
+    from stoker.control.launch import network
 
     hosts = [
         Host("here", "localhost", here=True),
@@ -385,14 +385,14 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
         Host("alias", "alias"),
         Host("told", "told", "10.0.0.4", interface="ib0"),
     ]
-    known = addresses.known(hosts)
+    known = network.known(hosts)
     assert known == {"10.0.0.2": "10.0.0.2", "told": "10.0.0.4"}, "a name is no address, and loopback none for others"
-    known = addresses.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
+    known = network.reached({"alias": route(reached="10.0.0.3"), "here": route()}, known)
     answers = {host.name: route(*((to, "eth0") for to in known.values())) for host in hosts}
-    whole = addresses.complete(hosts, answers, known)
+    whole = network.complete(hosts, answers, known)
     assert whole == {**known, "alias": "10.0.0.3", "here": "10.0.0.9"}
     answers = {host.name: route(*((to, "eth0") for to in whole.values())) for host in hosts}
-    assert addresses.interfaces(hosts, answers, whole) == {
+    assert network.interfaces(hosts, answers, whole) == {
         "here": "eth0",
         "10.0.0.2": "eth0",
         "alias": "eth0",
@@ -400,7 +400,7 @@ def test_addresses_and_interfaces_are_found_without_names() -> None:
     }
     answers["alias"] = route(("10.0.0.9", None))
     with pytest.raises(Refusal, match=r"alias has no way to 10.0.0.9 \(No route to host\)"):
-        addresses.interfaces(hosts, answers, whole)
+        network.interfaces(hosts, answers, whole)
 
 
 def test_one_machine_under_two_names_is_refused(stoker: Stoker, netcluster: NetCluster) -> None:

@@ -15,10 +15,24 @@ from conftest import Stoker, gpu_json, machine_json, wait_for
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.options import RunOptions
-from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.restarts import CAN_HALVE, Restarts
+from stoker.control.launch.plan import Role, RunPlan
+from stoker.control.launch.restarts import CAN_HALVE, Again, Restarts
 
-PLAN = RunPlan((), (), ("",), False, True, False, {}, (), {})
+
+def plan_with(max_restarts: int) -> RunPlan:
+    return RunPlan((), (Role("default", (), 2, True, max_restarts),), ("",), False, False, {}, (), {})
+
+
+class Policy:
+    """Of a job with one role."""
+
+    def __init__(self, max_restarts: int = 0, debug_retry: bool = False) -> None:
+        self._restarts = Restarts(RunOptions(debug_retry=debug_retry))
+        self._plan = plan_with(max_restarts)
+
+    def decide(self, verdict: Verdict, attempt: Attempt, lived_s: float) -> tuple[Verdict, Again | None]:
+        attempt.plan = self._plan
+        return self._restarts.decide(verdict, attempt, lived_s)
 
 
 def failure(cause: str, retryable: bool = True, rank: int | None = 1) -> Verdict:
@@ -26,7 +40,7 @@ def failure(cause: str, retryable: bool = True, rank: int | None = 1) -> Verdict
 
 
 def attempt(line: int = 1, steps: int = 20, can: tuple[str, ...] = ()) -> Attempt:
-    made = Attempt(0, PLAN)
+    made = Attempt(0, plan_with(0))
     made.ends[1] = RankEnd(1, "", "CPU1", 7, 1, 0.0, error=RankError("ValueError", "x", "train.py", line), steps=steps)
     made.steps = {1: steps}
     made.can.update(can)
@@ -34,18 +48,18 @@ def attempt(line: int = 1, steps: int = 20, can: tuple[str, ...] = ()) -> Attemp
 
 
 def test_only_what_is_retryable_and_only_so_often() -> None:
-    restarts = Restarts(RunOptions(max_restarts=2))
+    restarts = Policy(max_restarts=2)
     assert restarts.decide(failure("env.import", retryable=False), attempt(), 5)[1] is None
     for n in (1, 2):
         again = restarts.decide(failure("rank.killed"), attempt(), 5)[1]
         assert again is not None and f"({n} of 2)" in again.line and again.wait_s == 0.0
     assert restarts.decide(failure("rank.killed"), attempt(), 5)[1] is None
-    assert Restarts(RunOptions()).decide(failure("rank.killed"), attempt(), 5)[1] is None, "none unless asked for"
+    assert Policy().decide(failure("rank.killed"), attempt(), 5)[1] is None, "none unless asked for"
     assert restarts.decide(Verdict("completed", "completed", "", 0), attempt(), 5)[1] is None
 
 
 def test_the_same_place_twice_is_deterministic_another_place_is_not() -> None:
-    restarts = Restarts(RunOptions(max_restarts=9))
+    restarts = Policy(max_restarts=9)
     assert restarts.decide(failure("rank.exception"), attempt(line=1), 5)[1] is not None
     assert restarts.decide(failure("rank.exception"), attempt(line=2), 5)[1] is not None
     verdict, again = restarts.decide(failure("rank.exception"), attempt(line=2), 5)
@@ -53,7 +67,7 @@ def test_the_same_place_twice_is_deterministic_another_place_is_not() -> None:
 
 
 def test_back_off_is_for_crash_loops() -> None:
-    restarts = Restarts(RunOptions(max_restarts=20))
+    restarts = Policy(max_restarts=20)
     nowhere = [restarts.decide(failure("rank.killed"), attempt(steps=0), 1)[1] for _ in range(8)]
     assert [one.wait_s for one in nowhere if one] == [0, 1, 2, 4, 8, 16, 30, 30]
     somewhere = restarts.decide(failure("rank.killed"), attempt(steps=50), 1)[1]
@@ -61,7 +75,7 @@ def test_back_off_is_for_crash_loops() -> None:
 
 
 def test_busy_is_waited_out_once_and_its_card_is_probed() -> None:
-    restarts = Restarts(RunOptions(max_restarts=5))
+    restarts = Policy(max_restarts=5)
     again = restarts.decide(failure("gpu.busy"), attempt(), 2)[1]
     assert again is not None and again.wait_s == 10 and again.probe
     verdict, again = restarts.decide(failure("gpu.busy"), attempt(), 2)
@@ -69,19 +83,19 @@ def test_busy_is_waited_out_once_and_its_card_is_probed() -> None:
 
 
 def test_blocking_launches_once_and_never_after() -> None:
-    restarts = Restarts(RunOptions(max_restarts=1, debug_retry=True))
+    restarts = Policy(max_restarts=1, debug_retry=True)
     again = restarts.decide(failure("gpu.assert", retryable=False), attempt(), 5)[1]
     assert again is not None and dict(again.env) == {"CUDA_LAUNCH_BLOCKING": "1"}
     verdict, last = restarts.decide(failure("gpu.assert", retryable=False), attempt(), 5)
     assert last is None and any("true one" in line for line in verdict.evidence)
-    other = Restarts(RunOptions(max_restarts=2, debug_retry=True))
+    other = Policy(max_restarts=2, debug_retry=True)
     other.decide(failure("gpu.illegal-access"), attempt(), 5)
     after = other.decide(failure("rank.killed"), attempt(), 5)[1]
     assert after is not None and after.env == (), "the variable never stays on"
 
 
 def test_out_of_gpu_memory_halves_the_micro_batch_of_who_can() -> None:
-    restarts = Restarts(RunOptions())
+    restarts = Policy()
     assert restarts.decide(failure("oom.gpu", retryable=False), attempt(), 5)[1] is None, "a script of the user's can't"
     halved = [restarts.decide(failure("oom.gpu", retryable=False), attempt(can=(CAN_HALVE,)), 5)[1] for _ in range(7)]
     assert [dict(one.env)["STOKER_MICRO_BATCH_HALVINGS"] for one in halved if one] == ["1", "2", "3", "4", "5", "6"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
+import stoker as package
 from conftest import Done, Stoker, forget_verdict, tagged, wait_for
 from slurmcluster import SlurmCluster
-from stoker.contract.job import Job
 from stoker.contract.names import Refusal
 from stoker.contract.process import process
 from stoker.contract.shapes import Verdict
-from stoker.control.cluster import slurm as engine
-from stoker.control.cluster import slurmjob
-from stoker.control.cluster.submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
+from stoker.contract.slurmjob import Job
 from stoker.control.machine.origin import Origin
+from stoker.control.scheduler import slurm as engine
+from stoker.control.scheduler import slurm_jobs
+from stoker.control.scheduler.slurm_submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
 from stoker.control.verdict import slurm as words
 
 ALL_REDUCE = """
@@ -543,7 +545,7 @@ def test_the_words_slurm_uses_are_read() -> None:
     }
     assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
-    job = slurmjob.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
+    job = slurm_jobs.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == Job("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
@@ -595,7 +597,8 @@ def test_who_asks_decides_whether_the_whole_job_is_meant(
         ("a", "10.0.0.1", 2, True),
         ("b", "10.0.0.2", 1, False),
     ]
-    assert "--cpu-bind=none" in found.srun["b"] and "--nodelist=b" in found.srun["b"]
+    step = found.transports["b"].python(found.hosts[1], found, ["-V"])
+    assert "--cpu-bind=none" in step and "--nodelist=b" in step and step[-2:] == [sys.executable, "-V"]
 
 
 def test_a_step_of_many_tasks_is_not_a_run_each() -> None:
@@ -630,3 +633,28 @@ def test_a_job_back_in_the_queue_says_so() -> None:
         Verdict("stopped", "launch.stopped", "stopped by SIGTERM", 143), Job("12", "PENDING", "BeginTime", restarts=1)
     )
     assert told.cause == "slurm.requeued" and told.retryable and "waits in the queue again (BeginTime)" in told.summary
+
+
+# ---- the scheduler's own files ----
+
+
+def test_slurm_is_named_in_its_own_files_only() -> None:
+    """Adding a scheduler touches its own files and one line of contract/schedulers.py."""
+    allowed = {
+        "contract/schedulers.py": "the line that makes it known",
+        "contract/slurmjob.py": "its job, as it describes it",
+        "control/scheduler/slurm.py": "its allocation, and the transport srun",
+        "control/scheduler/slurm_jobs.py": "asks it for a job",
+        "control/scheduler/slurm_runs.py": "follows a job and the runs in it",
+        "control/scheduler/slurm_submit.py": "its job script, and handing that to sbatch",
+        "control/verdict/slurm.py": "its causes",
+        "cli/submit.py": "the command for it: help texts, and sbatch's options",
+        "cli/main.py": "the help text of that command",
+    }
+    root = Path(package.__file__).parent
+    named = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if re.search("slurm|srun|sbatch", path.read_text(), re.IGNORECASE)
+    }
+    assert named == set(allowed)

@@ -24,14 +24,14 @@ from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shapes import RankEnd, RankError, Verdict
 from stoker.control.cluster import copying, transport
-from stoker.control.launch import following, rendezvous
+from stoker.control.launch import rendezvous, supervision
+from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.attempts import Attempts
-from stoker.control.launch.following import Following
+from stoker.control.launch.live import LiveRun
 from stoker.control.launch.members import Member, Members
-from stoker.control.launch.muster import Muster
+from stoker.control.launch.membership import Membership
 from stoker.control.launch.nodes import Meeting, Nodes
-from stoker.control.launch.several import Several
+from stoker.control.launch.supervision import Supervision
 
 # ---- the agent ----
 
@@ -89,7 +89,7 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = Members([Member(transport._start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
+    members = Members([Member(transport.start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:
@@ -196,7 +196,7 @@ def test_an_echo_does_not_wait_for_ever_for_a_look_that_nobody_answers() -> None
 
 
 def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(following, "UNKILLABLE_S", 0.3)
+    monkeypatch.setattr(supervision, "UNKILLABLE_S", 0.3)
     attempt = Attempt(0, plan_of(2, ""))
     attempt.begin_watch(300.0)
     attempt.up = {0: 41, 1: 42}
@@ -205,11 +205,16 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
     options = SimpleNamespace(
         grace=0.0, shutdown_timeout=None, stop_after_steps=None, quiet=True, hang_timeout=0.0, dump_stacks=None
     )
-    muster = SimpleNamespace(members=members, options=options, by_name={})
-    record, output = SimpleNamespace(dir=".", event=lambda *a, **k: None), SimpleNamespace(settle=lambda record: None)
-    one = Following(
-        attempt, cast(Any, muster), cast(Any, record), cast(Any, output), [signal.SIGTERM], said.append, None
+    run = SimpleNamespace(
+        agents=SimpleNamespace(members=members, by_name={}),
+        membership=None,
+        options=options,
+        record=SimpleNamespace(dir=".", event=lambda *a, **k: None),
+        output=SimpleNamespace(settle=lambda record: None),
+        say=said.append,
+        signals=SimpleNamespace(take=iter([signal.SIGTERM, *[0] * 10_000]).__next__),
     )
+    one = Supervision(cast(Any, run), attempt)
     attempt.unwatched = True
     one.follow()
     assert attempt.ends.keys() == {0, 1} and all(end.code is None and end.ours for end in attempt.ends.values())
@@ -220,7 +225,7 @@ def test_a_rank_that_can_not_be_killed_is_named_and_not_waited_for(monkeypatch: 
 
 
 def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() -> None:
-    class Membership:
+    class Members:
         enough = True
         here = "2 of 2 hosts"
 
@@ -234,32 +239,32 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
             self.sent.append(why)
             self.joined = []
 
-    membership = Membership()
+    membership = Members()
 
-    def plan_again(plan: Any) -> Any:
+    def plan_again(argv: Any) -> Any:
         if membership.joined:
             raise Refusal("host b: the NVIDIA driver is not loaded", EX_UNAVAILABLE)
         return plan
 
-    attempts = Attempts.__new__(Attempts)
-    attempts._several = cast(Any, SimpleNamespace(membership=membership, plan_again=plan_again))
-    attempts._output = cast(Any, SimpleNamespace(replan=lambda plan: None))
-    attempts._say = lambda line: None
-    attempts.equip = lambda plan, place: None  # type: ignore[method-assign]
-    attempts.reserve = lambda plan: plan  # type: ignore[method-assign]
-    plan, verdict = Verdict("failed", "launch.regroup", "", 70), SimpleNamespace(lines=())
-    assert attempts._with_those_there(cast(Any, verdict), cast(Any, None), plan) == (verdict, None)
+    live = LiveRun.__new__(LiveRun)
+    live.membership, live.network = cast(Any, membership), cast(Any, SimpleNamespace(find_ways=lambda: None))
+    live.planner = cast(Any, SimpleNamespace(plan_again=plan_again))
+    live.output = cast(Any, SimpleNamespace(replan=lambda plan: None))
+    live.say = lambda line: None
+    live.equip = lambda plan, place: None  # type: ignore[method-assign]
+    live.reserve = lambda plan: plan  # type: ignore[method-assign]
+    plan, verdict = cast(Any, SimpleNamespace(lines=(), argv=())), Verdict("failed", "launch.regroup", "", 70)
+    assert live._with_those_there(plan, cast(Any, None), verdict) == (plan, None)
     assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
 
 
 @pytest.mark.parametrize(("least", "says"), [(None, "without --min-hosts all are needed"), (3, "--min-hosts is 3")])
 def test_too_few_hosts_are_said_by_what_was_asked_for(least: int | None, says: str) -> None:
-    several = Several.__new__(Several)
-    several._muster = cast(
-        Any, SimpleNamespace(options=SimpleNamespace(min_hosts=least), by_name={"a": 1, "b": 1, "c": 1})
-    )
-    several.membership = cast(Any, SimpleNamespace(here="2 of 3 hosts", lost={"b": SimpleNamespace(why="silent")}))
-    verdict = several.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
+    membership = Membership.__new__(Membership)
+    membership._least, membership._order = cast(Any, least), ["a", "b", "c"]
+    membership._members = cast(Any, SimpleNamespace(all=[1, 2]))
+    membership.lost = {"b": cast(Any, SimpleNamespace(why="silent"))}
+    verdict = membership.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
     assert verdict.summary == f"host b is lost: silent; 2 of 3 hosts left, and {says}"
 
 
@@ -390,11 +395,11 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
     first.say = lambda order: first.answers.update(
         refused={"line": "the agent could not reserve: Address family not supported by protocol", "code": 71}
     )
-    muster = Muster.__new__(Muster)
-    muster.by_name, muster._signals = {}, []
-    muster.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
+    agents = Agents.__new__(Agents)
+    agents.by_name, agents._signals = {}, cast(Any, SimpleNamespace(take=lambda: 0))
+    agents.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
     with pytest.raises(Refusal, match="did not reserve a port: the agent could not reserve: Address family"):
-        muster.reserve("::1", 29500)
+        agents.reserve("::1", 29500)
 
 
 # ---- the training loop ----

@@ -23,10 +23,9 @@ from stoker.contract.settings import suggest
 from stoker.contract.shape import options_of
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
-from stoker.control.launch import byvalue
 from stoker.control.launch.ladder import flag_words
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
-from stoker.control.rank import call
+from stoker.control.rank import byvalue, call
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 

@@ -18,7 +18,7 @@ from test_fuzz import ROUNDS, bent, refused_or_fine
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.wholefile import WholeFile, write_json, write_whole
-from stoker.control.launch.about import notify
+from stoker.control.launch.description import notify
 from stoker.training.checkpoint.manifest import Sums
 from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading

@@ -20,7 +20,7 @@ from stoker.cli.main import main
 from stoker.contract import terminal
 from stoker.contract.names import Refusal
 from stoker.contract.untrusted import json_text, printable, printable_lines
-from stoker.control.cluster import init, ssh_words
+from stoker.control.cluster import init, ssh
 from stoker.control.doctor.debris import Lock
 from stoker.control.launch.console import Console
 
@@ -271,10 +271,10 @@ def test_a_rank_may_write_anything_as_its_error_file(stoker: Stoker) -> None:
 
 
 def test_a_banner_of_ssh_is_quoted_safely() -> None:
-    check_text(printable(ssh_words.explain("a", f"Permission denied ({EVIL})", 255)))
+    check_text(printable(ssh.explain("a", f"Permission denied ({EVIL})", 255)))
     reader, writer = os.pipe()
     console = Console(writer, writer)
-    console.say(2, ssh_words.explain("a", EVIL.rpartition("\n")[0], 255))
+    console.say(2, ssh.explain("a", EVIL.rpartition("\n")[0], 255))
     console.put(2, b"theirs \x1b[1m\n")
     console.close()
     os.close(writer)

@@ -17,9 +17,9 @@ import pytest
 from conftest import Stoker, gpu_json, wait_for
 from localuser import ATTACKER, VICTIM, do_as, needs_root, start_as, wait
 from stoker.control.agent import kernel
-from stoker.control.agent.locks import GpuLocks, held
+from stoker.control.agent.reservations import GpuLocks, held
 from stoker.control.doctor import debris
-from stoker.control.launch.muster import Muster  # noqa: F401  all that a child of another user needs is imported here
+from stoker.control.launch.live import LiveRun  # noqa: F401  all that a child of another user needs is imported here
 from stoker.control.machine import lockfiles
 
 UUID = gpu_json(0)["uuid"]

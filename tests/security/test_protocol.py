@@ -17,7 +17,7 @@ import pytest
 from conftest import Stoker
 from stoker.contract import messages, protocol, typed
 from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode
-from stoker.control.cluster.answers import fitting, read_answer, read_word
+from stoker.control.cluster.asking import fitting, read_answer, read_word
 from stoker.control.launch.attempt import read_around, read_error
 from stoker.control.machine.facts import examination_from_json
 from stoker.control.machine.model import machine_from_json

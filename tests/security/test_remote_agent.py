@@ -21,8 +21,8 @@ from conftest import Done, Stoker
 from localuser import ATTACKER, do_as, needs_root
 from stoker.contract import protocol
 from stoker.control.agent.receiving import Receiver, Refused, serve
-from stoker.control.cluster import bundle, copying, transport
-from stoker.control.cluster.ssh_words import explain
+from stoker.control.cluster import agentzip, copying, ssh
+from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes, sha256_of
 
 SSH = """#!/bin/sh
@@ -172,12 +172,19 @@ def test_a_folder_that_others_can_write_to_is_closed(far: Callable[..., Done], h
     "change", [lambda data: data[:-1], lambda data: data[:1000] + b"x" + data[1001:], lambda data: b""]
 )
 def test_what_did_not_arrive_whole_does_not_run(home: Path, change: Callable[[bytes], bytes]) -> None:
-    packed = bundle.pack()
-    argv = [sys.executable, "-I", "-S", "-c", bundle.unpack("stoker.control.agent.receiving"), bundle.announced(packed)]
+    packed = agentzip.pack()
+    argv = [
+        sys.executable,
+        "-I",
+        "-S",
+        "-c",
+        agentzip.unpack("stoker.control.agent.receiving"),
+        agentzip.announced(packed),
+    ]
     done = subprocess.run(
         argv, input=change(packed), env={"HOME": str(home)}, capture_output=True, timeout=30, check=False
     )
-    assert done.returncode == 1 and bundle.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
+    assert done.returncode == 1 and agentzip.DAMAGED in done.stderr.decode() and not (home / ".cache").exists()
     assert "did not arrive whole" in explain("far", done.stderr.decode(), 1)
 
 
@@ -239,7 +246,7 @@ def test_a_folder_for_connections_that_is_not_ours_is_not_used(
 ) -> None:
     needs_root()
     place = public / "sockets"
-    monkeypatch.setattr(transport, "_sockets", lambda: str(place))
+    monkeypatch.setattr(ssh, "_sockets", lambda: str(place))
     (public / "target").mkdir(mode=0o700)
 
     def plant() -> None:
@@ -255,7 +262,7 @@ def test_a_folder_for_connections_that_is_not_ours_is_not_used(
     do_as(0 if kind == "open" else ATTACKER, plant)
     if kind == "open":
         place.chmod(0o777)
-    assert transport.unshared() and transport._shared() == ["-oControlMaster=no", "-oControlPath=none"]
+    assert ssh.unshared() and ssh._shared() == ["-oControlMaster=no", "-oControlPath=none"]
 
 
 # ---- copies: the far end ----
@@ -413,8 +420,8 @@ def test_a_host_that_answers_nonsense_gets_nothing_and_ends_nothing(
     says.write_bytes(protocol.SENTINEL + answer)
     heard = tmp_path / "heard"
     monkeypatch.setattr(
-        transport,
-        "python_command",
+        ssh,
+        "ssh_command",
         lambda *_: ["sh", "-c", f"cat {shlex.quote(str(says))}; cat > {shlex.quote(str(heard))}"],
     )
     from stoker.control.cluster.hosts import from_mapping

@@ -20,12 +20,12 @@ from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout, redact
 from stoker.contract.shapes import Verdict
 from stoker.contract.yamltext import NotYaml, parse_yaml
-from stoker.control.agent.locks import GpuLocks
-from stoker.control.launch.about import git_revision
+from stoker.control.agent.reservations import GpuLocks
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.errorfile import tell_launcher
-from stoker.control.launch.hearing import Hearing
+from stoker.control.launch.description import git_revision
 from stoker.control.launch.options import RunOptions
+from stoker.control.launch.reports import Reports
+from stoker.control.launch.torchfiles import tell_launcher
 from stoker.control.record.writer import RunRecord
 from stoker.control.watch.numbers import Losses
 
@@ -67,7 +67,7 @@ def test_many_beginnings_of_private_keys_are_read_once(piece: str) -> None:
 def test_a_named_pipe_as_head_does_not_hold_the_launcher_up(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     os.mkfifo(tmp_path / ".git" / "HEAD")
-    code = f"from stoker.control.launch.about import git_revision; print(git_revision({str(tmp_path)!r}))"
+    code = f"from stoker.control.launch.description import git_revision; print(git_revision({str(tmp_path)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout == "None\n", done.stderr
 
@@ -182,11 +182,12 @@ def test_a_host_that_repeats_itself_fills_no_memory() -> None:
     attempt.watch.groups(";".join(f"{number}{'x' * 1000}=*" for number in range(20_000)))
     assert sum(map(len, attempt.watch._members)) < 10_000_000
     record = SimpleNamespace(event=lambda kind, **more: None)
-    hearing = Hearing(attempt, record, None, RunOptions(), lambda line: None, lambda: None)  # type: ignore[arg-type]
+    run = SimpleNamespace(record=record, output=None, options=RunOptions(), say=lambda line: None)
+    reports = Reports(run, attempt)  # type: ignore[arg-type]
     for number in range(3000):
-        hearing.hear("evil", {"is": "unstarted", "rank": 0, "text": "x"}, b"")
-        hearing.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
-        hearing.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
+        reports.hear("evil", {"is": "unstarted", "rank": 0, "text": "x"}, b"")
+        reports.hear("evil", {"is": "mark", "rank": 0, "name": f"{number}{'x' * 10_000}"}, b"")
+        reports.hear("evil", {"is": "mark", "rank": 0, "name": str(number)}, b"")
     assert len(attempt.trouble) < 10 and len(attempt.can) <= 1000 and max(map(len, attempt.can)) <= 200
 
 

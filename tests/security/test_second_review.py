@@ -21,10 +21,11 @@ from stoker.contract import checkpoints, untrusted
 from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net, probe_ready
 from stoker.control.agent import receiving as receiving_end
-from stoker.control.cluster import listing, submit
+from stoker.control.cluster import listing
 from stoker.control.launch import rendezvous
 from stoker.control.launch.nodes import Meeting
 from stoker.control.machine import processes
+from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.config import files
 from stoker.training.data import digests
 

@@ -279,7 +279,7 @@ def test_another_user_reads_nothing_until_the_owner_says_so(stoker: Stoker, umas
 
 
 def test_folders_of_speedruns_and_jobs_are_private(tmp_path: Path) -> None:
-    from stoker.control.cluster import submit
+    from stoker.control.scheduler import slurm_submit as submit
     from stoker.speedrun import state
 
     before = os.umask(0)

@@ -18,9 +18,9 @@ import stoker as package
 from conftest import Stoker, wait_for
 from stoker.contract import names
 from stoker.contract.process import process, send
-from stoker.control.agent.takeover import take_over
-from stoker.control.cluster import submit
+from stoker.control.agent.sweep import take_over
 from stoker.control.machine import origin, processes
+from stoker.control.scheduler import slurm_submit as submit
 
 Start = Callable[..., subprocess.Popen[bytes]]
 ROOT_ONLY = pytest.mark.skipif(os.getuid() != 0, reason="another user's processes and files need root to make")
@@ -474,16 +474,9 @@ def test_another_users_process_is_not_signalled(start: Start) -> None:
 
 
 def test_every_place_that_signals_is_known() -> None:
-    """All signals go through contract/process.py, but for our own children that nobody has waited for, and ourselves."""
+    """All signals to others go through contract/process.py."""
     known = {
-        "contract/process.py": 1,  # send
-        "control/agent/guardian.py": 1,  # its child, the agent
-        "control/agent/sweep.py": 1,  # a rank's group: its leader is our child, alive or not waited for
-        "control/doctor/leftovers.py": 1,  # its child that asks NVML
-        "control/launch/imports.py": 1,  # its child's group
-        "control/launch/ladder.py": 1,  # itself
-        "control/launch/members.py": 2,  # its children: ssh and srun
-        "control/launch/muster.py": 1,  # itself
+        "contract/process.py": 2,  # by pidfd; a child's group
         "training/loop/steps.py": 1,  # itself
         "training/model/hf_write.py": 1,  # signal 0: is it there?
         "training/rl/steps.py": 1,  # itself

@@ -10,7 +10,7 @@ import time
 from stoker.contract import layout
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import open_regular
-from stoker.control.launch.lines import LineCutter
+from stoker.control.launch.console import LineCutter
 from stoker.control.record import follow, reader
 
 

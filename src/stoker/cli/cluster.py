@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any
 
+from stoker.contract import schedulers
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
@@ -79,7 +80,7 @@ def check_parser() -> Parser:
         "--hosts",
         default="",
         metavar="HOSTS",
-        help="a hosts file, or a,b,c (default: the nodes of the Slurm job we are in)",
+        help="a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)",
     )
     made.add_argument(
         "--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts"
@@ -132,14 +133,16 @@ def _count(text: str) -> float:
 
 
 def _hosts(told: argparse.Namespace) -> Hosts:
-    if not told.hosts and os.environ.get("SLURM_JOB_ID"):  # as `stoker run` does
-        from stoker.control.cluster import slurm
+    scheduler = schedulers.found(os.environ)
+    if not told.hosts and scheduler is not None:  # as `stoker run` does
+        from stoker.control.scheduler import engine
 
-        given = slurm.allocation(os.environ)
+        given = engine(scheduler).allocation(os.environ)
         if given is not None:
             if told.tune:
                 raise Refusal(
-                    "--tune keeps what helps in a hosts file, and a Slurm job has none: --hosts names one", EX_USAGE
+                    f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none: --hosts names one",
+                    EX_USAGE,
                 )
             return given
     if not told.hosts:
@@ -163,7 +166,7 @@ def check(argv: list[str]) -> int:
     hosts = _hosts(told)
     from stoker.control.cluster import between
     from stoker.control.cluster.check import Asked, Checking, doctor_findings
-    from stoker.control.cluster.weights import parameters
+    from stoker.control.cluster.price import parameters
     from stoker.control.doctor.check import exit_code
     from stoker.control.launch.members import Member, Members
 

@@ -8,7 +8,7 @@ import shlex
 from stoker.contract import layout
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import printable
-from stoker.control.launch.stopping import ask_to_detach
+from stoker.control.launch.signals import ask_to_detach
 from stoker.control.record import reader
 
 

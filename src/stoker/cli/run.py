@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 
-from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract import schedulers
+from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request, how_to_run
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from stoker.control.cluster.hosts import Hosts
+
 
 _SEVERAL = {
     "hosts",
@@ -108,9 +110,7 @@ def parse(argv: list[str]) -> Request:
     told, script, args = split(argv)
     layers = [from_torchrun_environment(os.environ), told]
     if told.get("config"):
-        from stoker.cli import configfile
-
-        layers.insert(0, configfile.read(RunOptions, told["config"]))
+        layers.insert(0, _read_config(told["config"]))
     if not script:
         raise Refusal("no script given: stoker run [options] script.py [args]", EX_USAGE)
     given = frozenset(key for layer in layers for key in layer)
@@ -136,8 +136,8 @@ def start(request: Request) -> int:
     from stoker.control.launch import detach
 
     hosts: Hosts | None = None
-    if "SLURM_JOB_ID" in os.environ or request.given & _SEVERAL:
-        from stoker.control.launch.where import hosts_of
+    if schedulers.found(os.environ) is not None or request.given & _SEVERAL:
+        from stoker.control.launch.nodes import hosts_of
 
         request, hosts = hosts_of(request, os.environ)
     report = detach.detach() if request.options.detach and not request.options.dry_run else None
@@ -145,3 +145,13 @@ def start(request: Request) -> int:
     from stoker.control.launch.coordinator import run
 
     return run(request, link, report, hosts)
+
+
+def _read_config(path: str) -> dict[str, Any]:
+    from stoker.contract.settings import from_mapping
+    from stoker.training.config.files import load, shipped
+
+    if not os.path.exists(path):
+        named = f"; {path} is a config of `stoker train`" if path in shipped() else ""
+        raise Refusal(f"config file {path} is not there{named}", EX_NOINPUT)
+    return from_mapping(RunOptions, load(path), f"config file {path}")

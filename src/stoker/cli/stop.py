@@ -11,7 +11,7 @@ from stoker.contract import layout
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import printable
-from stoker.control.launch.stopping import ask_to_stop
+from stoker.control.launch.signals import ask_to_stop
 from stoker.control.record import reader
 
 

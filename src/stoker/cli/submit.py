@@ -11,9 +11,9 @@ from collections.abc import Collection
 from stoker.contract import layout
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build
-from stoker.control.cluster import submit
-from stoker.control.cluster.submit import SubmitOptions
 from stoker.control.record.writer import make_private
+from stoker.control.scheduler import slurm_submit as submit
+from stoker.control.scheduler.slurm_submit import SubmitOptions
 
 _EXAMPLES = """examples:
   stoker submit --nodes 2 --gpus-per-node 4 --time 12h -- train.py --lr 3e-4
@@ -126,7 +126,7 @@ def _stoker(command: str) -> list[str]:
 
 
 def _follow(root: str, number: str) -> int:
-    from stoker.control.launch.submitted import Submitted
+    from stoker.control.scheduler.slurm_runs import Submitted
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

@@ -8,7 +8,7 @@ import sys
 from typing import Any
 
 from stoker.cli.sight import gpus_to_use, look
-from stoker.contract import names, redact
+from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import replace
@@ -162,7 +162,7 @@ def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: boo
     if (
         options.hosts is not None
         or options.nnodes != "1"
-        or "SLURM_JOB_ID" in os.environ
+        or schedulers.found(os.environ) is not None
         or (asked and not is_count(asked))
     ):
         return None

@@ -1,4 +1,4 @@
-"""stoker why [RUN | slurm:JOB] [--json]"""
+"""stoker why [RUN | SCHEDULER:JOB] [--json]"""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ import sys
 import time
 from typing import Any
 
-from stoker.contract import checkpoints, layout, redact
+from stoker.contract import checkpoints, layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable, printable_lines
 from stoker.control.record import reader
 from stoker.control.record.writer import OURS
+from stoker.control.scheduler import runs
 from stoker.control.verdict.launch import lost
+
+_JOBS = " or ".join(f"{scheduler.name}:JOB" for scheduler in schedulers.KNOWN)
 
 _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.crash")
 
@@ -23,7 +26,7 @@ _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.
 def parser() -> Parser:
     made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
     made.add_argument(
-        "run", nargs="?", metavar="RUN", help="id, name or path of a run, or slurm:JOB (default: the newest)"
+        "run", nargs="?", metavar="RUN", help=f"id, name or path of a run, or {_JOBS} (default: the newest)"
     )
     made.add_argument(
         "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
@@ -35,12 +38,12 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     root = layout.runs_root(told.runs_dir, os.environ)
-    if told.run and told.run.startswith("slurm:"):
-        from stoker.control.launch import submitted
-
-        found = submitted.run_of(root, told.run[6:])
+    name, colon, job = (told.run or "").partition(":")
+    if colon and (scheduler := schedulers.named(name)) is not None:
+        jobs = runs(scheduler)
+        found = jobs.run_of(root, job)
         if found is None:
-            return _show(submitted.verdict_of(root, told.run[6:]), told.run, "", told.json)
+            return _show(jobs.verdict_of(root, job), told.run, "", told.json)
         run = found
     else:
         run = reader.find(told.run, root)
@@ -48,10 +51,9 @@ def main(argv: list[str]) -> int:
     verdict = run.verdict if status not in ("running", "unknown") else None
     if verdict is None and status == "lost":
         verdict = lost(run.id, checkpoints.newest(run.dir) if run.mine else None)
-    if run.mine and (run.data.get("environment") or {}).get("SLURM_JOB_ID") and status not in ("running", "completed"):
-        from stoker.control.launch import submitted
-
-        verdict = submitted.with_slurm(os.path.dirname(run.dir), run, verdict)
+    scheduler = schedulers.found(run.data.get("environment") or {}) if run.mine else None
+    if scheduler is not None and status not in ("running", "completed"):
+        verdict = runs(scheduler).explained(os.path.dirname(run.dir), run, verdict)
     if verdict is not None:
         return _show(verdict, f"run {run.id}{_whose(run)}", run.dir, told.json)
     if told.json:

@@ -1,7 +1,5 @@
-"""Who a process is, and the one way in which Stoker signals a process: by pidfd, with its start time and its user
-compared.
-
-The exceptions are our own children that nobody has waited for: their numbers can't be given to anybody else.
+"""Who a process is, and the one way in which Stoker signals a process: by pidfd. Of one that is not our child its start
+time and its user are compared; the number of a child that nobody has waited for can't be given to anybody else.
 """
 
 from __future__ import annotations
@@ -64,8 +62,36 @@ def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) 
     """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't
     change its process any more.
     """
+
+    def the_same() -> bool:
+        now = process(who.pid)
+        if now is None or now.start != who.start or owner(who.pid) != os.getuid():
+            return False
+        return if_still is None or if_still()
+
+    return _signal(who.pid, signum, the_same)
+
+
+def send_to_child(pid: int, signum: int) -> bool:
+    """To a child of ours that nobody has waited for: its number can't be another's."""
+    return _signal(pid, signum, lambda: True)
+
+
+def send_to_group(leader: int, signum: int) -> bool:
+    """To the whole group of such a child, at once: also to what it forks meanwhile. A pidfd reaches groups since Linux 6.9
+    only, and the leader keeps the number ours.
+    """
     try:
-        handle = os.pidfd_open(who.pid)
+        os.killpg(leader, signum)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _signal(pid: int, signum: int, is_meant: Callable[[], bool]) -> bool:
+    """The one place that signals. False: it is gone, or not the one that is meant."""
+    try:
+        handle = os.pidfd_open(pid)
     except OSError as problem:
         if problem.errno == errno.ENOSYS:
             line = (
@@ -74,13 +100,7 @@ def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) 
             raise Refusal(line, EX_OSERR) from problem
         return False
     try:
-        now = process(who.pid)
-        if (
-            now is None
-            or now.start != who.start
-            or owner(who.pid) != os.getuid()
-            or (if_still is not None and not if_still())
-        ):
+        if not is_meant():
             return False
         signal.pidfd_send_signal(handle, signum)
     except (ProcessLookupError, PermissionError):

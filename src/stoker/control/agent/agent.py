@@ -22,15 +22,12 @@ from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
-from stoker.control.agent.finishing import Finishing
-from stoker.control.agent.gate import Gate
-from stoker.control.agent.ladder import StopLadder
-from stoker.control.agent.locks import GpuLocks, held
-from stoker.control.agent.looking import Looking
-from stoker.control.agent.memory import MemoryWatch, memory_now
-from stoker.control.agent.port import reserve
+from stoker.control.agent.memory import Gate, MemoryWatch, memory_now
+from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
+from stoker.control.agent.reservations import GpuLocks, held, reserve
 from stoker.control.agent.spawn import Rank
+from stoker.control.agent.stopsequence import Finishing, StopSequence
 from stoker.control.agent.sweep import Sweeper, ending, reap
 from stoker.control.agent.vitals import BEATS_S, Vitals
 from stoker.control.machine import host, origin
@@ -53,13 +50,13 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._relay = Relay(self._selector)
         self._vitals = Vitals(self._relay.say)
-        self._looking = Looking(self._selector, self._relay, self._sweeper)
+        self._questions = Questions(self._selector, self._relay, self._sweeper)
         self._decoder = protocol.Decoder()
         self._ranks: dict[int, Rank] = {}
         self._by_pid: dict[int, Rank] = {}
         self._specs: dict[int, dict[str, Any]] = {}
         self._gate: Gate | None = None
-        self._ladder: StopLadder | None = None
+        self._stop_sequence: StopSequence | None = None
         self._finish: Finishing | None = None
         self._memory: MemoryWatch | None = None
         self._port: socket.socket | None = None
@@ -129,7 +126,7 @@ class Agent:
                 elif what == "out":
                     self._relay.flush()
                 elif what == "look":
-                    self._looking.read(key.fd)
+                    self._questions.read(key.fd)
                 elif 0 < self._relay.read(key.fd) < RESTLESS:
                     self._relay.rest(key.fd)
             if not self._tick():
@@ -139,7 +136,7 @@ class Agent:
         waking = self._relay.next_wake
         if waking is not None:
             return max(0.0, waking - time.monotonic())
-        if self._ladder or self._finish:
+        if self._stop_sequence or self._finish:
             return 0.02
         if self._memory and self._memory.limit:
             return 0.1
@@ -159,9 +156,9 @@ class Agent:
         self._pass_gate(now)
         if self._memory:
             self._memory.check(self._ranks, self._relay.say)
-        if self._ladder:
+        if self._stop_sequence:
             self._collect()
-            self._ladder.step()
+            self._stop_sequence.step()
         if self._finish and self._finish.step(self._sweeper, self._relay, self._ranks, self._nvml, self._collect):
             self._finish = self._gate = None
             self._by_pid.clear()  # who is left can't be killed, and is nobody we wait for any more
@@ -217,11 +214,11 @@ class Agent:
         elif do == "stop":
             self._stop(order)
         elif do == "inspect":
-            self._looking.inspect(order, self._by_pid.values())
+            self._questions.inspect(order, self._by_pid.values())
         elif do == "probe":
-            self._looking.probe(order)
+            self._questions.probe(order)
         elif do in ("tell", "unprobe"):
-            self._looking.tell(order)
+            self._questions.tell(order)
         elif do == "finish":
             self._finish = Finishing(order["grace"])
         elif do == "suspend":
@@ -244,7 +241,7 @@ class Agent:
             sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
         found = []
         if order.get("former"):
-            from stoker.control.agent.takeover import take_over
+            from stoker.control.agent.sweep import take_over
 
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
@@ -296,7 +293,7 @@ class Agent:
 
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
-        self._ranks, self._by_pid, self._ladder, self._finish = {}, {}, None, None
+        self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
         self._specs = {
             spec["rank"]: {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}}
             for spec in order["ranks"]
@@ -321,7 +318,7 @@ class Agent:
 
     def _pass_gate(self, now: float) -> None:
         gate = self._gate
-        if gate is None or self._ladder is not None:
+        if gate is None or self._stop_sequence is not None:
             return
         for rank in gate.overdue(now):
             self._release(rank, "deadline")
@@ -459,14 +456,14 @@ class Agent:
     def _stop(self, order: protocol.Message) -> None:
         if self._gate is not None:
             self._gate.waiting.clear()
-        if self._ladder is None:
-            self._ladder = StopLadder(
+        if self._stop_sequence is None:
+            self._stop_sequence = StopSequence(
                 self._ranks, self._sweeper, order["signal"], order["grace"], set(order.get("at_once", ()))
             )
         elif order["grace"] == 0:
-            self._ladder.hurry()
+            self._stop_sequence.hurry()
         self._relay.say({"is": "stopping"})  # after every "up": the coordinator now knows all ranks there will be
-        self._ladder.step()
+        self._stop_sequence.step()
 
 
 def _read_json(path: str) -> Any:

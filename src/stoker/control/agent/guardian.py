@@ -13,6 +13,7 @@ import sys
 import time
 
 from stoker.contract import protocol
+from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
 from stoker.control.agent import kernel
 from stoker.control.agent.agent import Agent
@@ -87,7 +88,7 @@ def _wait(child: int, heart: int) -> tuple[int, str]:
             print(
                 f"stoker: the agent (pid {child}) has stalled for {STALL_S:.0f} s: stopping its ranks", file=sys.stderr
             )
-            os.kill(child, signal.SIGKILL)  # our child, not waited for
+            send_to_child(child, signal.SIGKILL)
             return _reap_for(child), scratch
 
 

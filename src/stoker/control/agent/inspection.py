@@ -13,10 +13,9 @@ from typing import Any
 
 from stoker.contract.untrusted import is_count, printable
 from stoker.control.agent.memory import children
-from stoker.control.agent.recorder import flight_recorder, timings
 from stoker.control.agent.spawn import Rank
-from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy
-from stoker.control.machine import processes, syscalls
+from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy, flight_recorder, timings
+from stoker.control.machine import processes
 
 GAP_S = 0.4
 WORKERS = 16
@@ -57,7 +56,7 @@ class Inspection:
     def answer(self) -> bytes:
         return (
             b"".join(self._parts) or b"{}"
-        ) + b"\n"  # srun passes whole lines on: without its end it would wait for the next word
+        ) + b"\n"  # some transports pass whole lines on only: without its end it would wait for the next word
 
 
 def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
@@ -232,7 +231,7 @@ def _syscall(pid: int) -> str:
     except OSError:
         return ""
     return (
-        syscalls.NAMES.get(os.uname().machine, {}).get(int(word), f"system call {word}")
+        SYSCALLS.get(os.uname().machine, {}).get(int(word), f"system call {word}")
         if is_count(word.removeprefix("-"))
         else word
     )
@@ -240,7 +239,7 @@ def _syscall(pid: int) -> str:
 
 _ASK_NVML = """
 import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
+sys.path[:] = json.loads(sys.argv[1])
 from stoker.control.machine.nvml import Nvml
 nvml = Nvml()
 nvml.gpus()
@@ -267,3 +266,15 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     except (subprocess.SubprocessError, ValueError):
         return {}
     return found
+
+
+SYSCALLS: dict[str, dict[int, str]] = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 23: "select", 35: "nanosleep", 42: "connect", 43: "accept", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 73: "flock",
+        74: "fsync", 202: "futex", 230: "clock_nanosleep", 232: "epoll_wait", 247: "waitid", 257: "openat", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait",
+    },
+    "aarch64": {
+        63: "read", 64: "write", 72: "pselect6", 73: "ppoll", 101: "nanosleep", 203: "connect", 202: "accept", 207: "recvfrom", 212: "recvmsg", 260: "wait4",
+        32: "flock", 82: "fsync", 98: "futex", 115: "clock_nanosleep", 22: "epoll_pwait", 95: "waitid", 56: "openat",
+    },
+}  # fmt: skip

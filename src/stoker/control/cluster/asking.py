@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from stoker.contract import protocol
-from stoker.control.cluster.answers import read_answer, read_word
+from stoker.contract import protocol, typed
+from stoker.contract.protocol import ProtocolError
+from stoker.contract.untrusted import parse_json, printable
 
 
 class Agent(Protocol):
@@ -97,7 +98,8 @@ class Asking:
         """host -> answer; {"error": ...} where there is none."""
         self.wait(seconds, lambda host: host in question.answers, question.hosts)
         return {
-            host: question.answers[host] if host in question.answers else self._silence(host) for host in question.hosts
+            host: question.answers[host] if host in question.answers else self._silence(host, seconds)
+            for host in question.hosts
         }
 
     def words(self, question: Question, count: int, seconds: float) -> dict[str, Any]:
@@ -106,8 +108,109 @@ class Asking:
         found = {}
         for host in question.hosts:
             said = question.more[host]
-            found[host] = said[count - 1] if len(said) >= count else question.answers.get(host) or self._silence(host)
+            found[host] = (
+                said[count - 1] if len(said) >= count else question.answers.get(host) or self._silence(host, seconds)
+            )
         return found
 
-    def _silence(self, host: str) -> dict[str, str]:
-        return {"error": self.agents[host].gone or "no answer"}
+    def _silence(self, host: str, seconds: float) -> dict[str, str]:
+        return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
+
+
+_LONGEST = 4000  # of a text in an answer: a compiler's complaint
+
+TORCH = {"version?": "str | None", "cuda?": "str | None", "archs?": "list[str]", "nccl?": "str | None", "seconds?": "float | None", "error?": "str | None",
+         "python?": "str | None"}  # fmt: skip
+PORTS = {"ports": "tuple[int, int]"}
+PAIR = {
+    "ports": "dict[str, str]",
+    "rtt?": "float | None",
+    "segment?": "int | None",
+    "big?": "bool | None",
+    "passes?": "int | None",
+}
+RATE = {"rate": "float"}
+STORE = {"port": "int"}
+TIMES = {"bytes": "int", "times": "list[float]"}
+_RESOLVES = {"resolves": "dict[str, list[str]]"}
+
+# By the probe's name. One that says several words (net, torch) ends with nothing; its words are checked where they are
+# used.
+_FINAL: dict[str, dict[str, Any]] = {
+    "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
+    "clock": {"time": "float"},
+    "files": {"script": "str | None", "package": "str | None", "names": "dict[str, str]", "paths": "dict[str, str | None]"},
+    "names": {**_RESOLVES, "links": {"*": {"speed": "int | None", "physical": "bool"}}},
+    "ready": {"problems": "list[str]", "shared": "bool", "unwritable": "str"},
+    "route": {"routes": {"*": {"interface?": "str | None", "source?": "str", "mtu?": "int | None", "address?": "str", "error?": "str"}},
+              "addresses": "dict[str, list[str]]", "hostname": "str", "reached_at": "str | None"},
+    "setup": {"gpus": "list[str | None]", "gpu_error": "str | None", "pythons": "list[dict[str, str | None]]"},
+}  # fmt: skip
+
+
+def read_word(payload: bytes) -> dict[str, Any]:
+    """Any word of a probe: an object, its texts printable."""
+    try:
+        word = parse_json(payload or b"{}")
+    except ValueError as problem:
+        raise ProtocolError(f"its answer can't be read: {problem}") from None
+    if not isinstance(word, dict):
+        raise ProtocolError("its answer is not an object")
+    cleaned: dict[str, Any] = _clean(word)
+    if "error" in cleaned and not isinstance(cleaned["error"], (str, type(None))):
+        cleaned["error"] = "an error it does not explain"
+    return cleaned
+
+
+def read_answer(what: str, payload: bytes) -> dict[str, Any]:
+    """The last word of a probe, as its kind asks for it."""
+    word = read_word(payload)
+    if "error" in word:
+        return {"error": word["error"] or "an error it does not explain"}
+    if what == "examine":
+        from stoker.control.machine.facts import examination_from_json
+
+        try:
+            examination_from_json(word)
+        except ValueError as problem:
+            return _unfit(what, problem)
+        return word
+    return fitting(_FINAL[what], word, what) if what in _FINAL else word
+
+
+def fitting(fields: Mapping[str, Any], word: Any, what: str) -> dict[str, Any]:
+    """The word, if it has these fields; {"error": ...} otherwise."""
+    if isinstance(word, dict) and set(word) == {"error"}:
+        return word
+    try:
+        return typed.read_fields(fields, word)
+    except ValueError as problem:
+        return _unfit(what, problem)
+
+
+def _unfit(what: str, problem: ValueError) -> dict[str, Any]:
+    return {"error": f"its answer about {what} can't be used: {problem}"}
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value, _LONGEST)
+    if isinstance(value, dict):
+        return {printable(name, _LONGEST): _clean(one) for name, one in value.items()}
+    return [_clean(one) for one in value] if isinstance(value, list) else value
+
+
+# ---- clock skew as NTP has it: a clock that was read within a round trip is known to half of that trip ----
+
+
+def skews(asking: Asking, hosts: list[str], times: int = 3) -> dict[str, tuple[float, float]]:
+    """host -> (half the round trip, seconds it is ahead of us), of its quickest answer."""
+    best: dict[str, tuple[float, float]] = {}
+    for _ in range(times):  # one after the other: side by side they would wait for each other
+        question = asking.ask("clock", {name: {} for name in hosts}, 5.0)
+        for name, answer in asking.answers(question, 3.0).items():
+            if "time" in answer:
+                half = (question.heard[name] - question.asked) / 2
+                seen = (half, answer["time"] - question.asked - half)
+                best[name] = min(best.get(name, seen), seen)
+    return best

@@ -15,16 +15,15 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing, transport
 from stoker.control.cluster.agreement import disagreements
-from stoker.control.cluster.answers import TORCH, fitting
-from stoker.control.cluster.asking import Asking, Question
-from stoker.control.cluster.clocks import skews
+from stoker.control.cluster.asking import TORCH, Asking, Question, fitting, skews
 from stoker.control.cluster.facts import Facts, OneHost, Pair
 from stoker.control.cluster.hosts import Host, Hosts, is_address
+from stoker.control.cluster.ssh import CONNECT_S
 from stoker.control.doctor import check as doctor
 from stoker.control.machine.examine import PARTS
 from stoker.control.machine.facts import Torch, examination_from_json, read
 
-MEET_S = transport.CONNECT_S + 2.0
+MEET_S = CONNECT_S + 2.0
 FILES_S = 600.0  # weights are hashed once, then remembered
 TORCH_S = 90.0  # a cold disk
 WORKER_S = 1800.0  # with --tune it measures for minutes

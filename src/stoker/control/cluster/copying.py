@@ -21,9 +21,9 @@ from stoker.contract.names import EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import parse_json, printable, printable_lines
-from stoker.control.cluster import bundle, listing, transport
+from stoker.control.cluster import agentzip, listing, transport
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.ssh_words import explain
+from stoker.control.cluster.ssh import explain
 from stoker.control.machine.hashing import Hashes
 
 _CHUNK = 1 << 18
@@ -270,9 +270,9 @@ class _Copy:
         return explain(self.host.name, said, code)
 
     def _talk(self, complaints: int) -> None:
-        packed = bundle.pack()
-        argv = transport.python_command(
-            self.host, self._hosts, ["-I", "-S", "-c", bundle.unpack(_RECEIVER), bundle.announced(packed)]
+        packed = agentzip.pack()
+        argv = transport.way_to(self.host, self._hosts).python(
+            self.host, self._hosts, ["-I", "-S", "-c", agentzip.unpack(_RECEIVER), agentzip.announced(packed)]
         )
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints, start_new_session=True

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any, NoReturn
 
+    from stoker.control.cluster.transport import Transport
+
 _FILE = (".yaml", ".yml", ".json")
 _TOP = ("ssh_config", "ssh_options", "defaults", "hosts", "env")
 _TEXT = ("user", "identity", "python", "venv", "workdir", "interface", "address")
@@ -57,7 +59,7 @@ class Hosts:
     ssh_options: tuple[str, ...] = ()
     path: str | None = None
     env: dict[str, str] = {}  # noqa: RUF012  frozen: what measurably helps on this network, given to all ranks
-    srun: dict[str, tuple[str, ...]] = {}  # noqa: RUF012  in a Slurm job: the srun options that reach each node (slurm.py); empty: ssh reaches them
+    transports: dict[str, Transport] = {}  # noqa: RUF012  where a scheduler has its own; the others are reached by ssh
 
     @property
     def names(self) -> tuple[str, ...]:

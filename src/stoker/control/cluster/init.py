@@ -18,8 +18,9 @@ from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
 from stoker.control.cluster.hosts import Hosts, from_mapping, is_address
+from stoker.control.cluster.ssh import CONNECT_S
 
-MEET_S = transport.CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
+MEET_S = CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
 ROUTE_S = 10.0
 _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 

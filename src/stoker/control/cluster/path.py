@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from stoker.contract.shape import shape
 from stoker.control.cluster.hosts import Host, Hosts
-from stoker.control.cluster.transport import ssh_command
+from stoker.control.cluster.ssh import ssh_command
 
 SEGMENTS = (536, 1000, 1160, 1240, 1340, 1360, 1400, 1420)
 HEADERS = 40

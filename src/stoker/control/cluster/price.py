@@ -4,7 +4,11 @@ its bandwidth.
 
 from __future__ import annotations
 
+import os
+from math import prod
+
 from stoker.contract.shape import shape
+from stoker.contract.tensorheader import read_header
 
 LORA_SHARE = 1_126_400 / 1.1e9  # rank 8 on q and v of a 1.1 B Llama; other ranks and modules in proportion
 FORMULA = "2(n-1)/n × bytes / bandwidth"
@@ -63,3 +67,15 @@ def parse_count(text: str) -> float:
     if not 0 < found < 1e15:
         raise ValueError(f"{text!r} is not a number of parameters: write 1.1B or 350M")
     return found
+
+
+# ---- how many parameters a folder holds, from the heads of its safetensors files ----
+
+
+def parameters(folder: str) -> int:
+    """0 where there is nothing to count here."""
+    try:
+        files = [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name.endswith(".safetensors")]
+        return sum(prod(tensor.shape) for file in files for tensor in read_header(file).tensors.values())
+    except (OSError, ValueError):  # not a folder, or not weights that can be read
+        return 0

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between
-from stoker.control.cluster.asking import Asking
-from stoker.control.cluster.clocks import skews
+from stoker.control.cluster.asking import Asking, skews
 from stoker.control.cluster.facts import Facts, OneHost
 from stoker.control.cluster.hosts import Hosts
 from stoker.control.cluster.reaching import meet
@@ -19,7 +18,7 @@ from stoker.control.machine.facts import Torch, read
 ONLY = (
     "between.port-blocked", "between.mtu", "between.hostname", "between.clock", "between.torch", "between.torch-missing", "between.python",
 )  # fmt: skip
-TWICE = "between.same-host"  # two ranks would share a card. Not of a Slurm job's nodes: Slurm tells those apart
+TWICE = "between.same-host"  # two ranks would share a card. Not of a job's nodes: its scheduler tells those apart
 
 
 def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
@@ -46,5 +45,5 @@ def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: in
     for name, (half, skew) in skews(asking, names, 2).items():
         found[name] = replace(found[name], skew=skew, skew_error=half)
     return between.findings(
-        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.srun else (*ONLY, TWICE)
+        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.transports else (*ONLY, TWICE)
     )

@@ -8,8 +8,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from stoker.contract.shape import replace
-from stoker.control.cluster.answers import PAIR, PORTS, RATE, fitting
-from stoker.control.cluster.asking import Asking, Question
+from stoker.control.cluster.asking import PAIR, PORTS, RATE, Asking, Question, fitting
 from stoker.control.cluster.facts import Pair
 
 NET_S = 14.0

@@ -6,8 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.control.cluster.answers import STORE, TIMES, fitting
-from stoker.control.cluster.asking import Asking, Question
+from stoker.control.cluster.asking import STORE, TIMES, Asking, Question, fitting
 from stoker.control.cluster.compare import build
 from stoker.control.cluster.facts import Facts, OneHost, Reduce
 from stoker.control.cluster.hosts import Hosts

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 
 from stoker.contract import names
+from stoker.contract.process import send_to_child
 from stoker.contract.shape import shape
 from stoker.control.machine import origin, processes
 from stoker.control.machine.model import Holder, Machine, machine_from_json
@@ -80,7 +81,7 @@ def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
                 told = json.loads(data) if data else {"error": "the process that asks NVML died"}
                 return str(told["error"]) if "error" in told else machine_from_json(told)
             data += more
-    os.kill(child, signal.SIGKILL)  # our child, not waited for
+    send_to_child(child, signal.SIGKILL)
     return f"NVML has not answered within {limit:.0f} s"
 
 

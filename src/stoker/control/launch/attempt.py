@@ -7,11 +7,10 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import fields_of
-from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall
+from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
-from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch
-from stoker.control.verdict.quoted import unquoted
+from stoker.control.verdict.consequence import failed, is_consequence, is_mismatch, unquoted
 
 TYPE_CHECKING = False  # the watch room is loaded once the ranks are on their way
 if TYPE_CHECKING:
@@ -126,6 +125,16 @@ class Attempt:
             f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had"
             for bad in self.losses.unresolved()
         ]
+
+    def detected_s(self, verdict: Verdict) -> float | None:
+        """Seconds from what the verdict is about until it was noticed."""
+        stalled = verdict.cause.startswith("hang.") or verdict.cause.endswith((".diverged", ".unequal-batches"))
+        if stalled and self.suspected_s is not None:
+            return self.suspected_s
+        if not self.first_failure:
+            return None
+        ended = [end.time for end in self.ends.values() if end.rank == verdict.rank]
+        return max(round(self.first_failure - min(ended, default=self.first_failure), 3), 0.0)
 
     def evidence(self, newest: SavedCheckpoint | None = None) -> Evidence:
         """`newest`: the newest complete checkpoint below the run directory."""

@@ -1,8 +1,7 @@
 """The coordinator: a run from its request to its verdict. Refuses what can't start, opens the record, has the attempts
 made, closes it.
 
-Membership is decided here and only here: an attempt is (members, world size, fresh port). One select loop; threads
-only write: the console's and the pings'.
+One select loop; threads only write: the console's and the pings'.
 """
 
 from __future__ import annotations
@@ -13,29 +12,27 @@ import sys
 import time
 
 from stoker.contract import checkpoints, redact
-from stoker.contract.names import DETACH_SIGNAL, EX_OSERR, EX_SOFTWARE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
+from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
-from stoker.control.launch import about, detach
-from stoker.control.launch.attempts import Attempts
+from stoker.control.launch import description, detach
 from stoker.control.launch.console import Console
-from stoker.control.launch.muster import STOPS, Interrupted, Muster
+from stoker.control.launch.live import LiveRun
+from stoker.control.launch.members import Unusable
 from stoker.control.launch.output import Output
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request, program
+from stoker.control.launch.request import Request, check_numbers, program
 from stoker.control.launch.runplace import Complete, RunPlace, abandon, find_place
-from stoker.control.launch.storeport import check_numbers
-from stoker.control.launch.unusable import Unusable
+from stoker.control.launch.signals import Interrupted, Signals
 from stoker.control.machine import host
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
-    from stoker.control.launch.several import Several
 
 
 class Coordinator:
@@ -54,12 +51,10 @@ class Coordinator:
         self._console = Console()
         self._began = time.time()
         self._cwd = os.getcwd()
-        self._signals: list[int] = []
+        self._signals = Signals(request.options, self._say, self._tell)
         self._record: RunRecord | None = None
-        self._output: Output | None = None
         self._link = link
         self._hosts = hosts
-        self._several: Several | None = None
 
     # ---- the whole run ----
 
@@ -67,12 +62,12 @@ class Coordinator:
         try:
             host.raise_files_limit()  # a log file a rank
             self._learn_secrets()
-            self._muster = Muster(self.request, self._link, self._signals, self._say, self._hosts)
+            self._live = LiveRun(self.request, self._link, self._hosts, self._signals, self._say, self._tell)
             try:
-                self._catch_signals()
+                self._signals.catch()
                 verdict = self._run()
             finally:
-                self._muster.members.close()
+                self._live.agents.members.close()
             if verdict is None:
                 return 0
             self._tell_others(verdict, "ended")
@@ -98,10 +93,10 @@ class Coordinator:
     def _tell_others(self, verdict: Verdict, what: str) -> None:
         """Who waits for the end: --notify, and a scheduler that reads torch's error file."""
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            from stoker.control.launch.errorfile import tell_launcher
+            from stoker.control.launch.torchfiles import tell_launcher
 
             tell_launcher(verdict, self._record.dir if self._record is not None else "", self._say)
-        about.notify(self.options.notify, verdict, what, self._say, wait=True)
+        description.notify(self.options.notify, verdict, what, self._say, wait=True)
 
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
@@ -125,8 +120,7 @@ class Coordinator:
             self._print_plan(plan, place)
             return None
         try:
-            assert self._record is not None
-            verdict = self._attempts.run(plan, place, self._record)
+            verdict = self._live.run(plan, place)
         except Refusal as refusal:
             from stoker.control.verdict import launch
 
@@ -140,23 +134,21 @@ class Coordinator:
 
     def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
         """All that can be refused; ends with the record open. Nothing has been started."""
-        if self._hosts is not None:
-            from stoker.control.launch.several import Several
-
-            self._several = Several(self._muster, self._say, self._tell)
-            self._several.meet(place)
+        live = self._live
+        if live.membership is not None:
+            live.membership.meet(place)
         else:
-            self._muster.meet(place)
+            live.agents.meet(place)
         while True:
             try:
                 plan, warnings = self._make_ready(argv, place)
                 break
             except Unusable as gone:
-                if self._several is None or not self._several.start_without(gone):
+                if live.membership is None or not live.membership.start_without(gone):
                     raise
         if self.options.dry_run:
             return plan
-        self._attempts.equip(plan, place)
+        live.equip(plan, place)
         notice = self._open_record(plan, place)
         if place.elsewhere:
             self._say(place.elsewhere)
@@ -169,28 +161,27 @@ class Coordinator:
 
     def _make_ready(self, argv: list[str], place: RunPlace) -> tuple[RunPlan, list[str]]:
         """The plan, with everything it needs reserved, and what to warn of."""
-        plan = self._muster.plan(argv)
+        live = self._live
+        plan = live.planner.plan(argv)
         warnings: list[str] = []
         if self.options.dry_run:
             return plan, warnings
-        if not self.options.no_preflight and "" in self._muster.machines:
+        machine = live.agents.machines.get("")
+        if not self.options.no_preflight and machine is not None:
             from stoker.control.launch import preflight
 
             preflight.check_legal(self.options, plan)
-            warnings = preflight.preflight(self.options, plan, self._muster.machines[""])
-        if self._several is not None:
-            warnings = self._several.prepare(plan, place)
-        self._output = Output(self.options, plan, place.id, self._console)
-        self._attempts = Attempts(self.request, self._muster, self._several, self._output, self._signals, self._say)
-        return (
-            self._attempts.reserve(plan),
-            warnings,
-        )  # before the record: a port that can't be had leaves nothing behind
+            warnings = preflight.preflight(self.options, plan, machine)
+        if live.network is not None:
+            warnings = live.network.prepare(plan, place)
+        live.output = Output(self.options, plan, place.id, self._console)
+        # Before the record: a port that can't be had leaves nothing behind.
+        return live.reserve(plan), warnings
 
     def _close_record(self, verdict: Verdict, place: RunPlace) -> None:
         assert self._record is not None
         missing = self._not_written()
-        resume = about.continue_command(self.request, place) if verdict.status == "stopped" else ""
+        resume = description.continue_command(self.request, place) if verdict.status == "stopped" else ""
         commands = (f"{resume}   # {_purpose(place)}",) if resume else ()
         self._record.verdict(replace(verdict, evidence=(*verdict.evidence, *missing), fix=(*commands, *verdict.fix)))
         shown = os.path.relpath(place.dir, self._cwd) if place.dir.startswith(self._cwd + os.sep) else place.dir
@@ -215,14 +206,14 @@ class Coordinator:
         import json
 
         if self.options.json:
-            text = json.dumps(
-                {"schema": 1, "run": place.id, **plan.to_json(), "argv": redact.arguments(plan.argv)}, indent=1
-            )
+            text = json.dumps({"schema": 1, "run": place.id, **plan.to_json()}, indent=1)
         else:
             rows = [
                 f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
             ]
-            start = f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.argv))}"
+            start = (
+                f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.roles[0].argv))}"
+            )
             text = "\n".join(
                 map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"))
             )
@@ -232,8 +223,8 @@ class Coordinator:
 
     def _open_record(self, plan: RunPlan, place: RunPlace) -> str:
         record = RunRecord(place.dir, os.uname().nodename, place.reopened)
-        notice = record.begin(about.describe(self.request, plan, place, self._muster.machines, self._began))
-        self._record = record
+        notice = record.begin(description.describe(self.request, plan, place, self._live.agents.machines, self._began))
+        self._record = self._live.record = record
         return notice
 
     def _tell(self, kind: str, **more: object) -> None:
@@ -254,38 +245,9 @@ class Coordinator:
             for path, lost in self._record.lost().items()
         ]
 
-    # ---- signals ----
-
-    def _catch_signals(self) -> None:
-        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and
-        take the ranks' chance to save.
-        """
-        for signum in dict.fromkeys((*STOPS, *_named(self.options.signals_to_handle))):
-            if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-                continue  # nohup
-            signal.signal(signum, self._on_signal)
-        signal.signal(DETACH_SIGNAL, self._on_signal)
-        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
-            signal.signal(signal.SIGTSTP, self._on_signal)
-        signal.signal(STOP_NOW_SIGNAL, lambda *_: self._signals.extend((signal.SIGTERM, signal.SIGKILL)))
-
-    def _on_signal(self, signum: int, _frame: object) -> None:
-        self._signals.append(signum)
-
 
 def _purpose(place: RunPlace) -> str:
     return "to continue" if checkpoints.newest(place.dir) else "to start it again"
-
-
-def _named(text: str) -> list[signal.Signals]:
-    found: list[signal.Signals] = []
-    for word in text.split(","):
-        name = word.strip().upper()
-        signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
-        if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
-            raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
-        found.append(signum)
-    return found
 
 
 def _inline(fix: str) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_NOINPUT, EX_SOFTWARE, Refusal
+from stoker.contract.process import send_to_group
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Verdict
 from stoker.control.launch.request import Request
@@ -182,7 +183,7 @@ def try_imports(
             )
         finally:
             # With whatever it left in its session: it is not reaped yet, so the number is still its own.
-            os.killpg(child.pid, signal.SIGKILL)
+            send_to_group(child.pid, signal.SIGKILL)
             code = child.wait()
         if verdict is not None or stopped() or (code == 0 and under_way is None):
             return verdict

@@ -310,7 +310,7 @@ class Ladder:
         if child is not None:
             child.send_signal(signum)
         if signum == signal.SIGTSTP:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            signal.raise_signal(signal.SIGSTOP)
             if child is not None:
                 child.send_signal(signal.SIGCONT)
 

@@ -1,4 +1,4 @@
-"""The coordinator's side of its agents: reads and writes without blocking, knows when one is gone."""
+"""The coordinator's side of its agents: reads and writes without blocking, knows when one is gone, and says why."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 from stoker.contract import messages, protocol
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.transport import Link
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.machine.model import Machine
+
 
 _CHUNK = 1 << 16  # what a pipe holds: asked for more, Python maps and unmaps a megabyte for every word
 GREETING_S = 20.0  # a login may take its time; what has greeted once speaks every second
@@ -99,7 +102,7 @@ class Member:
         """
         self.retire()
         if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
-            os.kill(self.link.pid, signal.SIGKILL)  # not waited for yet: its number can't be another's
+            send_to_child(self.link.pid, signal.SIGKILL)
             os.waitpid(self.link.pid, 0)
         os.close(self.link.answers)
         os.close(self.link.errors)
@@ -266,7 +269,7 @@ class Members:
                 time.sleep(0.001)
         for pid, link in ending.items():
             if not link.local:  # an ssh client whose other side does not answer any more
-                os.kill(pid, signal.SIGKILL)
+                send_to_child(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
         for member in everybody:
             os.close(member.link.answers)
@@ -285,7 +288,7 @@ def _raised(problem: BaseException) -> str:
 
 def _why_unmet(member: Member) -> str:
     """ssh ended, or went silent, before any agent spoke."""
-    from stoker.control.cluster.ssh_words import explain
+    from stoker.control.cluster.ssh import explain
 
     return explain(
         member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), _exit_code(member)
@@ -305,10 +308,36 @@ def _how_ended(member: Member) -> str:
 
 
 def _exit_code(member: Member) -> int | None:
-    """Of the ssh or srun that leads there. It stays for whoever waits for it."""
+    """Of the client that leads there. It stays for whoever waits for it."""
     deadline = time.monotonic() + 0.5
     while (
         ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     ) is None and time.monotonic() < deadline:
         time.sleep(0.005)  # its stdout is closed: it is on its way out
     return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+
+# ---- hosts that can't be used ----
+
+
+class Unusable(Refusal):
+    """Hosts that do not answer, all of them: name -> why."""
+
+    def __init__(self, hosts: dict[str, str], total: int, code: int = EX_UNAVAILABLE) -> None:
+        self.hosts = {name: why.replace(f"is gone: host {name}: ", "is gone: ", 1) for name, why in hosts.items()}
+        (first, why), *more = self.hosts.items()
+        if total == 1:
+            line = f"the agent on {f'host {first}' if first else 'this machine'} {why}"
+        else:
+            said = "; ".join(f"{name}: {short(told)}" for name, told in self.hosts.items())
+            line = (
+                f"{len(hosts)} of {total} hosts can't be used: {said}"
+                if more
+                else f"host {first} can't be used: {short(why)}"
+            )
+        super().__init__(line, code, cause="host.agent" if total == 1 else "launch.hosts")
+
+
+def short(why: str) -> str:
+    """Why a host can't be used, after its name: ssh's own last words."""
+    return why.removeprefix("is gone: ").removeprefix("it ended: ")

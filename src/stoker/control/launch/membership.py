@@ -6,39 +6,27 @@ brought the others, and waits for the next attempt.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.contract.names import Refusal
-from stoker.control.launch.members import Member
-from stoker.control.launch.muster import Muster
-from stoker.control.launch.unusable import short
+from stoker.contract.shape import replace
+from stoker.contract.shapes import Verdict
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.members import Member, Unusable, short
+from stoker.control.launch.restarts import Again
+from stoker.control.launch.runplace import RunPlace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.cluster.copying import Late
+    from stoker.control.launch.copies import Copies
+    from stoker.control.launch.live import LiveRun
+    from stoker.control.launch.network import Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0
 ASK_S = 20.0
 SAY_S = 2.0  # a copy that takes longer is mentioned
-
-Tell = Callable[..., None]  # an event for the record: its kind, and what it is about
-Fitness = Callable[[str], dict[str, dict[str, Any]]]  # what to ask a host before it may join: probe -> its arguments
-Unfit = Callable[[str, dict[str, Any]], str]  # what its answers lack; empty: it is fit
-
-
-class Bringing(Protocol):
-    """A copy to one host, under way."""
-
-    failure: str
-
-    @property
-    def over(self) -> bool: ...
-
-    @property
-    def brought(self) -> str: ...
-
-    def stop(self) -> None: ...
-
-
-Bring = Callable[[str], Bringing]
 
 
 class Lost:
@@ -49,7 +37,7 @@ class Lost:
         self.former = former  # who may still be there of its former lives
         self.next_try = 0.0
         self.member: Member | None = None  # the new life, on its way or waiting
-        self.bringing: Bringing | None = None
+        self.bringing: Late | None = None
         self.mention_at = 0.0  # say then that a copy takes its time; 0: no more
         self.asked = False
         self.back = False  # it has answered, and is fit
@@ -63,32 +51,52 @@ class Lost:
 
 
 class Membership:
-    def __init__(
-        self,
-        muster: Muster,
-        say: Callable[[str], None],
-        tell: Tell,
-        fitness: Fitness,
-        unfit: Unfit,
-        bring: Bring | None = None,
-    ) -> None:
-        self._muster = muster
-        self._members = muster.members
-        self._say = say
-        self._tell = tell
-        self._fitness, self._unfit, self._bring = fitness, unfit, bring
-        self._order = list(muster.by_name)
-        options = muster.options
-        self.least = options.min_hosts or len(self._order)
-        self._rejoins = options.rejoin != "never"
+    def __init__(self, run: LiveRun, network: Network) -> None:
+        self._agents = run.agents
+        self._members = run.agents.members
+        self._network = network
+        self._say = run.say
+        self._tell = run.tell
+        self._order = list(run.agents.by_name)
+        self._least = run.options.min_hosts  # as it was asked for
+        self._rejoins = run.options.rejoin != "never"
         self.lost: dict[str, Lost] = {}
         self.joined: list[str] = []  # by the newest `settle`
         self._times: dict[str, int] = {}  # how often a host was lost: one that comes and goes is asked ever less often
 
+    # ---- before the first attempt ----
+
+    def meet(self, place: RunPlace) -> None:
+        """All must answer; with --min-hosts so many, and the others may come later."""
+        try:
+            self._agents.meet(place)
+        except Unusable as missing:
+            if not self.start_without(missing):
+                raise
+
+    def start_without(self, missing: Unusable) -> bool:
+        """False: too few would be left, or all are wanted."""
+        self.lose(missing)
+        if not self._least or not self.enough:
+            return False
+        self.settle()
+        for host, why in missing.hosts.items():
+            self._say(f"stoker: host {host} can't be used: {short(why)}; starting with {self.here}")
+        return True
+
+    def lose(self, gone: Unusable) -> None:
+        for member in self._members.all:
+            if member.host in gone.hosts:
+                member.lose(short(gone.hosts[member.host]))
+
+    # ---- between attempts ----
+
     @property
     def enough(self) -> bool:
         ready = [one for one in self.lost.values() if one.back and one.member is not None and not one.member.gone]
-        return len([member for member in self._members.all if not member.gone]) + len(ready) >= self.least
+        return len([member for member in self._members.all if not member.gone]) + len(ready) >= (
+            self._least or len(self._order)
+        )
 
     @property
     def returned(self) -> str:
@@ -137,6 +145,32 @@ class Membership:
         self._members.drop(member)
         self._tell("host-lost", on=member.host, why=why)
 
+    def regroup(self, verdict: Verdict, attempt: Attempt) -> Again | None:
+        """The next attempt costs no restart where a host was lost and enough are left, or where one is to join."""
+        if attempt.stop_signal:
+            return None
+        if verdict.cause == "launch.regroup":
+            return Again(f"starting again with host {attempt.regrouping}")
+        if verdict.cause == "host.lost" and self.enough:
+            left = sum(1 for member in self._members.all if not member.gone)
+            hosts = f"{left} of {len(self._order)} hosts"
+            return Again(f"{verdict.summary}; going on with {hosts}, from the last checkpoint")
+        return None
+
+    def too_few(self, verdict: Verdict) -> Verdict:
+        rule = f"--min-hosts is {self._least}" if self._least else "without --min-hosts all are needed"
+        left = f"{self.here} left, and {rule}"
+        lost = "; ".join(f"{name}: {one.why}" for name, one in self.lost.items())
+        verdict = replace(verdict, retryable=False, evidence=(*verdict.evidence, lost))
+        if verdict.cause != "host.lost":
+            return replace(verdict, summary=f"{verdict.summary}; then {left}")
+        if len(self.lost) == len(self._order) > 1:
+            summary = f"all {len(self._order)} hosts are lost at once: is this machine's own network down?"
+            return replace(verdict, host=None, summary=summary)
+        return replace(verdict, summary=f"{verdict.summary}; {left}")
+
+    # ---- during an attempt ----
+
     def tend(self) -> None:
         """Called often. Starts what is due and returns at once."""
         if not self._rejoins:
@@ -158,27 +192,28 @@ class Membership:
     def _try(self, name: str, one: Lost) -> None:
         one.next_try = time.monotonic() + AGAIN_S
         try:
-            one.member = Member(self._muster.reach(self._muster.by_name[name], again=True))
+            one.member = Member(self._agents.reach(self._agents.by_name[name], again=True))
         except (OSError, Refusal):  # no process or descriptor to be had for a moment: the next try may
             return
         self._members.add(one.member, self._members.waiting)
-        one.member.say(self._muster.open_order(name, one.former))
+        one.member.say(self._agents.open_order(name, one.former))
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
         """It answers: has it what the others have? A host that came back without its disk must not end a run that works
         without it.
         """
-        if self._bring is not None and not self._carried(name, one, self._bring):
+        copies = self._network.copies
+        if copies is not None and not self._carried(name, one, copies):
             return
         wrong = one.bringing.failure if one.bringing is not None else ""
-        wanted = {} if wrong else self._fitness(name)
+        wanted = {} if wrong else self._network.fitness(name)
         if not one.asked:
             one.asked = True
             for what, args in wanted.items():
                 member.say({"do": "probe", "ask": f"join-{what}", "what": what, "args": args, "seconds": ASK_S})
         if not set(wanted) <= set(member.probed):
             return
-        wrong = wrong or self._unfit(name, member.probed)
+        wrong = wrong or self._network.unfit(member.probed)
         if not wrong:
             one.back, one.unfit = True, ""
             self._welcome(name, member.answers["host"])
@@ -191,10 +226,10 @@ class Membership:
         self._members.drop(member)
         one.part(time.monotonic() + LONGEST_S / 4)
 
-    def _carried(self, name: str, one: Lost, bring: Bring) -> bool:
+    def _carried(self, name: str, one: Lost, copies: Copies) -> bool:
         """Is the copy to it over, well or not?"""
         if one.bringing is None:
-            one.bringing, one.mention_at = bring(name), time.monotonic() + SAY_S
+            one.bringing, one.mention_at = copies.to_late(name), time.monotonic() + SAY_S
         if not one.bringing.over:
             if one.mention_at and time.monotonic() > one.mention_at:
                 one.mention_at = 0.0

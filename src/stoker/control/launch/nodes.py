@@ -1,16 +1,21 @@
-"""Machines on each of which `stoker run` is started by hand, with torchrun's flags: how many, which one is this, where
-they meet. Pure.
+"""Where a run runs: on the hosts it names, on a scheduler's nodes, on machines where `stoker run` is started by hand with
+torchrun's flags, or here.
 
-Each of them is the coordinator of its own ranks and keeps its own record.
+Of machines started by hand, each is the coordinator of its own ranks and keeps its own record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 
+from stoker.contract import schedulers
 from stoker.contract.names import EX_USAGE, Refusal
+from stoker.contract.quantities import counted
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
+from stoker.control.cluster.hosts import Hosts, read
+from stoker.control.launch.agents import Agents
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.request import Request, by_hand
 
@@ -135,16 +140,103 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
     """The plan of this machine's ranks with the numbers they have in the whole job."""
-    places = tuple(replace(place, rank=nodes.first + place.local_rank, group_rank=nodes.rank) for place in plan.places)
+    first = nodes.first
+    places = tuple(
+        replace(place, rank=first + place.local_rank, role_rank=first + place.local_rank, group_rank=nodes.rank)
+        for place in plan.places
+    )
+    roles = tuple(replace(role, world=nodes.world) for role in plan.roles)
     last = nodes.first + len(places) - 1
     line = (
         f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at"
         f" {nodes.address}:{nodes.port}"
     )
-    return replace(plan, places=places, nodes=nodes, lines=(*plan.lines, line))
+    return replace(plan, places=places, roles=roles, nodes=nodes, lines=(*plan.lines, line))
 
 
 def equal(told: Meeting, ranks: int) -> Nodes:
     """With --node-rank nobody asks the others: all have as many ranks as this one."""
     assert told.rank is not None
     return Nodes(told.count, told.rank, told.rank * ranks, told.count * ranks, told.address, told.port)
+
+
+# ---- this machine among those that were started by hand ----
+
+ROUTE_S = 10.0
+
+
+def join(
+    agents: Agents, request: Request, plan: RunPlan, say: Callable[[str], None]
+) -> tuple[RunPlan, tuple[str, int], str]:
+    """The plan with its numbers in the whole job, the store's address and port, and the interface towards the others."""
+    told = meeting(request, os.environ)
+    assert told is not None
+    if told.rank is not None:
+        nodes = equal(told, len(plan.places))
+        if nodes.rank == 0:
+            agents.reserve(told.address, told.port)
+    else:
+        from stoker.control.launch import rendezvous
+
+        nodes = rendezvous.meet(
+            told, len(plan.places), lambda: agents.reserve(told.address, 0)[1], lambda: agents.pause(0.02), say
+        )
+    return numbered(plan, nodes), (nodes.address, nodes.port), _interface(agents, told.address)
+
+
+def _interface(agents: Agents, address: str) -> str:
+    """Towards machine 0, or on that one the interface that has the address."""
+    answer = agents.probe("route", {"": {"to": [address]}}, ROUTE_S)[""]
+    way = answer.get("routes", {}).get(address, {})
+    owner = next((name for name, mine in answer.get("addresses", {}).items() if way.get("address") in mine), None)
+    return owner or way.get("interface") or ""
+
+
+# ---- the hosts of a run ----
+
+
+def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
+    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up,
+    before anything is started.
+    """
+    options = request.options
+    meeting(request, environment)
+    hosts: Hosts | None = None
+    if options.hosts is not None:
+        hosts = read(options.hosts, options.ssh_option)
+        if options.python is not None:
+            hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
+    elif options.nnodes == "1" and (scheduler := schedulers.found(environment)) is not None:
+        # What the user names (--hosts, --nnodes by hand) wins over the job's nodes.
+        from stoker.control.scheduler import engine
+
+        request, hosts = _given(request, engine(scheduler).allocation(environment), environment)
+    if hosts is None and (options.min_hosts or options.sync or options.stage):
+        raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
+    if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
+        raise Refusal(
+            f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to"
+            " that",
+            EX_USAGE,
+        )
+    return request, hosts
+
+
+def _given(request: Request, hosts: Hosts | None, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
+    """Inside a scheduler's job: its nodes, without being told."""
+    options = request.options
+    if hosts is None:
+        return request, None
+    by_number = options.nproc_per_node is not None or any(
+        environment.get(name) for name in ("NPROC_PER_NODE", "NUM_GPUS")
+    )
+    if by_number:  # a number that was asked for, and not the job's number of tasks
+        hosts = replace(hosts, hosts=tuple(replace(host, slots=None) for host in hosts.hosts))
+    only = hosts.hosts[0]
+    if len(hosts.hosts) == 1 and only.here:  # one node, and we are on it: a pipe will do
+        if only.slots and only.slots > 1:
+            request = replace(request, options=replace(options, nproc_per_node=str(only.slots)))
+        return request, None
+    if options.python is not None:
+        hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
+    return request, hosts

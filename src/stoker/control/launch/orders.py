@@ -36,12 +36,13 @@ def start(
     attempt: int,
     to: Towards,
     environment: Mapping[str, str],
-    common: Mapping[str, str],
+    common: Mapping[str, Mapping[str, str]],
     more: Mapping[str, str],
 ) -> dict[str, Any]:
-    """`common`: what plan.common_environment says for that host; `more`: for this attempt. What the user set, here or
-    by --env, wins over what was found.
+    """`common`: per role, what plan.common_environment says for that host; `more`: for this attempt. What the user set,
+    here or by --env, wins over what was found.
     """
+    only = plan.roles[0] if len(plan.roles) == 1 else None
     ours = dict(to.env)
     if to.interface:
         ours = {"NCCL_SOCKET_IFNAME": to.interface, "GLOO_SOCKET_IFNAME": to.interface, **ours}
@@ -49,7 +50,7 @@ def start(
     env = {
         **{name: value for name, value in ours.items() if name not in told},
         **({} if to.local else told),
-        **common,
+        **(common[only.name] if only else {}),
         **more,
     }
     return {
@@ -58,7 +59,7 @@ def start(
             "attempt": attempt,
             "env": env,
             "unset": [] if to.local else ["PYTHONHOME"],
-            "shim": plan.shim,
+            "shim": plan.roles[0].shim,
             "split": plan.split,
             "cwd": to.workdir,
             "numa": options.numa_binding,
@@ -66,8 +67,11 @@ def start(
         "ranks": [
             {
                 "rank": one.rank,
+                "role": one.role,
+                "role_rank": one.role_rank,
                 "argv": rank_argv(one, plan),
-                "env": rank_environment(one, plan),
+                "env": {**({} if only else common[one.role]), **rank_environment(one, plan)},
+                "shim": plan.role_of(one.rank).shim,
                 "gpu": one.gpu.uuid if one.gpu else None,
                 "pci": one.gpu.pci if one.gpu else None,
             }

@@ -9,11 +9,10 @@ from typing import Any
 
 from stoker.contract import layout, redact
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.control.launch.console import SMALL, Console
-from stoker.control.launch.lines import LineCutter, LogLines
+from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
-from stoker.control.launch.torchlogs import TorchrunLogs
+from stoker.control.launch.torchfiles import TorchrunLogs
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
@@ -165,7 +164,7 @@ class Output:
 
     def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
         """`kept`: what the record holds of the rank's exception."""
-        from stoker.control.launch.errorfile import rank_report
+        from stoker.control.launch.torchfiles import rank_report
 
         report = rank_report(kept) if self._logs is not None else None
         if self._logs is not None and report is not None:

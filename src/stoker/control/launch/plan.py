@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from stoker.contract import names
+from stoker.contract import names, redact
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import is_count
@@ -19,6 +19,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine needs neither
     from stoker.control.cluster.hosts import Host
     from stoker.control.launch.nodes import Nodes
+    from stoker.control.launch.runplace import RunPlace
 
 # Start-up memory nobody needs to worry about: torch and a CPU model stay below the first, a context and a model load
 # in host memory usually below the second. With less than that per rank the first rank goes alone and is measured.
@@ -28,25 +29,38 @@ GATE_TOTAL_S = 480.0  # the store's own patience is 600 s with NCCL: everybody m
 
 
 @shape
+class Role:
+    """Ranks that run one command and form one world. A plain job is one role."""
+
+    name: str
+    argv: tuple[str, ...]
+    world: int  # ranks, on all machines
+    shim: bool
+    max_restarts: int  # how often a failure of one of its ranks starts the job again
+    env: Mapping[str, str] = {}  # asked for; over what every rank gets
+
+
+@shape
 class Place:
     """One rank's place in the job."""
 
-    rank: int
+    rank: int  # unique in the job: names its log, and messages about it
     local_rank: int
     local_world: int
     group_rank: int
     host: str  # "" for this machine
     gpu: Gpu | None
     label: str  # GPU0, CPU0, host/GPU0
+    role: str
+    role_rank: int  # its number in the role's world: what the script sees as RANK
 
 
 @shape
 class RunPlan:
     places: tuple[Place, ...]
-    argv: tuple[str, ...]
+    roles: tuple[Role, ...]  # one; the places of each follow those of the one before
     hosts: tuple[str, ...]
     isolate: bool
-    shim: bool
     split: bool  # stdout and stderr in pipes of their own
     init_slots: Mapping[str, int]  # per host; 0: measure the first rank
     lines: tuple[str, ...]  # what to tell the user before the start
@@ -57,7 +71,7 @@ class RunPlan:
     @property
     def world_size(self) -> int:
         """Of the whole job."""
-        return self.nodes.world if self.nodes else len(self.places)
+        return sum(role.world for role in self.roles)
 
     @property
     def ranks(self) -> range:
@@ -68,9 +82,21 @@ class RunPlan:
     def place(self, rank: int) -> Place:
         return self.places[rank - self.ranks.start]
 
+    def role_of(self, rank: int | None) -> Role:
+        """The first where it is nobody's."""
+        if rank is None or len(self.roles) == 1:
+            return self.roles[0]
+        name = self.place(rank).role
+        return next(role for role in self.roles if role.name == name)
+
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        """Without secrets. `argv` and `shim` are the first role's."""
+        made: dict[str, Any] = as_json(self)
+        roles = [
+            {**as_json(role), "argv": redact.arguments(role.argv), "env": redact.environment(role.env)}
+            for role in self.roles
+        ]
+        return {**made, "roles": roles, "argv": roles[0]["argv"], "shim": roles[0]["shim"]}
 
 
 def make_plan(
@@ -119,18 +145,26 @@ def make_plan(
         for local in range(choice.ranks):
             gpu = choice.gpus[local] if choice.gpus else None
             label = prefix + (gpu.label if gpu else f"CPU{local}")
-            places.append(Place(len(places), local, choice.ranks, group, host, gpu, label))
+            rank = len(places)
+            places.append(Place(rank, local, choice.ranks, group, host, gpu, label, options.role, rank))
         slots[host] = _slots(options.init_slots, choice, machines[host])
         visible[host] = _visible(choice, machines[host], _seen_there(environment, hosts[host] if hosts else None))
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
+    role = Role(
+        options.role,
+        tuple(argv),
+        len(places),
+        not options.no_python,
+        options.max_restarts,
+        _asked_for(options, environment),
+    )
     return RunPlan(
         tuple(places),
-        tuple(argv),
+        (role,),
         tuple(machines),
         isolate,
-        not options.no_python,
         split,
         slots,
         tuple(lines),
@@ -195,30 +229,45 @@ def _check_ranks(text: str, world: int) -> None:
             raise Refusal(f"--show {text}: give all, none, errors or ranks from 0 to {world - 1}", EX_USAGE)
 
 
+def _asked_for(options: RunOptions, environment: Mapping[str, str]) -> dict[str, str]:
+    """--env"""
+    made: dict[str, str] = {}
+    for word in options.env:
+        name, equals, value = word.partition("=")
+        if not name or not (name.replace("_", "a").isalnum() and not name[0].isdigit()):
+            raise Refusal(f"--env {word}: write NAME=VALUE or NAME", EX_USAGE)
+        if equals:
+            made[name] = value
+        elif name in environment:
+            made[name] = environment[name]
+        else:
+            raise Refusal(f"--env {name}: it is not set here; write {name}=VALUE", EX_USAGE)
+    return made
+
+
 def common_environment(
     plan: RunPlan,
-    request: Request,
+    role: Role,
+    options: RunOptions,
     environment: Mapping[str, str],
-    run_id: str,
-    run_dir: str,
+    run: RunPlace,
     cores: int,
     host: str = "",
 ) -> dict[str, str]:
-    """What every rank of a host is given, and the same on each attempt."""
-    options = request.options
+    """What every rank of a role is given on a host, and the same on each attempt."""
     mine = [place for place in plan.places if place.host == host]
     found = {
-        "WORLD_SIZE": str(plan.world_size),
+        "WORLD_SIZE": str(role.world),
         "GROUP_WORLD_SIZE": str(plan.nodes.count if plan.nodes else len(plan.hosts)),
-        "ROLE_WORLD_SIZE": str(plan.world_size),
-        "ROLE_NAME": options.role,
-        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
-        "TORCHELASTIC_RUN_ID": options.rdzv_id or run_id,
+        "ROLE_WORLD_SIZE": str(role.world),
+        "ROLE_NAME": role.name,
+        "TORCHELASTIC_MAX_RESTARTS": str(role.max_restarts),
+        "TORCHELASTIC_RUN_ID": options.rdzv_id or run.id,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": environment.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        names.RUN_ID: run_id,
-        names.RUN_DIR: run_dir,
+        names.RUN_ID: run.id,
+        names.RUN_DIR: run.dir,
     }
     if host:
         found[names.HOST] = host
@@ -229,27 +278,18 @@ def common_environment(
         found[names.SHARED_GPU] = "1"
     if "OMP_NUM_THREADS" not in environment:
         found["OMP_NUM_THREADS"] = str(max(1, cores // max(1, len(mine))))
-    for word in options.env:
-        name, equals, value = word.partition("=")
-        if not name or not (name.replace("_", "a").isalnum() and not name[0].isdigit()):
-            raise Refusal(f"--env {word}: write NAME=VALUE or NAME", EX_USAGE)
-        if equals:
-            found[name] = value
-        elif name in environment:
-            found[name] = environment[name]
-        else:
-            raise Refusal(f"--env {name}: it is not set here; write {name}=VALUE", EX_USAGE)
+    found.update(role.env)
     return found
 
 
 def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
     local = 0 if plan.isolate else place.local_rank
     found = {
-        "RANK": str(place.rank),
+        "RANK": str(place.role_rank),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(place.local_world),
         "GROUP_RANK": str(place.group_rank),
-        "ROLE_RANK": str(place.rank),
+        "ROLE_RANK": str(place.role_rank),
         names.GPU_RANK: str(place.gpu.index if place.gpu else place.local_rank),
     }
     visible = plan.visible[place.host]
@@ -262,7 +302,7 @@ def rank_environment(place: Place, plan: RunPlan) -> dict[str, str]:
 
 def rank_argv(place: Place, plan: RunPlan) -> list[str]:
     """torchrun's one macro, and the host's own Python."""
-    words = [word.replace("${local_rank}", str(place.local_rank)) for word in plan.argv]
+    words = [word.replace("${local_rank}", str(place.local_rank)) for word in plan.role_of(place.rank).argv]
     return [plan.pythons.get(place.host, words[0]), *words[1:]]
 
 

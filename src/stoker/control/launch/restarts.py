@@ -43,7 +43,7 @@ class Again:
 class Restarts:
     def __init__(self, options: RunOptions) -> None:
         self._options = options
-        self._made = 0
+        self._made: dict[str, int] = {}  # restarts, by the role that failed
         self._before: tuple[Any, ...] = ()
         self._busy = 0
         self._debugged = False
@@ -75,12 +75,14 @@ class Restarts:
             if self._busy > 1:
                 said = f"it was waited out once, for {BUSY_WAIT_S:.0f} s"
                 return replace(verdict, retryable=False, evidence=(*verdict.evidence, said)), None
-        if not verdict.retryable or self._made >= self._options.max_restarts:
+        role = attempt.plan.role_of(verdict.rank)
+        made = self._made.get(role.name, 0) + 1
+        if not verdict.retryable or made > role.max_restarts:
             return verdict, None
-        self._made += 1
+        self._made[role.name] = made
         wait = BUSY_WAIT_S if verdict.cause == "gpu.busy" else self._back_off()
         then = f" in {wait:.0f} s" if wait else ""
-        line = f"{verdict.summary}; starting again{then} ({self._made} of {self._options.max_restarts})"
+        line = f"{verdict.summary}; starting again{then} ({made} of {role.max_restarts})"
         return verdict, Again(line, wait, self.env(), verdict.cause in _PROBED)
 
     def _back_off(self) -> float:

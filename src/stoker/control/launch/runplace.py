@@ -9,7 +9,7 @@ import shutil
 import time
 from collections.abc import Mapping
 
-from stoker.contract import layout
+from stoker.contract import layout, schedulers
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import printable
@@ -143,11 +143,11 @@ def _joined(*notices: str) -> str:
 
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:
-    """A Slurm job that was put back in the queue keeps its number, and runs in one place at a time: its former start,
-    on whichever node, is over.
+    """A scheduler's job that was put back in the queue keeps its number, and runs in one place at a time: its former
+    start, on whichever node, is over.
     """
-    job = environment.get("SLURM_JOB_ID")
-    return job is not None and (last.data.get("environment") or {}).get("SLURM_JOB_ID") == job
+    job = schedulers.job(environment)
+    return bool(job) and schedulers.job(last.data.get("environment") or {}) == job
 
 
 def _new(root: str, name: str, notice: str, make: bool) -> RunPlace:

@@ -18,10 +18,7 @@ from stoker.control.machine import facts, kernellog, ports, processes
 from stoker.control.machine.observe import Observer
 from stoker.control.machine.room import quick_host
 
-BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); sys.path.append(sys.argv[2]); from stoker.control.machine.gather"
-    " import main; main(sys.argv[3:])"
-)
+BOOT = "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.gather import main; main(sys.argv[3:])"
 
 # Runs in the Python that will run the ranks, with its site-packages; never makes a CUDA context.
 TORCH = """

@@ -21,7 +21,7 @@ def _cgroup_dirs(
     controller: str, root: str = "/sys/fs/cgroup", told: str = "/proc/self/cgroup"
 ) -> tuple[list[str], bool]:
     """(folders, is version 2) of the cgroup this process is in, and of those around it: each of them may hold a limit
-    (Slurm's is on the job, not on its task). In a container the root is the container's own.
+    (a scheduler's is on the job, not on its task). In a container the root is the container's own.
     """
     try:
         with open(told, encoding="utf-8") as file:

@@ -1,6 +1,6 @@
 """Where a run's processes come from: its agent says so in their environment, and everything they start inherits it.
 
-The environment alone proves nothing. sbatch, at, systemd-run and cron hand it to jobs of their own, which must outlive
+The environment alone proves nothing. Schedulers, at, systemd-run and cron hand it to jobs of their own, which must outlive
 the run. What a run started itself is below its agent, or was: then its parent is one of those that were above the
 agent, in the agent's own control group.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from stoker.contract import names
+from stoker.contract import names, schedulers
 from stoker.contract.shape import shape
 from stoker.control.machine.processes import Process, environment, process
 
@@ -21,7 +21,7 @@ _KEEPERS = ("stoker-agent", "stoker-guard")
 class Origin:
     agent: int
     start: int  # clock ticks since boot
-    job: str  # of Slurm; empty for none
+    job: str  # of a scheduler; empty for none
     above: tuple[int, ...]  # the agent's parents. An orphan is given to one of them: to pid 1, or to a subreaper
     cgroup: str
 
@@ -35,7 +35,7 @@ def of_this_process(environ: Mapping[str, str]) -> Origin:
     return Origin(
         os.getpid(),
         me.start if me else 0,
-        environ.get("SLURM_JOB_ID", ""),
+        schedulers.job(environ),
         tuple(one.pid for one in above(os.getpid())),
         cgroup(os.getpid()),
     )
@@ -81,7 +81,7 @@ def cgroup(pid: int) -> str:
 
 
 def run_we_are_in(environ: Mapping[str, str]) -> str:
-    """The run in whose rank this process was started; empty for none. A job that a rank handed to sbatch or at only has
+    """The run in whose rank this process was started; empty for none. A job that a rank handed to a scheduler or to at only has
     the environment of one.
     """
     run, origin = environ.get(names.RUN_ID, ""), read(environ.get(names.RUN_ORIGIN))
@@ -103,9 +103,13 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return "its environment does not say where it was started"
     if one.start < origin.start:
         return "it is older than its run"
-    job = environ.get("SLURM_JOB_ID", "")
+    job = schedulers.job(environ)
     if job != origin.job:
-        return f"it belongs to Slurm job {job}" if job else f"it runs outside its run's Slurm job {origin.job}"
+        return (
+            f"it belongs to {schedulers.spoken(job)}"
+            if job
+            else f"it runs outside its run's {schedulers.spoken(origin.job)}"
+        )
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
     of_the_run = [

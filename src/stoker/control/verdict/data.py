@@ -7,8 +7,8 @@ import signal
 
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.consequence import lost_worker
+from stoker.control.verdict.lastwords import amount, at, find, line_of, path_in, said
 from stoker.control.verdict.memory import memory_trend
-from stoker.control.verdict.reading import amount, at, find, line_of, path_in, said
 from stoker.control.verdict.wording import first_line, traced
 
 _SMALL_SHM = 2**30

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from pkgutil import iter_modules
 
+from stoker.contract import schedulers
 from stoker.control import verdict
 from stoker.control.verdict.catalogue import CATALOGUE, Cause
 
@@ -22,7 +23,7 @@ _FAMILIES = {
     "completed": "Done", "unknown": "Unknown", "launch": "What Stoker was told or decided", "rank": "What one rank did by itself",
     "oom": "Memory, of the GPU and of the host", "gpu": "GPUs and their driver", "nccl": "NCCL", "gloo": "gloo", "net": "Ports", "hang": "Hangs",
     "slow": "Slowness", "nan": "Numbers", "grpo": "Learning from rewards", "data": "Files and data", "env": "Software", "host": "Hosts and their limits",
-    "slurm": "Slurm",
+    **{one.name: one.title for one in schedulers.KNOWN},
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import find, line_of, noticed
+from stoker.control.verdict.lastwords import find, line_of, noticed
 from stoker.control.verdict.wording import first_line
 
 # NVIDIA's Xid catalogue, as the doctor has it: those of the hardware. What an application causes by itself (13, 31, 43)

@@ -6,7 +6,7 @@ from typing import Any
 
 from stoker.control.verdict.allocator import Refused, read
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import amount, find, line_of, said
+from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.wording import place
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True (before torch 2.10: PYTORCH_CUDA_ALLOC_CONF)"

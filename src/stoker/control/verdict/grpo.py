@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.contract.names import EX_SOFTWARE
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import find
+from stoker.control.verdict.lastwords import find
 from stoker.control.verdict.wording import last_lines
 
 _SAID = r"GRPO stopped itself: (.+)"

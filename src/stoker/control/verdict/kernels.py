@@ -6,7 +6,7 @@ import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.gpu import DEAD
-from stoker.control.verdict.reading import find, line_of, noticed
+from stoker.control.verdict.lastwords import find, line_of, noticed
 
 _DEBUG = (
     "stoker run --debug-retry …   # runs it again with blocking launches: the line above is where the error was"

@@ -8,7 +8,7 @@ import re
 
 from stoker.control.verdict import network
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import amount, find, line_of, said
+from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.wording import first_line, place
 
 _WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then says more before it gives up"

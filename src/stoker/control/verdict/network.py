@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.reading import at, find, line_of
+from stoker.control.verdict.lastwords import at, find, line_of
 from stoker.control.verdict.wording import first_line
 
 # The store (MASTER_ADDR, MASTER_PORT) is where ranks of either backend meet first.

@@ -4,10 +4,10 @@ why` and `stoker submit`.
 
 from __future__ import annotations
 
-from stoker.contract.job import Job
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.slurmjob import Job
 from stoker.control.verdict.catalogue import Cause, entry
 
 # What a run that was ended from outside looks like from inside. Anything else is the run's own cause, and stays it.

@@ -5,8 +5,15 @@ multiprocessing are the real thing and not an imitation. This file removes its o
 own sitecustomize, if any.
 """
 
+from __future__ import annotations
+
 import os
 import sys
+from importlib.machinery import PathFinder
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 
 def _enter() -> None:
@@ -21,12 +28,25 @@ def _enter() -> None:
     root = here
     for _ in range(4):  # stoker/control/rank/inject -> the folder that holds stoker
         root = os.path.dirname(root)
-    sys.path.insert(0, root)
+    finder = _Stoker(root)
+    sys.meta_path.insert(0, finder)
     try:
         from stoker.control.rank import shim
     finally:
-        sys.path.remove(root)
+        sys.meta_path.remove(finder)
     shim.install()
+
+
+class _Stoker:
+    """Finds the package `stoker` in its folder, and nothing else there: that may be a site-packages, whose modules must
+    not stand in for those of the standard library.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return PathFinder.find_spec(name, [self._root]) if name == "stoker" else None
 
 
 def _hand_over() -> None:

@@ -1,0 +1,49 @@
+"""The schedulers Stoker knows, and whether this process is in a job of one. Adding one: a line here, and the module that
+control/scheduler asks for.
+"""
+
+from __future__ import annotations
+
+from stoker.contract.shape import shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@shape
+class Scheduler:
+    """`engine` and `runs`: modules of control/scheduler with its functions of these names' protocols."""
+
+    name: str  # as in `stoker why NAME:JOB`
+    title: str
+    job_variable: str  # what its jobs have in their environment
+    engine: str
+    runs: str
+
+
+KNOWN = (Scheduler("slurm", "Slurm", "SLURM_JOB_ID", "slurm", "slurm_runs"),)
+
+
+def found(environ: Mapping[str, str]) -> Scheduler | None:
+    """Of the job whose environment this is."""
+    return next((one for one in KNOWN if environ.get(one.job_variable)), None)
+
+
+def named(name: str) -> Scheduler | None:
+    return next((one for one in KNOWN if one.name == name), None)
+
+
+def job(environ: Mapping[str, str]) -> str:
+    """The job's number, or NAME/NUMBER where it is not of the first known scheduler; empty for none."""
+    scheduler = found(environ)
+    if scheduler is None:
+        return ""
+    number = environ[scheduler.job_variable]
+    return number if scheduler is KNOWN[0] else f"{scheduler.name}/{number}"
+
+
+def spoken(job: str) -> str:
+    """What `job` says, in words."""
+    name, _, number = job.rpartition("/")
+    return f"{(named(name) or KNOWN[0]).title} job {number}"

@@ -1,0 +1,148 @@
+"""What a host needs of Stoker where none is installed, or another: a zip of the agent's rooms and of the training
+plane, and how to unpack it.
+
+A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane
+imports (torch, numpy, tokenizers, safetensors) must be in the host's own Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import io
+import os
+import zipfile
+
+from stoker.control.cluster.transport import ROOT
+
+_ROOMS = ("contract", "control/agent", "control/machine", "control/rank", "control/record", "training")
+
+OLDEST_PYTHON = (3, 10)  # the agent's, and that of every torch that is still supported
+TOO_OLD = "stoker: this Python is too old for the agent:"
+NOT_WRITTEN = "stoker: the agent's files can't be written:"
+UNSAFE = "stoker: the agent's folder is not safe:"
+DAMAGED = "stoker: the agent's files did not arrive whole"
+
+# Runs on the other host, on whatever Python 3 is there. Reads the zip from the protocol's own stdin and keeps it by its
+# digest, so that the next run compiles nothing. What was kept is used only if it is this user's, closed to all others,
+# and has every byte of the zip and no other file; else it is replaced. (The compiled files beside them are Python's
+# own, and as safe as the folder.)
+_UNPACK = (
+    """
+import sys
+if sys.version_info[:2] < OLDEST: sys.exit("TOO_OLD %d.%d" % sys.version_info[:2])
+import hashlib, io, os, shutil, stat, tempfile, zipfile
+want, digest = sys.argv[1].split(":")
+data = b""
+while len(data) < int(want):
+    more = os.read(0, int(want) - len(data))
+    if not more: break
+    data += more
+if hashlib.sha256(data).hexdigest() != digest: sys.exit("DAMAGED")
+archive = zipfile.ZipFile(io.BytesIO(data))
+home = os.path.expanduser("~")
+if not os.path.isabs(home): sys.exit("NOT_WRITTEN this user has no home folder and HOME is not set")
+cache = os.path.join(home, ".cache", "stoker")
+base = os.path.join(cache, "agent-" + digest[:32])
+
+def safe(path, about):
+    if about.st_uid not in (os.getuid(), os.stat(home).st_uid): sys.exit("UNSAFE %s belongs to uid %d" % (path, about.st_uid))
+    if not stat.S_ISDIR(about.st_mode): sys.exit("UNSAFE %s is not a folder" % path)
+    return not stat.S_IMODE(about.st_mode) & 0o077
+
+def whole():
+    try:
+        if not safe(base, os.lstat(base)): return False
+        names = set(archive.namelist())
+        for folder, folders, files in os.walk(base):
+            if any(os.path.islink(os.path.join(folder, name)) for name in folders + files): return False
+            for name in files:
+                path = os.path.join(folder, name)
+                if os.path.basename(folder) == "__pycache__" and name.endswith(".pyc"): continue
+                inside = os.path.relpath(path, base)
+                if inside not in names or os.path.getsize(path) != archive.getinfo(inside).file_size: return False
+                with open(path, "rb") as file:
+                    if file.read() != archive.read(inside): return False
+                names.remove(inside)
+        return not names
+    except OSError:
+        return False
+
+try:
+    os.makedirs(cache, 0o700, exist_ok=True)
+    if not safe(cache, os.stat(cache)): os.chmod(cache, 0o700)
+    if not whole():
+        fresh = tempfile.mkdtemp(prefix="agent-", dir=cache)
+        try:
+            archive.extractall(fresh)
+            if os.path.lexists(base): os.rename(base, fresh + ".old")
+            os.rename(fresh, base)
+        except OSError:
+            if not whole(): raise
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(fresh + ".old", ignore_errors=True)
+except OSError as problem:
+    sys.exit("NOT_WRITTEN %s: %s" % (base, problem.strerror))
+sys.path.append(base)
+from MODULE import boot
+boot(sys.argv[2:])
+""".strip()
+    .replace("OLDEST", repr(OLDEST_PYTHON))
+    .replace("TOO_OLD", TOO_OLD)
+    .replace("NOT_WRITTEN", NOT_WRITTEN)
+    .replace("UNSAFE", UNSAFE)
+    .replace("DAMAGED", DAMAGED)
+)
+
+
+def unpack(module: str = "stoker.control.agent.guardian") -> str:
+    """Python for the other host: takes the files, then calls that module's `boot`.
+
+    One line without a character any login shell acts on: csh takes no newline within quotes, fish reads backslashes
+    there.
+    """
+    import base64
+
+    return (
+        "import"
+        f" base64;exec(base64.b64decode('{base64.b64encode(_UNPACK.replace('MODULE', module).encode()).decode()}').decode())"
+    )
+
+
+def announced(packed: bytes) -> str:
+    """What the other side is told to expect: how many bytes, and their digest."""
+    import hashlib
+
+    return f"{len(packed)}:{hashlib.sha256(packed).hexdigest()}"
+
+
+@functools.cache
+def pack() -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in ("__init__.py", "balance.py", "control/__init__.py"):
+            _add(archive, os.path.join(ROOT, "stoker", name), f"stoker/{name}")
+        for room in _ROOMS:
+            top = os.path.join(ROOT, "stoker", room)
+            for folder, _, files in sorted(os.walk(top)):
+                for file in sorted(files):
+                    if file.endswith((".py", ".yaml")):
+                        path = os.path.join(folder, file)
+                        _add(archive, path, os.path.relpath(path, ROOT))
+        nvml = nvml_source()
+        if nvml:
+            _add(archive, nvml, "pynvml.py")
+    return out.getvalue()
+
+
+def _add(archive: zipfile.ZipFile, path: str, name: str) -> None:
+    with open(path, "rb") as file:
+        archive.writestr(
+            zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED
+        )  # same bytes, same digest
+
+
+def nvml_source() -> str | None:
+    spec = importlib.util.find_spec("pynvml")
+    return spec.origin if spec is not None else None

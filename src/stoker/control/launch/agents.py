@@ -1,0 +1,264 @@
+"""A run's agents: meets them, asks them, and delivers what they say of their ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stoker.contract import names, protocol
+from stoker.contract.names import EX_OSERR, EX_UNAVAILABLE, Refusal
+from stoker.contract.shape import replace
+from stoker.contract.untrusted import printable
+from stoker.control.cluster import transport
+from stoker.control.launch.members import Member, Members, Unusable
+from stoker.control.launch.request import Request, taken, wanted_port
+from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.signals import Interrupted, Signals
+from stoker.control.machine.model import Machine, machine_from_json
+from stoker.control.machine.observe import packages_dir
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a run on one machine loads neither
+    from stoker.control.cluster.asking import Asking
+    from stoker.control.cluster.hosts import Host, Hosts
+
+MEET_S = 30.0
+_MOST_PROBES = 64  # different ones that a host which waits to join is asked
+
+
+class Agents:
+    """`link`: the local agent, already on its way; None where `hosts` are reached. `hear`: gets what those that take part
+    say, but for answers to questions.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        link: transport.Link | None,
+        hosts: Hosts | None,
+        signals: Signals,
+        say: Callable[[str], None],
+        hear: Callable[[str, protocol.Message, bytes], None],
+    ) -> None:
+        self._request = request
+        self._signals = signals
+        self._say = say
+        self._deliver = hear
+        self._place: RunPlace | None = None
+        self._asking: Asking | None = None
+        self.hosts = hosts
+        self.by_name: dict[str, Host] = {host.name: host for host in hosts.hosts} if hosts else {}
+        links = [link] if link is not None else [self.reach(host) for host in self.by_name.values()]
+        self.members = Members([Member(one) for one in links], self._hear, self._complain)
+
+    def reach(self, host: Host, again: bool = False) -> transport.Link:
+        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was
+        lost.
+        """
+        assert self.hosts is not None
+        try:
+            return transport.reach(host, self.afresh if again else self.hosts)
+        except FileNotFoundError as problem:
+            raise Refusal(
+                f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH",
+                EX_UNAVAILABLE,
+            ) from problem
+
+    @property
+    def afresh(self) -> Hosts:
+        """The hosts, by connections that nothing shares."""
+        assert self.hosts is not None
+        return replace(
+            self.hosts,
+            ssh_options=("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *self.hosts.ssh_options),
+        )
+
+    @property
+    def run_id(self) -> str:
+        return self._place.id if self._place else ""
+
+    # ---- meeting ----
+
+    def open_order(self, host: str, former: list[Any] | None = None) -> protocol.Message:
+        """`former`: who ran there for this run before, and must be gone first."""
+        assert self._place is not None
+        return {
+            "do": "open",
+            "run": self._place.id,
+            "dir": self._place.dir,
+            "hup_ignored": signal.getsignal(signal.SIGHUP) is signal.SIG_IGN,
+            "recorded": os.environ.get(names.MACHINE),
+            "packages": packages_dir(),
+            "host": host,
+            "former": former or [],
+        }
+
+    def meet(self, place: RunPlace) -> None:
+        self._place = place
+        for member in self.members.all:
+            member.say(self.open_order(member.host))
+        self.await_all("host")
+
+    def _take_share(self, host: str, visible: str | None) -> None:
+        """Where a scheduler tells which of a node's GPUs are the job's: those, and no others."""
+        if visible and self.hosts is not None and transport.way_to(self.by_name[host], self.hosts).shows_share:
+            self.by_name[host] = replace(self.by_name[host], gpus=visible)
+
+    def _note_machine(self, member: Member, message: protocol.Message) -> None:
+        try:
+            member.machine = machine_from_json(message["machine"])
+        except ValueError as problem:
+            raise protocol.ProtocolError(f"what it says of its machine is {problem}") from None
+        message["held"] = {uuid: printable(who, 300) for uuid, who in message["held"].items()}
+        if "selves" in message:
+            message["found"] = [printable(line, 200) for line in message.get("found", [])]
+            member.selves = [pair for pair in message["selves"] if len(pair) == 2]
+            self._take_share(member.host, message.get("visible"))
+
+    def _forget(self, kind: str) -> None:
+        for member in self.members.all:
+            member.answers.pop(kind, None)
+            member.answers.pop("refused", None)
+
+    def await_all(self, kind: str, seconds: float = MEET_S) -> None:
+        """Until every agent has answered in this kind; those that can't are named together."""
+        self._forget(kind)
+        deadline = time.monotonic() + seconds
+        while True:
+            waiting = [member for member in self.members.all if kind not in member.answers]
+            late = time.monotonic() > deadline
+            if all(member.gone or "refused" in member.answers or late for member in waiting):
+                break
+            self.members.pump(0.5)
+            self._heed_signals()
+        if waiting:
+            raise self._unusable(waiting, seconds)
+
+    def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
+        refused = [member for member in waiting if "refused" in member.answers]
+        if len(waiting) == 1 and refused:
+            told = refused[0].answers["refused"]
+            return Refusal(
+                told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}",
+                _exit_code(told["code"]),
+            )
+        slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
+        why = {
+            one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow
+            for one in waiting
+        }
+        return Unusable(why, max(len(self.by_name), 1))
+
+    def probe(self, what: str, args: Mapping[str, dict[str, Any]], seconds: float) -> dict[str, Any]:
+        """Asks several hosts at once. One that does not answer in time, or is gone, has {"error": ...} as its answer."""
+        asking = self.asking()
+        return asking.answers(asking.ask(what, args, seconds), seconds + 1.0)
+
+    def asking(self) -> Asking:
+        """For questions to those that take part now. Signals are heeded while it waits."""
+        from stoker.control.cluster.asking import Asking
+
+        self._asking = Asking(list(self.members.all), self.listen)
+        return self._asking
+
+    @property
+    def machines(self) -> dict[str, Machine]:
+        return {member.host: member.machine for member in self.members.all if member.machine is not None}
+
+    def look(self) -> None:
+        self.members.say({"do": "look"})
+        self.await_all("host")
+
+    def pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.members.pump(left)
+            self._heed_signals()
+
+    def listen(self, seconds: float) -> None:
+        """Until the next word of anybody, for at most so long."""
+        self.members.pump(seconds)
+        self._heed_signals()
+
+    def _heed_signals(self) -> None:
+        """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
+        while signum := self._signals.take():
+            if signum != signal.SIGTSTP:
+                raise Interrupted(signum)
+            self.suspend()
+
+    def reserve(self, address: str, port: int | None = None) -> tuple[str, int]:
+        """The store's, on the first host. `port`: that one and no other; None: what the options say."""
+        first = self.members.all[0]
+        wanted, asked = wanted_port(self._request) if port is None else (port, bool(port))
+        for kind in ("port", "refused"):
+            first.answers.pop(kind, None)
+        first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
+        deadline = time.monotonic() + 10.0
+        while "port" not in first.answers:
+            if first.gone and self.by_name:
+                raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
+            if first.gone or "refused" in first.answers or time.monotonic() > deadline:
+                why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
+                raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
+            self.members.pump(0.5)
+            self._heed_signals()
+        answer = {"holder": "another program", **first.answers["port"]}
+        if not 0 < answer["port"] < 1 << 16:
+            raise taken({"wanted": 0, **answer})
+        if answer.get("wanted"):
+            self._say(
+                f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port"
+                f" {answer['port']}"
+            )
+        return address, answer["port"]
+
+    def suspend(self) -> None:
+        """Ctrl-Z: the ranks stop too, and nobody takes the silence for death."""
+        self._forget("suspended")
+        self.members.say({"do": "suspend"})
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline and not all(
+            "suspended" in one.answers or one.gone for one in self.members.all
+        ):
+            self.members.pump(0.1)
+        signal.raise_signal(signal.SIGSTOP)
+        now = time.monotonic()
+        for member in [*self.members.all, *self.members.waiting]:
+            member.heard = now
+        self.members.say({"do": "resume"})
+
+    def _complain(self, member: Member, line: str) -> None:
+        if member not in self.members.waiting:  # a host that is tried again every few seconds has said it once
+            self._say(f"{member.host + ': ' if member.host else ''}{line}")
+
+    def _hear(self, member: Member, message: protocol.Message, payload: bytes) -> None:
+        kind = message["is"]
+        if kind == "ping":
+            return
+        waiting = member in self.members.waiting
+        if kind == "probe" and waiting:
+            from stoker.control.cluster.asking import read_answer
+
+            if len(member.probed) > _MOST_PROBES:
+                raise protocol.ProtocolError("it answers what nobody asked")
+            member.probed[message["what"]] = read_answer(message["what"], payload)
+            return
+        if kind == "probe" and self._asking is not None and self._asking.hear(member.host, message, payload):
+            return
+        if kind == "host":
+            self._note_machine(member, message)
+        if kind == "refused":
+            message["line"] = printable(message["line"], 2000)
+        if kind != "out":
+            member.answers[kind] = message
+        if not waiting:
+            self._deliver(member.host, message, payload)
+
+
+def _exit_code(code: int) -> int:
+    """An agent's own word, within what a process can end with. 0 would be success."""
+    return code if 0 < code < 128 else EX_OSERR

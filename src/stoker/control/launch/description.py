@@ -1,0 +1,214 @@
+"""What a run is about: its description for run.json, and the word to --notify."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+from stoker.contract import layout, redact
+from stoker.contract.shape import as_json
+from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import read_text
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.request import Request
+from stoker.control.launch.runplace import RunPlace, config_hash
+from stoker.control.machine.model import Machine
+from stoker.control.machine.processes import process
+from stoker.control.record.reader import read_json
+from stoker.control.record.writer import OURS
+
+NOTIFY_S = 30.0
+_GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
+
+
+def describe(
+    request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float
+) -> dict[str, Any]:
+    me = process(os.getpid())
+    told = as_json(request.options)
+    options = {key: redact.arguments(told[key]) if isinstance(told[key], list) else told[key] for key in request.given}
+    return {
+        "run": place.id,
+        "name": place.name,
+        "started": began,
+        "cwd": os.getcwd(),
+        "launcher": {
+            "pid": os.getpid(),
+            "start": me.start if me else 0,
+            "host": os.uname().nodename,
+            "uid": os.getuid(),
+        },
+        "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
+        "request": options,
+        "script": request.script,
+        "args": redact.arguments(list(request.args)),
+        "plan": _planned(plan),
+        "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
+        "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
+        "environment": redact.environment(os.environ),
+        **(
+            {"config_hash": config_hash(request)} if request.options.name else {}
+        ),  # a full disk may keep `enrich` from writing it
+    }
+
+
+def continue_command(request: Request, place: RunPlace) -> str:
+    """The command that continues this run: the one that was typed, with the run's name."""
+    import shlex
+
+    typed = sys.argv[1:]
+    named = [] if request.options.name else ["--name", place.name]
+    words = 1 if typed[:1] == ["run"] else 2  # stoker run [options]; stoker train STAGE [options]
+    if typed[:1] not in (["run"], ["train"]) or redact.arguments(typed) != typed:
+        return f"the same command with --name {shlex.quote(place.name)}" if named else "the same command again"
+    return shlex.join(["stoker", *typed[:words], *named, *typed[words:]])
+
+
+def _planned(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "world_size": plan.world_size,
+        "isolate": plan.isolate,
+        "init_slots": dict(plan.init_slots),
+        "argv": redact.arguments(plan.roles[0].argv),
+        "roles": [
+            {"name": role.name, "world_size": role.world, "argv": redact.arguments(role.argv)} for role in plan.roles
+        ],
+        "ranks": [
+            {
+                "rank": p.rank,
+                "role": p.role,
+                "role_rank": p.role_rank,
+                "local_rank": p.local_rank,
+                "host": p.host,
+                "label": p.label,
+                "gpu": p.gpu and p.gpu.uuid,
+            }
+            for p in plan.places
+        ],
+    }
+
+
+def _own_version() -> str:
+    from stoker import __version__
+
+    return __version__
+
+
+def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
+    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very
+    attempt.
+    """
+    data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
+    data["plan"] = _planned(plan)
+    data.setdefault("versions", {}).update(
+        _package_versions(("torch", "transformers", "numpy", "lightning", "accelerate"))
+    )
+    data["git"] = git_revision(os.getcwd())
+    data["config_hash"] = config_hash(request)
+    return data
+
+
+def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
+    """From the folders' names: importing importlib.metadata costs more than the launch."""
+    found: dict[str, str] = {}
+    for entry in sys.path:
+        try:
+            names_ = os.listdir(entry or ".")
+        except OSError:
+            continue
+        for name in names_:
+            package, dash, rest = name.partition("-")
+            if dash and rest.endswith(".dist-info") and package in wanted:
+                found.setdefault(package, rest[: -len(".dist-info")])
+    return found
+
+
+def git_revision(folder: str) -> str | None:
+    """The commit checked out here, read from the files. A folder above the working directory may be anybody's:
+    /tmp/.git is for all to make.
+    """
+    while not os.path.exists(dot := os.path.join(folder, ".git")):
+        parent = os.path.dirname(folder)
+        if parent == folder:
+            return None
+        folder = parent
+    try:
+        if not os.path.isdir(dot):  # a worktree
+            dot = os.path.join(folder, _git_text(dot).partition("gitdir:")[2].strip())
+        head = _git_text(os.path.join(dot, "HEAD")).strip()
+        return _commit(_resolved(dot, head[5:]) if head.startswith("ref: ") else head)
+    except (OSError, ValueError):
+        return None
+
+
+def _resolved(dot: str, ref: str) -> str:
+    if not ref.startswith("refs/") or ".." in ref:
+        raise ValueError(ref)
+    common = dot.partition(f"{os.sep}worktrees{os.sep}")[0]
+    for base in (dot, common):
+        path = os.path.join(base, ref)
+        if os.path.exists(path):
+            return _git_text(path)
+    return next(
+        (line for line in _git_text(os.path.join(common, "packed-refs")).splitlines() if line.endswith(f" {ref}")), ""
+    )
+
+
+def _git_text(path: str) -> str:
+    return read_text(path, _GIT_FILE)
+
+
+def _commit(text: str) -> str | None:
+    """Its first word, if that is the name of a commit: 40 or 64 hexadecimal digits."""
+    word = text.partition(" ")[0].strip()
+    return word if len(word) in (40, 64) and all(sign in "0123456789abcdef" for sign in word) else None
+
+
+def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
+    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for
+    it.
+    """
+    if not command:
+        return
+    import subprocess
+
+    env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
+    try:
+        with _in_memory(json.dumps(redact.data(verdict.to_json(), OURS)).encode()) as text:
+            child = subprocess.Popen(
+                ["/bin/sh", "-c", command],
+                stdin=text,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE if wait else subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,
+            )
+        if not wait:
+            return
+        _, complaint = child.communicate(timeout=NOTIFY_S)
+        if child.returncode:
+            say(
+                f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}"
+            )
+    except subprocess.TimeoutExpired:
+        say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
+    except OSError as problem:
+        say(f"stoker: --notify failed: {problem}")
+
+
+def _in_memory(data: bytes) -> IO[bytes]:
+    """A file to read from. Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full
+    just then.
+    """
+    if hasattr(os, "memfd_create"):
+        file: IO[bytes] = os.fdopen(os.memfd_create("verdict"), "w+b")
+    else:
+        import tempfile
+
+        file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
+    file.write(data)
+    file.seek(0)
+    return file

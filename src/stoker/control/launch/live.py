@@ -1,0 +1,285 @@
+"""The live run: the one owner of a run's agents, of the attempt under way and of its watch.
+
+Attempt after attempt, until a verdict is final: starts the ranks, has them followed, judges, and decides whether and with
+whom to start again. Membership is decided here and only here: an attempt is (members, world size, fresh port).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from stoker.contract import checkpoints, layout, protocol
+from stoker.contract.names import Refusal
+from stoker.contract.shape import replace
+from stoker.contract.shapes import Verdict
+from stoker.control.cluster import transport
+from stoker.control.launch import description, orders
+from stoker.control.launch.agents import Agents
+from stoker.control.launch.attempt import Attempt
+from stoker.control.launch.members import Unusable
+from stoker.control.launch.output import Output
+from stoker.control.launch.plan import Role, RunPlan, common_environment
+from stoker.control.launch.planner import Planner
+from stoker.control.launch.reports import Reports
+from stoker.control.launch.request import Request, by_hand
+from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.signals import Interrupted, Signals
+from stoker.control.launch.supervision import Supervision
+from stoker.control.record.writer import RunRecord
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # a run on one machine loads none of these
+    from stoker.control.cluster.hosts import Hosts
+    from stoker.control.launch.membership import Membership
+    from stoker.control.launch.network import Network
+
+
+class LiveRun:
+    """`hosts`: those of a run with several; None: this machine, through `link`. `membership` and `network`: None on one
+    machine. `output` and `record`: from when the plan is made and the record is open.
+    """
+
+    output: Output
+    record: RunRecord
+
+    def __init__(
+        self,
+        request: Request,
+        link: transport.Link | None,
+        hosts: Hosts | None,
+        signals: Signals,
+        say: Callable[[str], None],
+        tell: Callable[..., None],
+    ) -> None:
+        self.request = request
+        self.options = request.options
+        self.signals = signals
+        self.say = say
+        self.tell = tell
+        self.agents = Agents(request, link, hosts, signals, say, self._hear)
+        self.planner = Planner(request, self.agents, say)
+        self.network: Network | None = None
+        self.membership: Membership | None = None
+        if hosts is not None:
+            from stoker.control.launch.membership import Membership
+            from stoker.control.launch.network import Network
+
+            self.network = Network(self)
+            self.membership = Membership(self, self.network)
+        self._reports: Reports | None = None  # of the attempt under way
+        self._cwd = os.getcwd()
+        self._endpoint: tuple[str, int] | None = None
+        self._interface = ""  # towards the other machines, where those are started by hand
+        self._common: dict[str, dict[str, dict[str, str]]] = {}  # by host and role
+
+    def _hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+        if self._reports is not None:
+            self._reports.hear(host, message, payload)
+
+    # ---- before each attempt ----
+
+    def reserve(self, plan: RunPlan) -> RunPlan:
+        """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan
+        gets its numbers here.
+        """
+        if by_hand(self.options):
+            from stoker.control.launch.nodes import join
+
+            plan, self._endpoint, self._interface = join(self.agents, self.request, plan, self.say)
+            self.output.replan(plan)
+        else:
+            self._endpoint = self.agents.reserve(
+                self.network.master if self.network else self.options.master_addr or "127.0.0.1"
+            )
+        return plan
+
+    def equip(self, plan: RunPlan, place: RunPlace) -> None:
+        """What every rank of a role is given on a host."""
+
+        def environment(role: Role, host: str) -> dict[str, str]:
+            cores = self.agents.machines[host].cores
+            return common_environment(plan, role, self.options, os.environ, place, cores, host)
+
+        self._common = {host: {role.name: environment(role, host) for role in plan.roles} for host in plan.hosts}
+
+    # ---- all of them ----
+
+    def run(self, plan: RunPlan, place: RunPlace) -> Verdict:
+        from stoker.control.launch.restarts import Restarts
+
+        number = place.first_attempt
+        restarts = Restarts(self.options)
+        env: tuple[tuple[str, str], ...] = ()
+        while True:
+            attempt = Attempt(number, plan)
+            began = time.monotonic()
+            verdict = self._one_attempt(attempt, place, env)
+            regroup = self.membership.regroup(verdict, attempt) if self.membership is not None else None
+            if regroup is not None:
+                again, env = regroup, restarts.env()
+            else:
+                if self.membership is not None and verdict.cause == "host.lost":
+                    self.membership.settle()
+                    verdict = self.membership.too_few(verdict)
+                verdict, decided = restarts.decide(verdict, attempt, time.monotonic() - began)
+                if decided is None or (
+                    self.membership is None and any(member.gone for member in self.agents.members.all)
+                ):
+                    return self._diagnosed(verdict, plan) if verdict.cause == "gpu.busy" else verdict
+                again, env = decided, decided.env
+            number += 1
+            self.record.event(
+                "restart",
+                attempt=number,
+                cause=verdict.cause,
+                rank=verdict.rank,
+                wait_s=again.wait_s,
+                env=[name for name, _ in env],
+            )
+            self.say(f"stoker: {again.line}")
+            description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
+            try:
+                self.agents.pause(again.wait_s)
+                plan, bad = self._without_failed_card(plan, place, verdict) if again.probe else (plan, None)
+                if self.membership is not None and bad is None:
+                    plan, bad = self._with_those_there(plan, place, verdict)
+                if self._endpoint is None and bad is None:  # a fresh port for every attempt
+                    plan = self.reserve(plan)
+            except Interrupted as stop:
+                name = signal.Signals(stop.signum).name
+                return Verdict(
+                    "stopped",
+                    "launch.stopped",
+                    f"stopped by {name} between two attempts; the last one: {verdict.summary}",
+                    128 + stop.signum,
+                    evidence=verdict.evidence,
+                    run=place.id,
+                    attempt=verdict.attempt,
+                )
+            if bad is not None:
+                return bad
+
+    def _with_those_there(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
+        """The next attempt's plan, with the hosts that are there now. A verdict where they are too few."""
+        membership, network = self.membership, self.network
+        assert membership is not None and network is not None
+        changed = False
+        while True:
+            changed = membership.settle() or changed
+            if not membership.enough:
+                return plan, membership.too_few(verdict)
+            try:
+                if changed:
+                    fresh = self.planner.plan_again()
+                    network.find_ways()
+                    plan = self._adopt(fresh, place)
+                return self.reserve(plan), None
+            except Unusable as gone:
+                membership.lose(gone)
+            except Refusal as refusal:
+                if membership.joined:
+                    membership.send_back(refusal.line)
+                    changed = True
+                    continue
+                line = f"with {membership.here}: {refusal.line}"
+                return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, line))
+
+    def _adopt(self, plan: RunPlan, place: RunPlace) -> RunPlan:
+        """From the next attempt on."""
+        self.output.replan(plan)
+        self.equip(plan, place)
+        for line in plan.lines:
+            self.say(line)
+        return plan
+
+    def _diagnosed(self, verdict: Verdict, plan: RunPlan) -> Verdict:
+        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
+        if card is None or "" not in self.agents.machines:
+            return verdict
+        from stoker.control.launch import preflight
+
+        try:
+            self.agents.look()
+        except (Refusal, Interrupted) as problem:
+            return replace(verdict, evidence=(*verdict.evidence, f"it could not be looked at again: {problem}"))
+        return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self.agents.machines[""], card)))
+
+    def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
+        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too
+        few.
+        """
+        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
+        if card is None or "" not in self.agents.machines:
+            return plan, None
+        from stoker.control.launch import preflight
+
+        broken = preflight.proof(self.agents.machines[""], card)
+        if not broken:
+            return plan, None
+        self.planner.left_out[card.uuid] = broken
+        self.record.event("gpu-left-out", gpu=card.uuid, label=card.label, why=broken)
+        self.say(f"stoker: {card.label} ({card.uuid}) fails its proof ({broken}): it is left out")
+        try:
+            fresh = self.planner.plan_again()
+        except Refusal as refusal:
+            lines = (f"{card.label} fails its proof: {broken}", f"without it: {refusal.line}")
+            return plan, replace(verdict, retryable=False, evidence=(*verdict.evidence, *lines))
+        return self._adopt(fresh, place), None
+
+    # ---- one attempt ----
+
+    def _one_attempt(self, attempt: Attempt, place: RunPlace, env: tuple[tuple[str, str], ...]) -> Verdict:
+        plan, number = attempt.plan, attempt.number
+        self.record.attempt(number)
+        self.output.begin(number)
+        assert self._endpoint is not None
+        (address, port), self._endpoint = self._endpoint, None
+        # Not sooner: what an agent still says of the attempt before belongs to that one.
+        self._reports = Reports(self, attempt)
+        self.record.event(
+            "attempt",
+            attempt=number,
+            world_size=plan.world_size,
+            master_addr=address,
+            master_port=port,
+            hosts=list(plan.hosts),
+        )
+        self._start(plan, place, number, address, port, dict(env))
+        attempt.begin_watch(self.options.hang_timeout)
+        supervision = Supervision(self, attempt)
+        supervision.follow()
+        supervision.finish()
+        self.record.close_logs()
+        from stoker.control.verdict.judge import judge
+
+        attempt.note_bad_numbers()
+        verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
+        seen = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)  # when a host was lost nobody saw
+        return replace(
+            verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes)
+        )
+
+    def all_up(self, plan: RunPlan) -> None:
+        """Every rank is on its way: time for what nobody should wait for."""
+        self.record.save(
+            os.path.join(self.record.dir, layout.RUN),
+            description.enrich(self.record.dir, self.request, plan),
+            durable=False,
+        )
+
+    def _start(
+        self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]
+    ) -> None:
+        own = {
+            **more,
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RESTART_COUNT": str(number - place.first_attempt),
+        }
+        here = orders.Towards(workdir=self._cwd, interface=self._interface)
+        for member in self.agents.members.all:
+            to = self.network.towards(member.host) if self.network else here
+            member.say(orders.start(plan, self.options, number, to, os.environ, self._common[member.host], own))

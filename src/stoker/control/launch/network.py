@@ -1,0 +1,284 @@
+"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its
+ranks need.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
+from stoker.control.cluster import ssh, transport
+from stoker.control.cluster.hosts import Host
+from stoker.control.launch.agents import Agents
+from stoker.control.launch.members import Unusable
+from stoker.control.launch.orders import Towards
+from stoker.control.launch.plan import RunPlan
+from stoker.control.launch.preflight import check_legal
+from stoker.control.launch.runplace import RunPlace
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.copies import Copies
+    from stoker.control.launch.live import LiveRun
+
+ROUTE_S = 10.0
+READY_S = 15.0
+FILES_S = 30.0
+
+
+class Network:
+    def __init__(self, run: LiveRun) -> None:
+        self._run = run
+        self._agents = run.agents
+        self._options = run.options
+        self.copies: Copies | None = None
+        if run.options.sync or run.options.stage:
+            from stoker.control.launch.copies import Copies
+
+            self.copies = Copies(run.agents, run.options, run.say)
+        self._addresses: dict[str, str] = {}
+        self._interfaces: dict[str, str] = {}
+        self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
+        self._pythons: dict[str, str] = {}
+        self._program = ""  # the hash they agreed on
+
+    def prepare(self, plan: RunPlan, place: RunPlace) -> list[str]:
+        """Before any rank starts: lines to say. What can't work is refused, all hosts together."""
+        if self.copies is not None:
+            self.copies.to_all()
+        self.find_ways()
+        lines = [*self._unshared(), *self.check_ready(plan, place)]
+        if self._options.no_preflight:
+            return lines
+        check_legal(self._options, plan)
+        self.check_program(plan)
+        return lines + self.check_each_other()
+
+    def _unshared(self) -> list[str]:
+        hosts = self._agents.hosts
+        assert hosts is not None
+        by_ssh = [host for host in hosts.hosts if transport.way_to(host, hosts).name == "ssh"]
+        why = ssh.unshared() if by_ssh else ""
+        return [f"! ssh connections are not shared: {why}; every command makes its own"] if why else []
+
+    def find_ways(self) -> None:
+        """Addresses and interfaces of those that take part now."""
+        agents = self._agents
+        hosts = [agents.by_name[member.host] for member in agents.members.all]
+        if len(hosts) == 1:
+            self._addresses, self._interfaces = {hosts[0].name: hosts[0].address or "127.0.0.1"}, {}
+            return
+        found = known(hosts)
+        if len(found) + sum(host.here for host in hosts) < len(hosts):
+            found = reached(self._routes(list(found.values())), found)
+        routes = self._routes(list(found.values()))
+        whole = complete(hosts, routes, found)
+        if len(whole) > len(found):
+            routes = self._routes(list(whole.values()))
+        self._addresses, self._interfaces = whole, interfaces(hosts, routes, whole)
+
+    def _routes(self, to: list[str]) -> dict[str, Any]:
+        answers = self._agents.probe("route", {member.host: {"to": to} for member in self._agents.members.all}, ROUTE_S)
+        _refuse_errors(answers, self._agents)
+        return answers
+
+    @property
+    def master(self) -> str:
+        """Rank 0's address, as the others reach it."""
+        return self._options.master_addr or self._addresses[self._agents.members.all[0].host]
+
+    def towards(self, host: str) -> Towards:
+        agents = self._agents
+        one = agents.by_name[host]
+        assert agents.hosts is not None
+        return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), agents.hosts.env)
+
+    def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
+        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say
+        otherwise.
+        """
+        agents = self._agents
+        token = f".shared-{os.urandom(8).hex()}"  # nobody on another host can have guessed it
+        path = os.path.join(place.dir, token)
+        with open(path, "wb"):
+            pass
+        self._ready = {"run_dir": place.dir, "token": token}
+        self._pythons = {host: plan.pythons.get(host, plan.roles[0].argv[0]) for host in agents.by_name}
+        try:
+            answers = agents.probe("ready", {host: self._ask_ready(host) for host in plan.hosts}, READY_S)
+        finally:
+            os.unlink(path)
+        _refuse_errors(answers, agents)
+        wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
+        if wrong:
+            raise Refusal(
+                "; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts"
+            )
+        lines = []
+        unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
+        if unwritable:
+            lines.append(
+                f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the"
+                " same, checkpoints there don't"
+            )
+        apart = [host for host, answer in answers.items() if not answer["shared"]]
+        if apart:
+            lines.append(
+                f"! {', '.join(apart)}: the run directory is not the same folder as here: checkpoints stay on the host"
+                " that writes them; resuming needs a shared folder, or the same host for rank 0"
+            )
+        return lines
+
+    def check_program(self, plan: RunPlan) -> None:
+        """Script and package must be the same on all hosts. Those that differ are named together."""
+        agents = self._agents
+        request, options = self._run.request, self._options
+        if options.no_python or len(plan.hosts) < 2:
+            return
+        from stoker.control.cluster.agreement import disagreements, remedy
+
+        answers = agents.probe("files", {host: self._ask_files(host) for host in plan.hosts}, FILES_S)
+        _refuse_lost(agents)
+        wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
+        if wrong:
+            raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
+        self._program = answers[plan.hosts[0]]["package"]
+
+    def _ask_ready(self, host: str) -> dict[str, Any]:
+        return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
+
+    def _ask_files(self, host: str) -> dict[str, Any]:
+        request = self._run.request
+        return {
+            "workdir": self.towards(host).workdir,
+            "script": request.script,
+            "module": request.options.module,
+            "python": self._pythons[host],
+        }
+
+    def fitness(self, host: str) -> dict[str, dict[str, Any]]:
+        """What a host that is back must show before it may join."""
+        return {"ready": self._ask_ready(host), **({"files": self._ask_files(host)} if self._program else {})}
+
+    def unfit(self, answers: dict[str, Any]) -> str:
+        broken = [str(answer["error"]) for answer in answers.values() if "error" in answer]
+        if broken:
+            return broken[0]
+        wrong = list(answers["ready"]["problems"])
+        if self._program and answers["files"]["package"] != self._program:
+            named = self._run.request.script
+            changed = ": has it changed here since the run began?" if self._options.sync else ""
+            wrong.append(
+                f"{named} is not the same there as on the others{changed}"
+                if answers["files"]["names"]
+                else f"{named} is not there"
+            )
+        return "; ".join(wrong)
+
+    def check_each_other(self) -> list[str]:
+        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say
+        otherwise.
+        """
+        agents = self._agents
+        if len(agents.members.all) < 2:
+            return []
+        from stoker.control.cluster.quick import quick
+
+        assert agents.hosts is not None
+        found = quick(agents.asking(), agents.hosts, self._addresses)
+        _refuse_lost(agents)
+        said = [(one, f"{one.id}: {one.text}" + (f"; {one.fix}" if one.fix else "")) for one in found]
+        bad = [line for one, line in said if one.level == "fail"]
+        if bad:
+            more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
+            raise Refusal(f"{'; '.join(bad)} {more}", EX_UNAVAILABLE, cause="launch.hosts")
+        return [f"! {line}" for one, line in said if one.level == "warn"]
+
+
+def _refuse_lost(agents: Agents) -> None:
+    """Hosts that went away meanwhile: what they did not answer says nothing of the program, or of the network."""
+    gone = {member.host: f"is gone: {member.gone}" for member in agents.members.all if member.gone}
+    if gone:
+        raise Unusable(gone, len(agents.by_name))
+
+
+def _refuse_errors(answers: dict[str, Any], agents: Agents) -> None:
+    broken = {host: str(answer["error"]) for host, answer in answers.items() if "error" in answer}
+    if broken:
+        raise Unusable(broken, len(agents.by_name))
+
+
+# ---- addresses and interfaces; pure ----
+#
+# gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up:
+# both are wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
+
+VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def known(hosts: Sequence[Host]) -> dict[str, str]:
+    """What can be said of a host before anybody is asked. Not of `here`: its own loopback is no address for others."""
+    found = {host.name: host.address for host in hosts if host.address}
+    return found | {
+        host.name: host.target for host in hosts if host.name not in found and _literal(host.target) and not host.here
+    }
+
+
+def reached(answers: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]) -> dict[str, str]:
+    """With the address ssh came to, for those of whom nothing else is known."""
+    more = {
+        name: answer["reached_at"] for name, answer in answers.items() if name not in found and answer.get("reached_at")
+    }
+    return {**found, **more}
+
+
+def complete(
+    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], found: Mapping[str, str]
+) -> dict[str, str]:
+    """The rest: the source address of a host's own route towards the others."""
+    whole = dict(found)
+    for host in hosts:
+        if host.name in whole:
+            continue
+        ways = [
+            way
+            for target, way in routes[host.name].get("routes", {}).items()
+            if way.get("source") and target != whole.get(host.name)
+        ]
+        if not ways:
+            raise Refusal(
+                f"no address is known by which the others reach host {host.name}: say it in the hosts file (address:)",
+                EX_UNAVAILABLE,
+                cause="launch.hosts",
+            )
+        whole[host.name] = ways[0]["source"]
+    return whole
+
+
+def interfaces(
+    hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]
+) -> dict[str, str]:
+    """Host -> the interface towards the first of its peers: rank 0's host for all but that one. One without a way is
+    refused, all such together.
+    """
+    found: dict[str, str] = {}
+    cut: list[str] = []
+    for host in hosts:
+        peer = next(one.name for one in hosts if one.name != host.name)
+        way = routes[host.name].get("routes", {}).get(where[peer], {})
+        if host.interface:
+            found[host.name] = host.interface
+        elif way.get("interface"):
+            found[host.name] = way["interface"]
+        else:
+            cut.append(f"{host.name} has no way to {where[peer]} ({way.get('error', 'no interface has its address')})")
+    if cut:
+        raise Refusal(f"hosts can't reach each other: {'; '.join(cut)}", EX_UNAVAILABLE, cause="launch.hosts")
+    return found
+
+
+def _literal(text: str) -> bool:
+    """An address, not a name."""
+    return ":" in text or (text.count(".") == 3 and text.replace(".", "").isdigit())

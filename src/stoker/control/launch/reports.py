@@ -1,0 +1,358 @@
+"""What agents report during an attempt: into the attempt's state, the record and the console. Adding a kind of report is
+adding a method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract import layout, protocol, redact
+from stoker.contract.quantities import gb, span
+from stoker.contract.shape import replace
+from stoker.contract.shapes import BadNumber, RankEnd, RankError
+from stoker.contract.stacktext import threads_of
+from stoker.contract.untrusted import printable, within
+from stoker.control.launch.attempt import CHECKPOINT, Attempt, read_around, read_error
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.live import LiveRun
+
+_LONGEST_S = 1e8  # three years
+_ROOM = (
+    1 << 19
+)  # characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds
+_TELLING = frozenset(
+    ("mem", "lock", "mark", "phase", "note", "error", "exit", "finished")
+)  # kinds whose texts are recorded
+_MOST_MARKS, _LONGEST_MARK = 1000, 200  # different ones that are remembered, and their characters
+
+
+def place_in(error: RankError) -> list[Any]:
+    """Where an exception was raised, as the one frame of a stack."""
+    return [[error.function, error.file, error.line]] if error.file else []
+
+
+def main_thread(stack: str) -> list[Any]:
+    """The main thread's frames in faulthandler's report."""
+    return next((thread["frames"] for thread in threads_of(stack) if thread["main"]), [])
+
+
+class Reports:
+    """Of one attempt."""
+
+    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
+        self._run = run
+        self._attempt = attempt
+        self._record = run.record
+        self._output = run.output
+        self._options = run.options
+        self._say = run.say
+        self._ranks_of = {
+            host: frozenset(one.rank for one in attempt.plan.places if one.host == host) for host in attempt.plan.hosts
+        }
+
+    def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is
+        decided here.
+        """
+        self._check_ranks(host, message)
+        if message["is"] == "out":
+            rank, stream = message["rank"], message["fd"]
+            if stream not in (0, 1, 2):
+                raise protocol.ProtocolError(f"it sends output of stream {stream}")
+            self._output.take(self._record, rank, stream, payload)
+            self._feed(lambda: self._read_output(rank, payload))
+            return
+        if message["is"] == "inspection":
+            self._hear_inspection(host, message["ask"], payload)
+            return
+        if message["is"] in _TELLING:
+            message = {name: within(value, _ROOM) for name, value in message.items()}
+        handler: Callable[[str, protocol.Message], None] | None = getattr(
+            self, "_on_" + message["is"].replace("-", "_"), None
+        )
+        if handler is not None:
+            handler(host, message)
+
+    def _check_ranks(self, host: str, message: protocol.Message) -> None:
+        """A host speaks of its own ranks only. Their numbers become names of files."""
+        own = self._ranks_of.get(host, frozenset())
+        if "rank" in message:
+            if message["rank"] not in own:
+                raise protocol.ProtocolError(
+                    f"its message {message['is']!r} is about rank {message['rank']}, which is not its own"
+                )
+        elif "ranks" in message:
+            strange = message["ranks"].keys() - {str(rank) for rank in own}
+            if strange:
+                raise protocol.ProtocolError(
+                    f"its message {message['is']!r} is about rank {ascii(min(strange))[:40]}, which is not its own"
+                )
+
+    def _hear_inspection(self, host: str, ask: int, payload: bytes) -> None:
+        from stoker.contract.untrusted import parse_json
+
+        try:
+            found = parse_json(payload or b"{}")
+        except ValueError as problem:
+            raise protocol.ProtocolError(f"its inspection can't be read: {problem}") from None
+        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
+            raise protocol.ProtocolError("its inspection is none")
+        self._check_ranks(host, {"is": "inspection", "ranks": found})
+        self._feed(lambda: self._attempt.watch.answered(host, ask, payload, time.monotonic()))
+
+    def _feed(self, tell: Callable[[], None]) -> None:
+        """To the watch room. What it can't read must not end the job it watches."""
+        if self._attempt.unwatched:
+            return
+        try:
+            tell()
+        except Exception as problem:
+            from stoker.control.launch.alarms import give_up
+
+            give_up(self._attempt, self._record, self._say, problem)
+
+    def _read_output(self, rank: int, payload: bytes) -> None:
+        self._attempt.watch.printed(rank, time.monotonic())
+        for bad in self._attempt.losses.read(rank, payload):
+            self._bad_number(bad)
+
+    def _label(self, rank: int) -> str:
+        return self._attempt.plan.place(rank).label
+
+    def _on_up(self, host: str, message: protocol.Message) -> None:
+        attempt, record = self._attempt, self._record
+        attempt.up[message["rank"]] = message["pid"]
+        record.event(
+            "rank-up",
+            rank=message["rank"],
+            role=attempt.plan.place(message["rank"]).role,
+            label=self._label(message["rank"]),
+            pid=message["pid"],
+            attempt=attempt.number,
+            on=host or None,
+        )
+        # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
+        record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
+        if len(attempt.up) == attempt.expected:
+            self._run.all_up(attempt.plan)
+
+    def _on_unstarted(self, _host: str, message: protocol.Message) -> None:
+        from stoker.control.verdict import launch
+
+        self._trouble(launch.not_started(message["rank"], printable(message["text"], 1000)))
+
+    def _trouble(self, trouble: dict[str, Any]) -> None:
+        """The first counts. A host that repeats itself for ever fills no memory."""
+        if len(self._attempt.trouble) <= self._attempt.expected:
+            self._attempt.trouble.append(trouble)
+
+    def _on_error(self, _host: str, message: protocol.Message) -> None:
+        error = read_error(
+            redact.data(message["error"])
+        )  # before a verdict quotes a part of it: half a token is not known by its shape
+        if error is not None:
+            self._attempt.errors[message["rank"]] = error
+            self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
+            self._feed(lambda: self._attempt.watch.failed(message["rank"], error.collectives, place_in(error)))
+
+    def _on_exit(self, host: str, message: protocol.Message) -> None:
+        attempt, record, output = self._attempt, self._record, self._output
+        rank, code = message["rank"], message["code"]
+        if not -64 <= code <= 255:
+            raise protocol.ProtocolError(f"rank {rank} ended with {code}, which no process does")
+        output.ended(record, rank)
+        error = read_error(redact.data(message.get("error"))) or attempt.errors.get(rank)
+        if error is not None and error.late and code != 1:
+            error = None
+        stack = redact.whole(message["stack"])
+        end = RankEnd(
+            rank,
+            host,
+            self._label(rank),
+            attempt.up.get(rank, 0),
+            code,
+            message["time"],
+            message["ours"],
+            error,
+            output.tail(rank),
+            message["steps"],
+            stack,
+            message["oom_killed"],
+            message["core"],
+            read_around(message["around"]),
+        )
+        attempt.ends[rank] = end
+        self._feed(lambda: attempt.watch.ended(rank, code))
+        if error is not None or stack:
+            collectives, frames = (
+                (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
+            )
+            self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
+        record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
+        if error is not None or message["elastic"]:
+            kept = redact.data(
+                {**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]}
+            )
+            record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
+            output.keep_error(record, rank, kept)
+        if stack:
+            record.save(layout.rank_stack(record.dir, attempt.number, rank), stack)
+
+    def _on_stopping(self, host: str, _message: protocol.Message) -> None:
+        self._attempt.told.add(host)
+
+    def _on_finished(self, host: str, message: protocol.Message) -> None:
+        self._attempt.finished.add(host)
+        if message["stopped"]:
+            self._record.event("leftovers", stopped=message["stopped"])
+            self._say(
+                f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind:"
+                f" {_listed(message['stopped'])}"
+            )
+        for one in message["stuck"]:
+            line = (
+                f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use"
+                " its GPU until it is gone"
+            )
+            self._say(printable(line, 1000))
+        for card in message["gpus_held"]:
+            self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
+
+    def _on_helpers(self, _host: str, message: protocol.Message) -> None:
+        self._say(
+            f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running:"
+            f" {_listed(message['names'])}"
+        )
+
+    def _on_mem(self, _host: str, message: protocol.Message) -> None:
+        rank, where = message["rank"], message["at"]
+        self._record.event(
+            "mem",
+            rank=rank,
+            at=where,
+            rss=message["rss"],
+            host_used=message["host_used"],
+            host_total=message["host_total"],
+            gpu=message["gpu"],
+        )
+        line = (
+            f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank)"
+            f" {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        )
+        if message["gpu"]:
+            line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
+        self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
+
+    def _on_lock(self, _host: str, message: protocol.Message) -> None:
+        rank, what, seconds = message["rank"], message["what"], message.get("seconds", 0.0)
+        if not 0 <= seconds < _LONGEST_S:
+            raise protocol.ProtocolError(f"rank {rank} is to wait {seconds:g} s")
+        self._record.event("lock", rank=rank, what=what, why=message.get("why"), slots=message.get("slots"))
+        if what == "waiting":
+            holders = ", ".join(f"rank {holder}" for holder in message.get("holders", ()))
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
+            line = f"LOCK: waiting for exclusive access... ({holders} has it, until {until} at the latest)"
+        elif what == "acquired":
+            line = "LOCK: acquired! Starting initialization..."
+        else:
+            line = "LOCK: released" + (
+                f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else ""
+            )
+        self._aside(rank, f"[Rank {rank}] {line}")
+
+    def _aside(self, rank: int, line: str) -> None:
+        line = printable(line, 2000)
+        if self._output.shows(rank) and not self._options.quiet:
+            self._say(line)
+        else:
+            self._record.say(line)
+
+    def _on_ram(self, _host: str, message: protocol.Message) -> None:
+        from stoker.control.verdict import launch
+
+        rank = message["rank"]
+        self._trouble(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
+
+    def _on_first_step(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("first-step", rank=message["rank"], at=message["time"])
+
+    def _on_beats(self, _host: str, message: protocol.Message) -> None:
+        self._attempt.steps.update({int(rank): beats[0] for rank, beats in message["ranks"].items()})
+        self._feed(lambda: self._take_beats(message))
+
+    def _take_beats(self, message: protocol.Message) -> None:
+        attempt, now = self._attempt, time.monotonic()
+        told: list[tuple[int, int, float]] = []
+        for word, (steps, _, count, longest, losses) in message["ranks"].items():
+            rank = int(word)
+            attempt.watch.beats(rank, steps, count, longest, now)
+            told += [(step, rank, float(loss)) for step, loss in losses]
+        for bad in attempt.losses.heard_all(told):
+            self._bad_number(bad)
+
+    def _on_vitals(self, _host: str, message: protocol.Message) -> None:
+        self._feed(lambda: self._take_vitals(message))
+
+    def _take_vitals(self, message: protocol.Message) -> None:
+        now = time.monotonic()
+        for rank, (state, cpu, moved) in message["ranks"].items():
+            self._attempt.watch.vitals(int(rank), state, cpu, moved, now)
+
+    def _on_beatless(self, _host: str, message: protocol.Message) -> None:
+        self._feed(lambda: self._attempt.watch.beatless(message["rank"], time.monotonic()))
+
+    def _on_groups(self, _host: str, message: protocol.Message) -> None:
+        self._feed(lambda: self._attempt.watch.groups(message["groups"]))
+
+    def _bad_number(self, bad: BadNumber) -> None:
+        from stoker.control.verdict import numbers
+
+        label, world = self._label(bad.rank), self._attempt.plan.world_size
+        if not bad.step:  # the line has none: the optimizer's count, as of the last beat
+            bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0), counted=True)
+        said = numbers.summary(bad, label, world)
+        self._record.event(
+            "numbers",
+            cause=f"nan.{bad.kind}",
+            rank=bad.rank,
+            step=bad.step,
+            value=bad.value,
+            source=bad.source,
+            firm=bad.firm,
+            summary=said,
+        )
+        if not bad.firm:
+            self._say(
+                f"stoker: {said}; if it stays so the job is stopped"
+                if self._options.on_nan == "stop" and bad.stops
+                else f"stoker: {said}"
+            )
+        elif self._options.on_nan == "stop":
+            self._attempt.trouble.append(numbers.trouble(bad, label, world))
+        else:
+            self._attempt.notes.append(f"{said}, and stayed so (--on-nan warn)")
+            self._say(f"stoker: {said}, and stays so; the job keeps running (--on-nan warn)")
+
+    def _on_mark(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("mark", rank=message["rank"], name=message["name"])
+        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic()))
+        if len(self._attempt.can) < _MOST_MARKS and len(message["name"]) <= _LONGEST_MARK:
+            self._attempt.can.add(message["name"])
+        if message["name"] == CHECKPOINT and message["rank"] == 0:
+            self._attempt.checkpoints += 1
+            self._attempt.checkpoint_at = time.time()
+
+    def _on_phase(self, _host: str, message: protocol.Message) -> None:
+        self._record.event("phase", rank=message["rank"], name=message["name"])
+        self._feed(lambda: self._attempt.watch.said(message["rank"], time.monotonic(), message["name"]))
+
+    def _on_note(self, _host: str, message: protocol.Message) -> None:
+        self._aside(message["rank"], f"[Rank {message['rank']}] {message['text']}")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(printable(name, 100) for name in names[:5])

@@ -1,0 +1,114 @@
+"""The signals that reach a run's launcher: caught at any moment, acted on where the run can; and sending them to one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+
+from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
+from stoker.contract.process import process, send
+from stoker.contract.untrusted import printable
+from stoker.control.launch.options import RunOptions
+from stoker.control.machine import processes
+from stoker.control.record.reader import Run, alive
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
+
+
+class Interrupted(Exception):
+    """A signal came before anything was started."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+class Signals:
+    """`tell`: records an event, once there is a record."""
+
+    def __init__(self, options: RunOptions, say: Callable[[str], None], tell: Callable[..., None]) -> None:
+        self._options = options
+        self._say = say
+        self._tell = tell
+        self._pending: list[int] = []
+        self._stays_after_hangup = options.on_hangup == "detach"
+
+    def catch(self) -> None:
+        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and
+        take the ranks' chance to save.
+        """
+        for signum in dict.fromkeys((*STOPS, *_named(self._options.signals_to_handle))):
+            if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+                continue  # nohup
+            signal.signal(signum, self._on_signal)
+        signal.signal(DETACH_SIGNAL, self._on_signal)
+        if signal.getsignal(signal.SIGTSTP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGTSTP, self._on_signal)
+        signal.signal(STOP_NOW_SIGNAL, lambda *_: self._pending.extend((signal.SIGTERM, signal.SIGKILL)))
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        self._pending.append(signum)
+
+    def take(self) -> int:
+        """The oldest that the run must act on; 0: none. `stoker detach` and the hangup of a run that outlives its
+        terminal change nothing for the ranks.
+        """
+        while self._pending:
+            signum = self._pending.pop(0)
+            if signum == DETACH_SIGNAL:
+                self._stays_after_hangup = True
+                self._say("stoker: detached: the run continues when this terminal closes")
+                self._tell("detach")
+            elif signum == signal.SIGHUP and self._stays_after_hangup:
+                self._say("stoker: the terminal is closed; the run continues in the background")
+                self._tell("hangup")
+            else:
+                return signum
+        return 0
+
+
+def _named(text: str) -> list[signal.Signals]:
+    named: list[signal.Signals] = []
+    for word in text.split(","):
+        name = word.strip().upper()
+        signum = getattr(signal, name if name.startswith("SIG") else f"SIG{name}", None)
+        if not isinstance(signum, signal.Signals) or signum in (signal.SIGKILL, signal.SIGSTOP):
+            raise Refusal(f"--signals-to-handle: no signal {word.strip()!r} that can be handled", EX_USAGE)
+        named.append(signum)
+    return named
+
+
+# ---- telling the launcher of a run, another process: only if it is that process ----
+
+
+def ask_to_stop(run: Run, now: bool) -> None:
+    _tell(run, STOP_NOW_SIGNAL if now else signal.SIGTERM)
+
+
+def ask_to_detach(run: Run) -> None:
+    _tell(run, DETACH_SIGNAL)
+
+
+def _tell(run: Run, signum: int) -> None:
+    pid, _, host = run.launcher
+    shown = printable(run.id)
+    if not run.mine:
+        raise Refusal(f"run {shown} belongs to {run.user}, who alone can stop it", EX_NOPERM)
+    if host and host != os.uname().nodename:
+        raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
+    launcher = process(pid)
+    if launcher is not None and alive(run) is None:
+        raise Refusal(
+            f"run {shown}: pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher, so it is"
+            " not signalled",
+            EX_UNAVAILABLE,
+        )
+    if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
+        raise Refusal(
+            f"run {shown} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and"
+            " `disown -h`",
+            EX_UNAVAILABLE,
+        )
+    if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
+        raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

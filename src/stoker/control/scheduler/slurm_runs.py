@@ -1,0 +1,205 @@
+"""A submitted Slurm job and the runs in it: follows its place in the queue, then what its run prints, and says how it
+ended.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from stoker.contract import redact
+from stoker.contract import slurmjob as jobs
+from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.shape import as_json, fields_of, replace
+from stoker.contract.shapes import Verdict
+from stoker.contract.slurmjob import Job
+from stoker.contract.wholefile import write_json
+from stoker.control.launch.console import LineCutter
+from stoker.control.record import reader
+from stoker.control.record.follow import Tail
+from stoker.control.record.ownership import own_folder
+from stoker.control.scheduler import slurm_jobs
+from stoker.control.verdict import launch, slurm
+
+LOOK_S = 0.25  # at what the run printed
+ASK_S = 2.0  # of Slurm: its controller serves everybody
+FORGOTTEN_S = 60.0  # a job Slurm does not answer for that long is out of reach
+SETTLE_S = 10.0  # how long a run's last words may take to come over a shared disk
+
+Say = Callable[[str], None]
+Put = Callable[[bytes], None]
+
+
+class Submitted:
+    """One job, or the tasks of an array. `say`: a line of ours; `put`: what the run printed."""
+
+    def __init__(self, root: str, number: str, say: Say, put: Put) -> None:
+        self._root = root
+        self.number = number
+        self._note = read_note(root, number)
+        seeds = self._note.get("seeds") or []
+        self._tasks = [f"{number}_{seed}" for seed in seeds] or [number]
+        self._say = say
+        self._put = put
+        self._said: dict[str, str] = {}
+        self._known: dict[str, Job] = {}
+        self._logs = {
+            task: (
+                Tail(log_path(root, task)),
+                LineCutter(f"seed {task.rpartition('_')[2]}: ".encode() if seeds else b""),
+            )
+            for task in self._tasks
+        }
+
+    def follow(self) -> int:
+        """Until it is over. The run's exit code; of several runs the first that is not 0."""
+        asked, heard = -ASK_S, time.monotonic()
+        while not all(task in self._known and self._known[task].over for task in self._tasks):
+            now = time.monotonic()
+            if now - asked >= ASK_S:
+                asked = now
+                if self._ask():
+                    heard = now
+                elif not self._known and now - heard > ASK_S:
+                    return self._sum_up()  # never heard of, or forgotten: what was kept of it
+            if now - heard > FORGOTTEN_S:
+                self._say(
+                    f"stoker: Slurm has not answered for {FORGOTTEN_S:.0f} s; `stoker submit --follow {self.number}`"
+                    " looks again"
+                )
+                break
+            self._print()
+            time.sleep(LOOK_S)
+        self._settle()
+        return self._sum_up()
+
+    def _ask(self) -> bool:
+        found = {one.id: one for one in slurm_jobs.tasks_of(self.number)}
+        for task in self._tasks:
+            if (
+                task not in found
+                and (len(self._tasks) == 1 or task in self._known)
+                and not (task in self._known and self._known[task].over)
+            ):
+                one = slurm_jobs.look(task)
+                if one is not None:
+                    found[task] = one
+        for name, one in found.items():
+            if name in self._logs:
+                self._known[name] = one
+            self._tell(name, one)  # what waits of an array is one line, 12_[3-4]
+        return bool(found)
+
+    def _tell(self, task: str, one: Job) -> None:
+        said = one.state
+        if one.state == "PENDING" and one.reason:
+            said += f" ({one.reason})"
+        elif one.state == "RUNNING" and one.nodes:
+            said += f" on {one.nodes}"
+        if one.restarts and not one.over:
+            said += f", restart {one.restarts}"
+        if said != self._said.get(task):
+            self._said[task] = said
+            self._say(f"stoker: job {task}: {said}")
+
+    def _print(self) -> None:
+        for tail, cutter in self._logs.values():
+            while data := tail.new():
+                self._put(cutter.feed(data))
+
+    def _settle(self) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and any(_unsettled(run_of(self._root, task)) for task in self._tasks):
+            time.sleep(LOOK_S)
+        self._print()
+        for _, cutter in self._logs.values():
+            self._put(cutter.flush())
+        if self._note:  # Slurm forgets a job within minutes; `stoker why` may be asked next week
+            kept = {**self._note, "ended": {task: as_json(one) for task, one in self._known.items()}}
+            write_json(os.path.join(own_folder(self._root, jobs.FOLDER), f"{self.number}.json"), kept)
+
+    def _sum_up(self) -> int:
+        code = 0
+        for task in self._tasks:
+            verdict = verdict_of(self._root, task)
+            if verdict.status != "completed":
+                self._say(f"stoker: job {task}: {verdict.summary}; `stoker why slurm:{task}` says more")
+            code = code or verdict.exit_code
+        return code
+
+
+def log_path(root: str, task: str) -> str:
+    return os.path.join(own_folder(root, jobs.FOLDER), f"{task}.out")
+
+
+def read_note(root: str, task: str) -> dict[str, Any]:
+    path = os.path.join(own_folder(root, jobs.FOLDER), f"{task.partition('_')[0]}.json")
+    found = reader.read_json(path)
+    return found if isinstance(found, dict) else {}
+
+
+def job_of(run: reader.Run) -> str:
+    """The Slurm job a run was started in; empty where there is none."""
+    told = run.data.get("environment") or {}
+    task = f"{told.get('SLURM_ARRAY_JOB_ID')}_{told.get('SLURM_ARRAY_TASK_ID')}"
+    return next(
+        (job for job in (task, str(told.get("SLURM_JOB_ID"))) if re.fullmatch(r"\d+(_\d+)?", job, re.ASCII)), ""
+    )
+
+
+def run_of(root: str, task: str) -> reader.Run | None:
+    """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from
+    before the job.
+    """
+    submitted = read_note(root, task).get("submitted")
+    since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
+    found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]
+    return found[-1] if found else None
+
+
+def _unsettled(run: reader.Run | None) -> bool:
+    """Its job is over, and its verdict may still be on its way."""
+    return run is not None and run.verdict is None and reader.alive(run) is not False
+
+
+def slurms_word(root: str, task: str) -> Job | None:
+    """From Slurm while it remembers the job, else what was kept when it ended."""
+    found = slurm_jobs.look(task)
+    kept = (read_note(root, task).get("ended") or {}).get(task)
+    if found is None and isinstance(kept, dict):
+        found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
+    noticed = os.path.exists(os.path.join(own_folder(root, jobs.FOLDER), task + jobs.NOTICE))
+    return replace(found, noticed=noticed) if found else None
+
+
+def explained(root: str, run: reader.Run, verdict: Verdict | None) -> Verdict | None:
+    """A run's verdict and Slurm's word. A run without a verdict whose job is over has lost its launcher."""
+    task = job_of(run)
+    word = slurms_word(root, task) if task else None
+    if word is None:
+        return verdict
+    if verdict is None:
+        return slurm.refined(launch.lost(run.id), word) if word.over else None
+    return slurm.refined(verdict, word)
+
+
+def verdict_of(root: str, task: str) -> Verdict:
+    """Of a job that is over, whether a run began in it or not."""
+    run = run_of(root, task)
+    if run is not None:
+        found = explained(root, run, run.verdict)
+        return found or replace(launch.lost(run.id), summary=f"run {run.id} has no verdict yet")
+    word = slurms_word(root, task)
+    if word is None:
+        raise Refusal(f"Slurm does not know job {task}, and no run in {root} was started in it", EX_NOINPUT)
+    log = log_path(root, task)
+    return slurm.without_run(word, (f"what it printed is in {log}", *_last_lines(log)) if os.path.exists(log) else ())
+
+
+def _last_lines(path: str) -> list[str]:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - 4096))
+        return [line for line in redact.whole(file.read().decode("utf-8", "replace")).splitlines() if line.strip()][-5:]

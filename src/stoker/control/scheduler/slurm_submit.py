@@ -1,0 +1,400 @@
+"""`stoker submit`: its options, the job script they make (pure), and handing it to sbatch."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from stoker.contract import redact
+from stoker.contract import slurmjob as job
+from stoker.contract.names import EX_CANTCREAT, EX_UNAVAILABLE, EX_USAGE, OF_A_RANK, Refusal
+from stoker.contract.quantities import duration
+from stoker.contract.shape import option, shape
+from stoker.contract.untrusted import is_count
+from stoker.contract.wholefile import write_json
+from stoker.control.record.ownership import own_folder
+from stoker.control.record.writer import cannot_write
+
+_JOB, _LIFE, _MORE = "what the job gets", "life of the job", "this command"
+_SBATCH_S = 60.0
+SECRET = "STOKER_SUBMIT_SECRET_"
+
+
+@shape
+class SubmitOptions:
+    nodes: int = option("nodes (default: 1)", default=1, flags=("-N",), metavar="N", group=_JOB)
+    gpus_per_node: str | None = option(
+        "GPUs on each node: 4, or with their kind a100:4; one rank each", default=None, metavar="[KIND:]N", group=_JOB
+    )
+    cpus_per_task: int | None = option(
+        "CPUs on each node (one task a node: Stoker starts the ranks)",
+        default=None,
+        flags=("-c",),
+        metavar="N",
+        group=_JOB,
+    )
+    mem: str | None = option("host memory on each node: 64G; 0 for all of it", default=None, metavar="SIZE", group=_JOB)
+    time: str | None = option(
+        "time limit: 30m, 12h, 2d, or as Slurm writes it (a bare number is minutes)",
+        default=None,
+        flags=("-t",),
+        group=_JOB,
+    )
+    partition: str | None = option("partition", default=None, flags=("-p",), metavar="NAME", group=_JOB)
+    account: str | None = option("account", default=None, flags=("-A",), metavar="NAME", group=_JOB)
+    sbatch_option: tuple[str, ...] = option(
+        "another option of sbatch: --sbatch-option=--exclude=node7", default=(), metavar="OPT", many=True, group=_JOB
+    )
+    array_seeds: str | None = option(
+        "one run per seed, as an array of jobs: 0-4, 1,2,7 or 0-9%%2 (two at a time); each gets SEED in its"
+        " environment",
+        default=None,
+        metavar="SEEDS",
+        group=_LIFE,
+    )
+    requeue: bool = option(
+        "before its time is up: save, go back to the queue, and go on with the same run", default=False, group=_LIFE
+    )
+    signal_before: float = option(
+        "the ranks get SIGTERM this long before the time limit or a preemption, and --grace to save (default: 60s)",
+        default=60.0,
+        parse=duration,
+        metavar="TIME",
+        group=_LIFE,
+    )
+    name: str | None = option(
+        "name of the run and of the job; given again it goes on with that run if it is unfinished",
+        default=None,
+        group=_LIFE,
+    )
+    runs_dir: str | None = option(
+        "folder of the run directories, which all nodes see (default: $STOKER_RUNS, else ./runs)",
+        default=None,
+        metavar="DIR",
+        group=_MORE,
+    )
+    no_follow: bool = option("submit and return", default=False, group=_MORE)
+    follow: str | None = option("follow a job that was submitted before", default=None, metavar="JOB", group=_MORE)
+    dry_run: bool = option("print the job script and submit nothing", default=False, group=_MORE)
+
+
+@shape
+class JobScript:
+    text: str
+    name: str  # of the run; {job} stands for the job's number, {seed} for the seed
+    secrets: dict[str, str]  # variables the script refers to and does not hold
+
+
+def make_script(
+    options: SubmitOptions,
+    command: Sequence[str],
+    words: Sequence[str],
+    base: str,
+    root: str,
+    cwd: str,
+    shrinks: bool = False,
+) -> JobScript:
+    """`command`: what starts Stoker, its `run` or `train` included. `words`: the run's own options, its script, its
+    arguments. `base`: the job's name.
+
+    `shrinks`: the run goes on without a node that is lost.
+    """
+    check(options)
+    folder = own_folder(root, job.FOLDER)
+    log = os.path.join(folder, "%A_%a.out" if options.array_seeds else "%j.out")
+    lines = [
+        f"--job-name={base}",
+        f"--nodes={options.nodes}",
+        "--ntasks-per-node=1",
+        f"--chdir={cwd}",
+        f"--output={log}",
+        "--open-mode=append",
+        "--export=ALL",
+    ]
+    for flag, value in (
+        ("gpus-per-node", options.gpus_per_node),
+        ("cpus-per-task", options.cpus_per_task),
+        ("mem", options.mem),
+        ("time", slurm_time(options.time)),
+        ("partition", options.partition),
+        ("account", options.account),
+        ("array", options.array_seeds),
+    ):
+        if value is not None:
+            lines.append(f"--{flag}={value}")
+    lines += [
+        "--requeue" if options.requeue else "--no-requeue",
+        f"--signal=B:USR1@{math.ceil(options.signal_before)}",
+        *options.sbatch_option,
+    ]
+    if shrinks:
+        lines.append("--no-kill")  # else Slurm ends the whole job when one of its nodes fails
+    for line in lines:
+        if re.search(r"[\n\r]", line):
+            raise Refusal(f"{line.splitlines()[0]}: a line break can't be in an option of sbatch", EX_USAGE)
+    run, secrets = _hidden(words)
+    name = options.name or base + "-{job}"
+    at = 1 if command[-1] == "train" else 0  # train's first word is its stage
+    if options.array_seeds:
+        name += "-seed{seed}"
+        seed = (
+            ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
+            if command[-1] == "train"
+            else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+        )
+        run = [*run[:at], *seed, *run[at:]]
+    shown = _bash_name(name)
+    run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
+    made = _TEMPLATE.format(
+        notice=shlex.quote(os.path.join(folder, ""))
+        + ("${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if options.array_seeds else "$SLURM_JOB_ID")
+        + job.NOTICE,
+        options="\n".join("#SBATCH " + _sbatch_word(line) for line in lines),
+        name=shown,
+        command=" ".join([*map(shlex.quote, command), *run]),
+        needs="".join(
+            f': "${{{one}:?was in the environment that submitted this job, and is not here}}"\n' for one in secrets
+        ),
+        unset=" ".join(OF_A_RANK),
+        seconds=math.ceil(options.signal_before),
+        requeue=_REQUEUE if options.requeue else "",
+    )
+    return JobScript(made, name, secrets)
+
+
+_TEMPLATE = """#!/bin/bash
+# Made by `stoker submit`. What sbatch reads:
+{options}
+
+# The job's environment is that of the shell that submitted it, less what a rank has; recognized secrets are there, and not here.
+unset {unset}
+{needs}name={name}
+notice={notice}
+rm -f -- "$notice"
+
+# Slurm starts this script once, on the first node; Stoker starts the ranks on all of them.
+{command} &
+run=$!
+
+# {seconds} s before the time limit (and before a preemption, where the site sends it) Slurm tells this shell, with USR1: the ranks get SIGTERM, and save.
+# The file lets `stoker why` know. A cancelled job needs nothing passed on: Slurm signals everything in it.
+again=1
+trap 'again=1; : > "$notice"; kill -TERM "$run"' USR1
+trap 'again=1' TERM
+while [ "$again" ]; do
+    again=
+    wait "$run"
+    ended=$?
+    [ "$ended" -eq 127 ] || code=$ended
+done
+{requeue}exit "$code"
+"""
+
+_REQUEUE = """
+# 143: it was stopped by our SIGTERM. The next start goes on with the run of this name, from its last checkpoint.
+if [ -e "$notice" ] && [ "$code" -eq 143 ]; then
+    echo "stoker: the job's time is nearly up: back to the queue, to go on with run $name"
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    echo "stoker: scontrol requeue failed; submit it again to go on" >&2
+fi
+"""
+
+
+def _sbatch_word(line: str) -> str:
+    """sbatch reads its lines as a shell would: words in quotes, and # begins a comment."""
+    flag, equals, value = line.partition("=")
+    return f"{flag}={shlex.quote(value)}" if equals else line
+
+
+def _bash_name(name: str) -> str:
+    parts = re.split(r"(\{job\}|\{seed\})", name)
+    known = {"{job}": '"${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}"', "{seed}": '"$SLURM_ARRAY_TASK_ID"'}
+    return "".join(known.get(part) or shlex.quote(part) for part in parts if part)
+
+
+def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words for a shell; what looks like a secret as variables, whose values the job gets by its environment."""
+    shown: list[str] = []
+    secrets: dict[str, str] = {}
+    for before, word, seen in zip(["", *words], words, redact.arguments(list(words)), strict=False):
+        told = (
+            re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
+            if before == "--env" or word.startswith("--env=")
+            else None
+        )
+        if redact.HIDDEN not in seen or redact.HIDDEN in word:
+            shown.append(shlex.quote(word))
+        elif told:  # --env NAME takes it from the environment: not even the run's command line holds it
+            secrets[told[2]] = told[3]
+            shown.append((told[1] or "") + told[2])
+        else:
+            name = f"{SECRET}{len(secrets) + 1}"
+            secrets[name] = word
+            shown.append(f'"${name}"')
+    return shown, secrets
+
+
+def slurm_time(text: str | None) -> str | None:
+    """Slurm's own spelling as it is; 90m, 12h and 2d in minutes, rounded up."""
+    if text is None or re.fullmatch(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}|UNLIMITED|INFINITE", text, re.IGNORECASE):
+        return text
+    try:
+        return str(max(1, math.ceil(duration(text) / 60)))
+    except ValueError as problem:
+        raise Refusal(
+            f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE
+        ) from problem
+
+
+def limit_s(spelling: str) -> float | None:
+    """Seconds of a time as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S. None: there is no limit."""
+    days, dash, rest = spelling.rpartition("-")
+    if not all(is_count(part) for part in (*rest.split(":"), days or "0")):
+        return None
+    parts = [int(part) for part in rest.split(":")]
+    units = (3600, 60, 1) if dash or len(parts) == 3 else (60, 1)
+    return int(days or 0) * 86400 + sum(part * unit for part, unit in zip(parts, units, strict=False))
+
+
+def check(options: SubmitOptions) -> None:
+    if options.nodes < 1:
+        raise Refusal(f"--nodes {options.nodes}: give a number from 1 up", EX_USAGE)
+    if options.cpus_per_task is not None and options.cpus_per_task < 1:
+        raise Refusal(f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up", EX_USAGE)
+    if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
+        raise Refusal(
+            f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4",
+            EX_USAGE,
+        )
+    if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
+        raise Refusal(f"--mem {options.mem}: write it like 64G, or 0 for all of the node's", EX_USAGE)
+    if options.array_seeds is not None and not re.fullmatch(
+        r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
+    ):
+        raise Refusal(f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2", EX_USAGE)
+    if not 1 <= options.signal_before <= 65535:
+        raise Refusal(f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s", EX_USAGE)
+    for flag, value in (("--partition", options.partition), ("--account", options.account)):
+        if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
+            raise Refusal(f"{flag} {value!r}: not a name Slurm can have", EX_USAGE)
+    for word in options.sbatch_option:
+        if not word.startswith("-"):
+            raise Refusal(
+                f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE
+            )
+    if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
+        raise Refusal(
+            f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =",
+            EX_USAGE,
+        )
+    if options.array_seeds is not None and not _all_count_up(options.array_seeds):
+        raise Refusal(
+            f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
+            " 1 up",
+            EX_USAGE,
+        )
+    limit = limit_s(slurm_time(options.time) or "UNLIMITED")
+    if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
+        raise Refusal(
+            f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
+            " give notice at once",
+            EX_USAGE,
+        )
+
+
+def write(script: JobScript, root: str, base: str) -> str:
+    """The script's path. Nothing is left half-written."""
+    folder = own_folder(root, job.FOLDER)
+    try:
+        os.makedirs(root, 0o700, exist_ok=True)
+        os.makedirs(folder, 0o700, exist_ok=True)
+        if own_folder(root, job.FOLDER) != folder:  # somebody was quicker
+            raise Refusal(f"{folder} is not yours any more; choose another folder with --runs-dir", EX_CANTCREAT)
+        for n in range(1, 1000):
+            path = os.path.join(folder, f"{time.strftime('%Y%m%d-%H%M%S')}-{base}" + (f"-{n}" if n > 1 else "") + ".sh")
+            try:
+                handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o755)
+            except FileExistsError:
+                continue
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(script.text)
+            return path
+    except OSError as problem:
+        raise cannot_write(root, problem) from problem
+    raise Refusal(f"{folder} has a thousand job scripts of this second", EX_CANTCREAT)
+
+
+def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
+    """The job's number. What sbatch refuses is refused in its own words."""
+    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the
+    # new run's.
+    env = {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(("SLURM_", "SLURMD_")) or name in ("SLURM_CONF", "SLURM_CLUSTERS")
+    }
+    env = {name: value for name, value in env.items() if name not in OF_A_RANK}
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],  # the script on stdin: what lies at `path` by now may be another one
+            input=script.text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SBATCH_S,
+            check=False,
+            env={**env, **script.secrets},
+        )
+    except FileNotFoundError as problem:
+        raise Refusal(
+            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the"
+            " cluster",
+            EX_UNAVAILABLE,
+            cause="slurm.unreachable",
+        ) from problem
+    except subprocess.TimeoutExpired as problem:
+        raise Refusal(
+            f"sbatch does not answer within {_SBATCH_S:.0f} s; the job script is {path}",
+            EX_UNAVAILABLE,
+            cause="slurm.unreachable",
+        ) from problem
+    if done.returncode:
+        said = [
+            line.removeprefix("sbatch: ").removeprefix("error: ") for line in done.stderr.splitlines() if line.strip()
+        ]
+        os.unlink(path)
+        raise Refusal(
+            f"sbatch refuses the job: {'; '.join(said) or f'exit code {done.returncode}'}",
+            EX_UNAVAILABLE,
+            cause="slurm.refused",
+        )
+    return done.stdout.strip().splitlines()[-1].partition(";")[0]
+
+
+def note(root: str, number: str, script: JobScript, path: str, chosen: list[int]) -> None:
+    """What belongs to the job, for `stoker why slurm:JOB`."""
+    told = {"schema": 1, "job": number, "name": script.name, "seeds": chosen, "script": path, "submitted": time.time()}
+    write_json(os.path.join(own_folder(root, job.FOLDER), f"{number}.json"), told)
+
+
+def seeds(text: str) -> list[int]:
+    """0-4, 1,2,7, 0-8:2%3 written out."""
+    return [seed for low, high, step in _ranges(text) for seed in range(low, high + 1, step)]
+
+
+def _ranges(text: str) -> list[tuple[int, int, int]]:
+    found = []
+    for part in text.partition("%")[0].split(","):
+        low, _, rest = part.partition("-")
+        high, _, step = rest.partition(":")
+        found.append((int(low), int(high or low), int(step or 1)))
+    return found
+
+
+def _all_count_up(text: str) -> bool:
+    return all(low <= high and step for low, high, step in _ranges(text))
