@@ -20,18 +20,6 @@ from stoker.control.machine import processes
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With these a test starts real processes: launchers, ranks, sshd, slurmd. What it measures in seconds, a machine without a free core can break.
-REAL = {"stoker", "netcluster", "slurm", "host", "start", "alone", "one_agent", "forks", "job", "speedrun"}
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Such a test may try twice, and the summary names it (RERUN); every other test has one try."""
-    if not config.pluginmanager.hasplugin("rerunfailures"):
-        return
-    for item in items:
-        if REAL & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
-
 
 class Done:
     """A finished `stoker` command."""
@@ -55,9 +43,6 @@ class Done:
 
     def log(self, rank: int, attempt: int = 0) -> bytes:
         return (self.run_dir / f"attempt-{attempt}" / f"rank-{rank}.log").read_bytes()
-
-
-TORCH_S = 120
 
 
 class Stoker:
@@ -89,19 +74,8 @@ class Stoker:
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
-        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes. torch 2.13 can deadlock or abort in its own shutdown, with no launcher at all (docs/log.md): said, and tried once more."""
-        for last in (False, True):
-            try:
-                done = self(*args, timeout=TORCH_S, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
-            except subprocess.TimeoutExpired:
-                if last:
-                    raise
-                print(f"the job did not end within {TORCH_S} s: torch's gloo at exit? trying once more")
-                continue
-            if last or "terminate called without an active exception" not in done.out + done.err:
-                return done
-            print("torch's gloo aborted at exit; trying once more")
-        raise AssertionError("the loop returns")
+        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes."""
+        return self(*args, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **more}
@@ -219,4 +193,10 @@ def box(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 from localuser import public  # noqa: E402, F401
 from netcluster import netcluster  # noqa: E402, F401  a fixture of its own file; at the end: it waits with `wait_for`
+from reruns import (  # noqa: E402, F401
+    pytest_collection_modifyitems,
+    pytest_runtest_logreport,
+    pytest_sessionfinish,
+    pytest_terminal_summary,
+)
 from slurmcluster import slurm, slurm_cluster  # noqa: E402, F401
