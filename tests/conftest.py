@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+from interpreter import without_pythonpath
 from stoker.control.machine import processes
+
+without_pythonpath()
 
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
