@@ -320,7 +320,7 @@ print(stoker.launch(train, Net(), nproc=2, show="none", quiet=True))
         [sys.executable, "-"],
         input=text,
         cwd=stoker.cwd,
-        env={**stoker.env, "OMP_NUM_THREADS": "1"},
+        env=stoker.environment({"OMP_NUM_THREADS": "1"}),
         capture_output=True,
         text=True,
         timeout=200,

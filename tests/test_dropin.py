@@ -118,7 +118,7 @@ class Both:
         self._stoker = stoker
         self.env = {
             name: value
-            for name, value in stoker.env.items()
+            for name, value in stoker.environment().items()
             if not name.startswith("TORCHELASTIC_") and name != "OMP_NUM_THREADS"
         }
         self.commands = {

@@ -45,7 +45,7 @@ def launch(stoker: Stoker, case: Case) -> Done:
     done = subprocess.run(
         [*around, *command],
         cwd=stoker.cwd,
-        env=stoker.env,
+        env=stoker.environment(),
         capture_output=True,
         timeout=90,
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""What test.sh promises: `--all` runs the complete suites."""
+"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from conftest import ID_LENGTH, pytest_make_parametrize_id
 from faults.cases import CASES
 from healthy.shapes import SHAPES
 
@@ -53,3 +54,12 @@ def test_test_sh_all_sets_the_variable_that_chooses_them(tmp_path: Path) -> None
         )
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("all="))
         assert line.startswith(chosen) and line.endswith("-k some") and "--all" not in line
+
+
+@pytest.mark.parametrize("value", [b"x" * 65536, b"\0" * 65536, "\x1b[2J" * 1000, "\ud800" * 1000])
+def test_a_huge_parameter_has_a_short_name(value: str | bytes, request: pytest.FixtureRequest) -> None:
+    made = pytest_make_parametrize_id(value, "value")
+    assert made is not None and made.isprintable() and len(made) <= ID_LENGTH and f"[{made}]" in request.node.nodeid
+    assert pytest_make_parametrize_id(value + value, "value") != made
+    assert pytest_make_parametrize_id("short", "value") is None
+    assert max(len(item.nodeid) for item in request.session.items) < 400
