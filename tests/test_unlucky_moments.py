@@ -31,7 +31,6 @@ from stoker.control.launch.following import Following
 from stoker.control.launch.members import Member, Members
 from stoker.control.launch.muster import Muster
 from stoker.control.launch.nodes import Meeting, Nodes
-from stoker.control.launch.several import Several
 
 # ---- the agent ----
 
@@ -89,7 +88,20 @@ def alone(tmp_path: Path) -> Iterator[Alone]:
 
 def test_what_a_login_printed_is_not_why_its_agent_was_lost_later() -> None:
     told = f"echo welcome to STOKER; sleep 0.3; printf %s {shlex.quote(protocol.SENTINEL.decode())}"
-    members = Members([Member(transport._start(["sh", "-c", told], "gpu1"))], lambda *_: None, lambda *_: None)
+    agent = subprocess.Popen(
+        ["sh", "-c", told],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert agent.stdin is not None and agent.stdout is not None and agent.stderr is not None
+    pipes = [os.dup(stream.fileno()) for stream in (agent.stdin, agent.stdout, agent.stderr)]
+    for stream in (agent.stdin, agent.stdout, agent.stderr):
+        stream.close()
+    for handle in pipes:
+        os.set_blocking(handle, False)
+    members = Members([Member(transport.Link("gpu1", agent.pid, *pipes))], lambda *_: None, lambda *_: None)
     member = members.all[0]
     deadline = time.monotonic() + 10
     while not member.gone and time.monotonic() < deadline:
@@ -250,17 +262,6 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
     plan, verdict = Verdict("failed", "launch.regroup", "", 70), SimpleNamespace(lines=())
     assert attempts._with_those_there(cast(Any, verdict), cast(Any, None), plan) == (verdict, None)
     assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
-
-
-@pytest.mark.parametrize(("least", "says"), [(None, "without --min-hosts all are needed"), (3, "--min-hosts is 3")])
-def test_too_few_hosts_are_said_by_what_was_asked_for(least: int | None, says: str) -> None:
-    several = Several.__new__(Several)
-    several._muster = cast(
-        Any, SimpleNamespace(options=SimpleNamespace(min_hosts=least), by_name={"a": 1, "b": 1, "c": 1})
-    )
-    several.membership = cast(Any, SimpleNamespace(here="2 of 3 hosts", lost={"b": SimpleNamespace(why="silent")}))
-    verdict = several.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
-    assert verdict.summary == f"host b is lost: silent; 2 of 3 hosts left, and {says}"
 
 
 def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(
