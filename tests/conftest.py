@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from interpreter import without_pythonpath
+from order import slowest_first
+from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from stoker.control.machine import processes
 
 without_pythonpath()
@@ -25,6 +27,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
+at_length = pytest.mark.skipif(
+    not EVERYTHING, reason="repeats at length what another test shows: STOKER_TEST_ALL=1 runs it"
+)
 ID_LENGTH = 60
 
 
@@ -35,6 +41,11 @@ def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     data = val if isinstance(val, bytes) else val.encode("utf-8", "surrogatepass")
     start = data[:16].decode("ascii", "ignore")
     return f"{argname}-{start if start.isprintable() else ''}-{hashlib.sha256(data).hexdigest()[:8]}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slowest_first(items)
+    may_run_again(config, items)
 
 
 class Done:
@@ -219,10 +230,4 @@ def box(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
 from localuser import public  # noqa: E402, F401
 from netcluster import netcluster  # noqa: E402, F401  a fixture of its own file; at the end: it waits with `wait_for`
-from reruns import (  # noqa: E402, F401
-    pytest_collection_modifyitems,
-    pytest_runtest_logreport,
-    pytest_sessionfinish,
-    pytest_terminal_summary,
-)
 from slurmcluster import slurm, slurm_cluster  # noqa: E402, F401

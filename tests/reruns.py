@@ -17,7 +17,7 @@ REAL = {"stoker", "netcluster", "slurm", "host", "start", "alone", "one_agent", 
 _reruns: list[str] = []  # node ids, in the process that prints the summary
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def may_run_again(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.pluginmanager.hasplugin("rerunfailures"):
         return
     for item in items:

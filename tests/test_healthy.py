@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Stoker
+from conftest import EVERYTHING, Stoker
 from healthy.outcome import Outcome, outcome
 from healthy.shapes import HERE, SHAPES, Shape
 
 SCALE = 0.1  # of every pause; the 60 s evaluation becomes 6 s
 HANG_TIMEOUT = "20s"  # above the longest of them and what two cores need to import torch
-CHOSEN = [shape for shape in SHAPES if shape.in_ci or os.environ.get("STOKER_TEST_ALL") == "1"]
+CHOSEN = [shape for shape in SHAPES if shape.in_ci or EVERYTHING]
 
 
 @contextmanager

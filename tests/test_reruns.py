@@ -32,7 +32,7 @@ def test_reruns_are_listed_and_too_many_fail_the_run(tmp_path: Path, count: int,
     pytest.importorskip("pytest_rerunfailures")
     pytest.importorskip("xdist")
     (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport reruns\nreruns.DELAY_S = 0\nfrom reruns import *\n"
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\nimport reruns\nreruns.DELAY_S = 0\nfrom reruns import *\npytest_collection_modifyitems = may_run_again\n"
     )
     (tmp_path / "test_unlucky.py").write_text(UNLUCKY.format(count=count))
     done = subprocess.run(
