@@ -144,7 +144,8 @@ def test_it_trains_a_tiny_model(installed: Installed) -> None:
 def test_doctor_completion_and_docs(installed: Installed) -> None:
     checked = installed("doctor", "--json")
     assert checked.code in (0, 1) and json.loads(checked.out), checked.err
-    assert "_stoker" in installed("completion", "bash").out if importlib.util.find_spec("shtab") else True
+    if importlib.util.find_spec("shtab"):
+        assert "_stoker" in installed("completion", "bash").out
     named = installed("train", "grpo", "--config", "gsm8k_1GPU", "--dry-run")
     assert "no config" not in named.err and "is not there" not in named.err, named.err
     listed = installed("docs")
