@@ -67,7 +67,7 @@ def test_fp8_runs_compiled_and_is_refused_with_fused_blocks(trainer: Stoker) -> 
     words = ("--dim", "1024", "--depth", "0", "--layers", "4", "--heads", "16", "--batch.tokens", "8192", "--batch.micro", "16", "--max-steps", "6")  # fmt: skip
     done = trained(trainer, *words, "--fp8", "tensorwise")
     assert losses(done)[-1] < losses(done)[0]
-    assert losses(done) == pytest.approx(losses(trained(trainer, *words)), rel=3e-2)
+    assert losses(done) == pytest.approx(losses(trained(trainer, *words)), rel=6e-2)  # 2.9 % at worst on an H200
 
 
 def test_no_cuda_graph_is_captured_around_ligers_loss(trainer: Stoker) -> None:
