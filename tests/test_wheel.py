@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import json
 import os
@@ -22,8 +21,6 @@ from netcluster import NetCluster
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stoker"
-# Modules that write the pages of docs/ say where to: a developer reads them, in a checkout.
-WRITERS = {"training/config/docs.py", "training/config/table.py", "control/doctor/docs.py", "control/verdict/docs.py"}
 
 
 @pytest.fixture(scope="module")
@@ -157,19 +154,3 @@ def test_doctor_completion_and_docs(installed: Installed) -> None:
         assert (shown.code, shown.out_bytes) == (0, page.read_bytes()), topic
     missing = installed("docs", "verdict")
     assert missing.code == 66 and "did you mean verdicts" in missing.err
-
-
-def test_no_message_points_to_a_file_that_a_wheel_lacks() -> None:
-    wrong = []
-    for path in SOURCE.rglob("*.py"):
-        if str(path.relative_to(SOURCE)) in WRITERS:
-            continue
-        tree = ast.parse(path.read_text())
-        texts = {id(node) for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-        for node in ast.walk(tree):  # a docstring's reader has the source
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
-                texts.discard(id(node.body[0].value))  # type: ignore[attr-defined]
-        for node in ast.walk(tree):
-            if id(node) in texts and re.search(r"docs/\w|[A-Z]{3,}\.md", node.value):  # type: ignore[attr-defined]
-                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")  # type: ignore[attr-defined]
-    assert wrong == []
