@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -14,23 +15,37 @@ from typing import Any
 
 import pytest
 
+from interpreter import without_pythonpath
+from order import slowest_first
+from reruns import may_run_again, pytest_runtest_logreport, pytest_sessionfinish, pytest_terminal_summary  # noqa: F401  hooks
 from stoker.control.machine import processes
+
+without_pythonpath()
 
 # A test run started with nohup or in the background ignores these, and so would every launcher under test.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# With these a test starts real processes: launchers, ranks, sshd, slurmd. What it measures in seconds, a machine without a free core can break.
-REAL = {"stoker", "netcluster", "slurm", "host", "start", "alone", "one_agent", "forks", "job", "speedrun"}
+
+EVERYTHING = os.environ.get("STOKER_TEST_ALL") == "1"  # test.sh --all
+at_length = pytest.mark.skipif(
+    not EVERYTHING, reason="repeats at length what another test shows: STOKER_TEST_ALL=1 runs it"
+)
+ID_LENGTH = 60
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """A value of 64 KiB would be a test's name, and in every line that mentions it."""
+    if not isinstance(val, str | bytes) or len(val) <= ID_LENGTH:
+        return None
+    data = val if isinstance(val, bytes) else val.encode("utf-8", "surrogatepass")
+    start = data[:16].decode("ascii", "ignore")
+    return f"{argname}-{start if start.isprintable() else ''}-{hashlib.sha256(data).hexdigest()[:8]}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Such a test may try twice, and the summary names it (RERUN); every other test has one try."""
-    if not config.pluginmanager.hasplugin("rerunfailures"):
-        return
-    for item in items:
-        if REAL & set(getattr(item, "fixturenames", ())):
-            item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=5))
+    slowest_first(items)
+    may_run_again(config, items)
 
 
 class Done:
@@ -57,12 +72,19 @@ class Done:
         return (self.run_dir / f"attempt-{attempt}" / f"rank-{rank}.log").read_bytes()
 
 
-TORCH_S = 120
+GPU_HERE = os.path.exists("/dev/nvidiactl")
 
 
 class Stoker:
     def __init__(self, cwd: Path, env: dict[str, str]) -> None:
         self.cwd, self.env = cwd, env
+
+    def environment(self, env: dict[str, str] | None = None) -> dict[str, str]:
+        """With no GPU in the recorded machine, torch must see none either: a recipe in a rank asks torch."""
+        merged = {**self.env, **(env or {})}
+        if GPU_HERE and merged.get("STOKER_MACHINE") == str(self.cwd / "machine.json"):
+            merged.setdefault("CUDA_VISIBLE_DEVICES", "")
+        return merged
 
     def script(self, name: str, text: str) -> str:
         (self.cwd / name).write_text(text)
@@ -79,7 +101,7 @@ class Stoker:
         done = subprocess.run(
             [sys.executable, "-m", "stoker", *args],
             cwd=self.cwd,
-            env={**self.env, **(env or {})},
+            env=self.environment(env),
             capture_output=True,
             timeout=timeout,
             stdin=stdin,
@@ -89,24 +111,13 @@ class Stoker:
         return Done(done.returncode, done.stdout, done.stderr, self.cwd)
 
     def torch(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> Done:
-        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes. torch 2.13 can deadlock or abort in its own shutdown, with no launcher at all (docs/log.md): said, and tried once more."""
-        for last in (False, True):
-            try:
-                done = self(*args, timeout=TORCH_S, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
-            except subprocess.TimeoutExpired:
-                if last:
-                    raise
-                print(f"the job did not end within {TORCH_S} s: torch's gloo at exit? trying once more")
-                continue
-            if last or "terminate called without an active exception" not in done.out + done.err:
-                return done
-            print("torch's gloo aborted at exit; trying once more")
-        raise AssertionError("the loop returns")
+        """Ranks that use gloo, one thread each: on a busy machine threads that wait for each other take minutes."""
+        return self(*args, env={"OMP_NUM_THREADS": "1", **(env or {})}, **more)
 
     def start(self, *args: str, env: dict[str, str] | None = None, **more: Any) -> subprocess.Popen[bytes]:
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **more}
         return subprocess.Popen(
-            [sys.executable, "-m", "stoker", *args], cwd=self.cwd, env={**self.env, **(env or {})}, **given
+            [sys.executable, "-m", "stoker", *args], cwd=self.cwd, env=self.environment(env), **given
         )
 
     @property

@@ -314,13 +314,13 @@ class NetCluster:
 
     def loss(self, i: int, percent: float) -> None:
         """So much of what is sent to host i vanishes."""
-        self._nft_rule(i, f"numgen random mod 1000 < {int(percent * 10)} drop" if percent < 100 else "drop")
+        self.nft_rule(i, f"numgen random mod 1000 < {int(percent * 10)} drop" if percent < 100 else "drop")
 
     def block(self, source: int | None, target: int, ports: str = "1024-65535") -> None:
         """Connections from source (None: the test itself) to these TCP ports of target vanish without a word. The other direction works."""
         address = self.address if source is None else self.hosts[source].address
         if shutil.which("nft"):
-            self._nft_rule(target, f"ip saddr {address} tcp flags & (syn|ack) == syn tcp dport {ports} drop")
+            self.nft_rule(target, f"ip saddr {address} tcp flags & (syn|ack) == syn tcp dport {ports} drop")
             return
         # Without nft the answers vanish instead: target's own connections from these local ports fail, too. `ip rule` takes no range up to 65535.
         reach = ports.replace("-65535", "-65534")
@@ -345,10 +345,10 @@ class NetCluster:
         # A veth pair hands over 64 KB at once, to be cut never: only with one segment a packet is a length a length.
         _run("ip", "link", "set", host.link, "gso_max_segs", "1")
         _run("ip", "-n", host.namespace, "link", "set", "eth0", "gso_max_segs", "1")
-        self._nft_rule(i, f"ip length > {mtu} drop")
-        self._nft_rule(i, f"ip length > {mtu} drop", bridge_end=True)
+        self.nft_rule(i, f"ip length > {mtu} drop")
+        self.nft_rule(i, f"ip length > {mtu} drop", bridge_end=True)
 
-    def _nft_rule(self, i: int, rule: str, bridge_end: bool = False) -> None:
+    def nft_rule(self, i: int, rule: str, bridge_end: bool = False) -> None:
         """On arrival: at host i, or at the bridge's end of its cable. A drop where it is sent would tell the sender."""
         if shutil.which("nft") is None:
             pytest.skip("there is no nft to let packets vanish")

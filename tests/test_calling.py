@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from conftest import Stoker, tagged, wait_for
+from conftest import EVERYTHING, Stoker, tagged, wait_for
 
 SCRIPT = """
 import functools, json, os, sys
@@ -292,7 +292,7 @@ def test_importing_stoker_stays_light() -> None:
 
 
 @pytest.mark.skipif(
-    not os.environ.get("STOKER_TEST_ALL"),
+    not EVERYTHING,
     reason="needs seconds of importing torch in each rank: STOKER_TEST_ALL=1 runs it",
 )
 def test_a_module_of_torch_from_a_repl(stoker: Stoker) -> None:
@@ -320,7 +320,7 @@ print(stoker.launch(train, Net(), nproc=2, show="none", quiet=True))
         [sys.executable, "-"],
         input=text,
         cwd=stoker.cwd,
-        env={**stoker.env, "OMP_NUM_THREADS": "1"},
+        env=stoker.environment({"OMP_NUM_THREADS": "1"}),
         capture_output=True,
         text=True,
         timeout=200,

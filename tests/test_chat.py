@@ -334,7 +334,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_leaves(stoker: Stoker, tmp_path: Pat
         stdout=theirs,
         stderr=theirs,
         cwd=stoker.cwd,
-        env={**stoker.env, "OMP_NUM_THREADS": "1", "TERM": "dumb"},
+        env=stoker.environment({"OMP_NUM_THREADS": "1", "TERM": "dumb"}),
     )
     os.close(theirs)
     seen = ""

@@ -153,7 +153,7 @@ def test_a_firewall_that_is_open_for_the_store_s_port_only(netcluster: NetCluste
 def test_an_mtu_hole_between_two_hosts(netcluster: NetCluster) -> None:
     for host in netcluster.hosts:
         _run("ip", "-n", host.namespace, "link", "set", "eth0", "gso_max_segs", "1")
-    netcluster._nft_rule(2, f"ip saddr {netcluster.hosts[0].address} ip length > 1400 drop")
+    netcluster.nft_rule(2, f"ip saddr {netcluster.hosts[0].address} ip length > 1400 drop")
     text = check(netcluster, "--quick").only("between.mtu")
     assert text.startswith(
         f"{netcluster.hosts[0].name} → {netcluster.hosts[2].name}: small messages pass, full-size packets (1500 bytes) vanish"

@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from conftest import Stoker, wait_for
+from conftest import EVERYTHING, Stoker, wait_for
 from stoker.cli.run import parser, split
 from stoker.control.launch.options import TORCHRUN_VARIABLES
 
-ALL = bool(os.environ.get("STOKER_TEST_ALL"))
-every = pytest.mark.skipif(not ALL, reason="one of the long comparisons with torchrun: STOKER_TEST_ALL=1 runs it")
+every = pytest.mark.skipif(
+    not EVERYTHING, reason="one of the long comparisons with torchrun: STOKER_TEST_ALL=1 runs it"
+)
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("torch") is None, reason="no torch, so no torchrun to compare with"
 )
@@ -118,7 +119,7 @@ class Both:
         self._stoker = stoker
         self.env = {
             name: value
-            for name, value in stoker.env.items()
+            for name, value in stoker.environment().items()
             if not name.startswith("TORCHELASTIC_") and name != "OMP_NUM_THREADS"
         }
         self.commands = {
@@ -348,7 +349,7 @@ def test_the_scripts_arguments_are_its_own(both: Both, words: list[str]) -> None
     for options in (["--nproc-per-node=1"], ["--nproc-per-node", "1", "-r", "0", "-r0", "--standalone"], ["-q", "--"]):
         ours = both.run("stoker", *options, "probe.py", *words)
         assert ours["ok"] and ours["ranks"][0]["argv"] == ["probe.py", *words], ours["err"]
-    if ALL and words[0] != "--debug":  # torchrun refuses --no and --m, which two of its flags begin with
+    if EVERYTHING and words[0] != "--debug":  # torchrun refuses --no and --m, which two of its flags begin with
         theirs = both.run("torchrun", "probe.py", *words)
         assert theirs["ranks"][0]["argv"] == ["probe.py", *words]
 
@@ -656,7 +657,7 @@ def test_restarts(both: Both) -> None:
     )
     ours = both.run("stoker", "--max-restarts=2", "lacking.py")
     assert ours["code"] == 1 and [name for name in ours["files"] if "lacking-" in name] == ["/lacking-0"]
-    if ALL:
+    if EVERYTHING:
         theirs = both.run("torchrun", "--max-restarts=2", "lacking.py")
         assert [name for name in theirs["files"] if "lacking-" in name] == ["/lacking-0", "/lacking-1", "/lacking-2"]
 

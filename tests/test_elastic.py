@@ -152,13 +152,20 @@ def test_a_lost_host_is_named_and_the_run_goes_on_without_it_until_it_is_back(
 COUNTING = "import stoker, time\nfor n in range(2000):\n    print('step', n, flush=True)\n    time.sleep(0.05)\n"
 
 
-def test_below_min_hosts_the_lost_host_is_the_verdict(stoker: Stoker, netcluster: NetCluster) -> None:
-    run = begin(stoker, netcluster, "--min-hosts", "3", "--max-restarts", "3", job=COUNTING)
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [(("--min-hosts", "3"), "--min-hosts is 3"), ((), "without --min-hosts all are needed")],
+    ids=["three", "all"],
+)
+def test_below_min_hosts_the_lost_host_is_the_verdict(
+    stoker: Stoker, netcluster: NetCluster, asked: tuple[str, ...], says: str
+) -> None:
+    run = begin(stoker, netcluster, *asked, "--max-restarts", "3", job=COUNTING)
     kill_agent(netcluster)
     assert run.wait(30) == 70, console(stoker)
     verdict = stoker.result().verdict
     assert (verdict["cause"], verdict["host"]) == ("host.lost", netcluster.hosts[1].name)
-    assert "2 of 3 hosts left, and --min-hosts is 3" in verdict["summary"]
+    assert f"2 of 3 hosts left, and {says}" in verdict["summary"]
     assert verdict["detected_s"] is None and " after it happened" not in stoker("why").out, (
         "nobody saw when it happened"
     )

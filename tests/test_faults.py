@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import Done, Stoker
+from conftest import EVERYTHING, Done, Stoker
 from faults.around import cannot
 from faults.cases import CASES, Case
 from stoker.control.verdict import docs
@@ -19,7 +19,7 @@ from stoker.control.verdict.catalogue import CATALOGUE
 
 FAULTS = Path(__file__).parent / "faults"
 SHARED = ("around.py", "cases.py", "mistakes.py", "moment.py", "training.py")
-CHOSEN = [case for case in CASES if case.ci or os.environ.get("STOKER_TEST_ALL") == "1"]
+CHOSEN = [case for case in CASES if case.ci or EVERYTHING]
 
 
 def launch(stoker: Stoker, case: Case) -> Done:
@@ -45,7 +45,7 @@ def launch(stoker: Stoker, case: Case) -> Done:
     done = subprocess.run(
         [*around, *command],
         cwd=stoker.cwd,
-        env=stoker.env,
+        env=stoker.environment(),
         capture_output=True,
         timeout=90,
         stdin=subprocess.DEVNULL,

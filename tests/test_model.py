@@ -330,8 +330,12 @@ def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(
         sys.modules, f"{package}.swiglu_kernel", cast(Any, types.SimpleNamespace(backward=swiglu._backward))
     )
-    monkeypatch.delitem(sys.modules, f"{package}.fused", raising=False)
+    # `fused` is imported anew, with the stand-ins. Set before it is deleted: only so is that module forgotten afterwards.
+    monkeypatch.setitem(sys.modules, f"{package}.fused", cast(Any, None))
+    monkeypatch.setattr(sys.modules[package], "fused", None, raising=False)
     monkeypatch.setattr(sys.modules[package], "fused_kernel", kernels_, raising=False)
+    del sys.modules[f"{package}.fused"]
+    del sys.modules[package].__dict__["fused"]
     inputs = tokens(2, 16, seed=3)
     found = []
     for fused, how in ((False, "off"), (False, recompute), (True, recompute)):
@@ -344,6 +348,16 @@ def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPat
     for one in found[1:]:
         for name, want in found[0].items():
             assert ((one[name] - want).norm() / want.norm()).item() < 1e-5, name
+
+
+def test_no_stand_in_is_left_behind() -> None:
+    """The tests on a GPU need the real ones."""
+    for name in ("fused", "fused_kernel", "swiglu_kernel"):
+        module = sys.modules.get(f"stoker.training.model.{name}")
+        assert module is None or isinstance(module, types.ModuleType)
+        assert getattr(sys.modules["stoker.training.model"], name, module) is module
+    fused = sys.modules.get("stoker.training.model.fused")
+    assert fused is None or isinstance(fused.kernel, types.ModuleType)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the fused blocks are Triton's: needs a GPU")

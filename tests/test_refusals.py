@@ -306,10 +306,24 @@ def test_a_corrupt_recorded_machine(stoker: Stoker, text: str, tmp_path: Path) -
     assert done.code in (65, 69) and "corrupt.json" in done.err and "Traceback" not in done.err
 
 
-def test_help_and_completion(stoker: Stoker) -> None:
-    for command in ("run", "runs", "why", "logs", "attach", "stop", "completion"):
+def test_help(stoker: Stoker) -> None:
+    for command in ("run", "runs", "why", "logs", "attach", "stop", "docs", "completion"):
         done = stoker(command, "--help")
         assert done.code == 0 and f"stoker {command}" in done.out
+
+
+def test_completion_without_its_package_is_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['shtab'] = None; from stoker.cli.main import main; sys.exit(main(['completion', 'bash']))"],
+        text=True,
+        capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 69 and done.stderr.count("\n") == 1 and "pip install shtab" in done.stderr, done.stderr
+
+
+def test_completion(stoker: Stoker) -> None:
+    pytest.importorskip("shtab")
     script = stoker("completion", "bash").out
     done = subprocess.run(["bash"], input=script + "complete -p stoker\n", text=True, capture_output=True, check=False)
     assert done.returncode == 0 and "--nproc-per-node" in script

@@ -29,7 +29,6 @@ from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.live import LiveRun
 from stoker.control.launch.members import Member, Members
-from stoker.control.launch.membership import Membership
 from stoker.control.launch.nodes import Meeting, Nodes
 from stoker.control.launch.supervision import Supervision
 
@@ -256,16 +255,6 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
     plan, verdict = cast(Any, SimpleNamespace(lines=(), argv=())), Verdict("failed", "launch.regroup", "", 70)
     assert live._with_those_there(plan, cast(Any, None), verdict) == (plan, None)
     assert membership.sent == ["host b: the NVIDIA driver is not loaded"]
-
-
-@pytest.mark.parametrize(("least", "says"), [(None, "without --min-hosts all are needed"), (3, "--min-hosts is 3")])
-def test_too_few_hosts_are_said_by_what_was_asked_for(least: int | None, says: str) -> None:
-    membership = Membership.__new__(Membership)
-    membership._least, membership._order = cast(Any, least), ["a", "b", "c"]
-    membership._members = cast(Any, SimpleNamespace(all=[1, 2]))
-    membership.lost = {"b": cast(Any, SimpleNamespace(why="silent"))}
-    verdict = membership.too_few(Verdict("failed", "host.lost", "host b is lost: silent", 70))
-    assert verdict.summary == f"host b is lost: silent; 2 of 3 hosts left, and {says}"
 
 
 def test_a_copy_is_for_those_that_are_there_and_min_hosts_goes_on_without_the_rest(

@@ -159,7 +159,7 @@ class Pair:
         signals: Callable[[], None] = usual_signals,
     ) -> tuple[subprocess.CompletedProcess[bytes], Done]:
         # Not with PYTHONUNBUFFERED and the like of whoever runs the tests: flags are to arrive as flags.
-        usual = {name: value for name, value in self.stoker.env.items() if not name.startswith("PYTHON")}
+        usual = {name: value for name, value in self.stoker.environment().items() if not name.startswith("PYTHON")}
         cwd, common = self.stoker.cwd, {**usual, **(env or {})}
         by_hand = {**common, **dict.fromkeys(GIVEN, "0")}
         # One pipe for both streams, in the log too: their order is part of what is compared.

@@ -217,10 +217,12 @@ def test_a_torch_timeout_blames_the_one_who_was_waited_for(stoker: Stoker) -> No
 
 @pytest.mark.parametrize("kind", ["warn", "stop"])
 def test_on_nan(stoker: Stoker, kind: str) -> None:
-    each = 'stoker = __import__("stoker"); stoker.beat(step=n, loss=float("nan") if n > 20 else 1.0 / n)'
-    done = stoker.torch(
-        "run", "--nproc-per-node", "2", "--on-nan", kind, script(stoker, stuck="pass", each=each, steps=60)
+    beats = stoker.script(
+        "beats.py",
+        "import stoker, time\nfor n in range(1, 60):\n    time.sleep(0.03)\n"
+        "    stoker.beat(step=n, loss=float('nan') if n > 20 else 1.0 / n)\n",
     )
+    done = stoker("run", "--nproc-per-node", "2", "--on-nan", kind, beats)
     assert next(event["cause"] for event in done.events if event["event"] == "numbers") == "nan.loss"
     if kind == "stop":
         assert (done.verdict["cause"], done.code) == ("nan.loss", 70) and "step 21" in done.verdict["summary"]
@@ -230,9 +232,10 @@ def test_on_nan(stoker: Stoker, kind: str) -> None:
 
 
 def test_the_same_crash_twice_is_deterministic(stoker: Stoker) -> None:
-    done = stoker.torch(
-        "run", "--nproc-per-node", "2", "--max-restarts", "3", script(stoker, stuck="raise ValueError('no')")
+    name = stoker.script(
+        "job.py", "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no')\ntime.sleep(60)\n"
     )
+    done = stoker("run", "--nproc-per-node", "2", "--max-restarts", "3", name)
     assert sum(event["event"] == "attempt" for event in done.events) == 2
     assert "deterministic" in done.verdict["summary"] and not done.verdict["retryable"]
 

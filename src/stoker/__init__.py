@@ -19,7 +19,7 @@ __all__ = ["LaunchFailed", "__version__", "beat", "launch", "mark", "phase", "re
 
 
 class LaunchFailed(RuntimeError):
-    """A run of stoker.launch that did not end well. `verdict` says why (docs/verdicts.md); the rest are shortcuts into
+    """A run of stoker.launch that did not end well. `verdict` says why (`stoker docs verdicts`); the rest are shortcuts into
     it.
     """
 
@@ -47,7 +47,7 @@ def launch(
 
     nproc: ranks, or gpu, cpu, auto (default: one per usable GPU). env: variables for the ranks. options: those of
     `stoker run` with underscores, e.g. gpus="0,1", max_restarts=2, grace="60s", quiet=True, show="none",
-    runs_dir="...". Ctrl-C stops the run. docs/torchrun.md has examples.
+    runs_dir="...". Ctrl-C stops the run. `stoker docs torchrun` has examples.
     """
     from importlib import import_module  # the launcher's modules are loaded when somebody launches
 

@@ -375,9 +375,9 @@ _STYLES = [
     *(_style("plain", *which) for which in [
         ("raises", 0, 2), ("raises", 2, 3), ("crashes", 0, 2, True), ("crashes-in-thread", 1, 2), ("killed", 0, 3), ("leaves", 0, 2), ("exits", 1, 2),
         ("debugs", 1, 2), ("sleeps", 0, 4), ("spins", 0, 2), ("waits-for-lock", 2, 3), ("stops", 1, 2), ("extra-reduce", 0, 2), ("extra-reduce", 1, 3),
-        ("extra-barrier", 0, 2, True), ("extra-barrier", 3, 4), ("skips-reduce", 0, 2), ("skips-reduce", 1, 2, True), ("skips-reduce", 2, 3),
+        ("extra-barrier", 0, 2), ("extra-barrier", 3, 4), ("skips-reduce", 0, 2), ("skips-reduce", 1, 2, True), ("skips-reduce", 2, 3),
         ("other-operation", 0, 2), ("other-operation", 1, 3), ("first-time-apart", 0, 2), ("first-time-apart", 1, 2), ("first-time-apart", 0, 3),
-        ("groups-swapped", 0, 2), ("groups-swapped", 3, 4), ("skips-pair", 0, 4, True), ("skips-pair", 3, 4), ("skips-pair-once", 2, 4),
+        ("groups-swapped", 0, 2), ("groups-swapped", 3, 4), ("skips-pair", 0, 4), ("skips-pair", 3, 4), ("skips-pair-once", 2, 4),
         ("fewer-batches", 0, 2), ("fewer-batches", 2, 3), ("worker-killed", 1, 2), ("workers-lost", 0, 2), ("worker-raises", 0, 2), ("worker-sleeps", 0, 3),
     ]),
     *(_style("nanogpt", *which) for which in [

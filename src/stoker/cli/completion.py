@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
+from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.settings import Parser
 
 _USE = """bash:  eval "$(stoker completion bash)"                                       # in ~/.bashrc
@@ -38,13 +39,13 @@ def whole_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    told = parser().parse_args(argv)
-    import shtab
-
-    script = shtab.complete(whole_parser(), told.shell)
-    print(
-        script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ")
-        if told.shell == "bash"
-        else script
-    )  # else no file names
+    shell = parser().parse_args(argv).shell
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise Refusal("no package shtab, which writes the script; pip install shtab", EX_UNAVAILABLE) from None
+    script = shtab.complete(whole_parser(), shell)
+    if shell == "bash":  # else no file names
+        script = script.replace("complete -o bashdefault ", "complete -o bashdefault -o default ")
+    print(script)
     return 0

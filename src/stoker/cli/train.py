@@ -46,7 +46,7 @@ stages:
 _EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
-< flags. docs/config.yaml has every key in one file.
+< flags. `stoker docs config` prints every key.
 exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
 
 

@@ -68,7 +68,7 @@ def choose(only: list[str], skip: list[str]) -> list[Check]:
     checks = load()
     for word in (*only, *skip):
         if not any(id.startswith(word) for id in checks):
-            raise Refusal(f"no check {word!r}{suggest(word, checks)}; docs/doctor.md lists them", EX_USAGE)
+            raise Refusal(f"no check {word!r}{suggest(word, checks)}; `stoker docs doctor` lists them", EX_USAGE)
     chosen = [one for one in checks.values() if not only or one.id.startswith(tuple(only))]
     return [one for one in chosen if not (skip and one.id.startswith(tuple(skip)))]
 

@@ -9,7 +9,7 @@ from stoker.training.balance.plan import Plan, Plans
 from stoker.training.balance.rule import NetworkRule, Proposal, Rule
 
 HELPS = (
-    "comm: bf16 halves it, powersgd or local:8 nearly end it (docs/balance.md: what they do to the loss), and a larger"
+    "comm: bf16 halves it, powersgd or local:8 nearly end it (`stoker docs balance`: what they do to the loss), and a larger"
     " batch pays it less often"
 )
 

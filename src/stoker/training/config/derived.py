@@ -155,7 +155,7 @@ def about(dotted: str, stages: Mapping[str, Learning]) -> str:
     if dotted == "optim.learning_rate":
         rates = ", ".join(f"{name} {learning.rate * RATE:g}" for name, learning in stages.items() if learning.rate)
         return (
-            f"{rates} for 1 billion parameters; smaller models more, larger ones less (docs/pipeline.md), at most"
+            f"{rates} for 1 billion parameters; smaller models more, larger ones less (`stoker docs pipeline`), at most"
             f" {CEILING:g}"
         )
     if dotted == "optim.muon_learning_rate":

@@ -19,7 +19,7 @@ _HEAD = """# Every key of `stoker train`, with its meaning and its default.
 #
 # Later wins: preset < the stage's defaults < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE=1e-4) < flags (--optim.learning_rate 1e-4).
 # A key whose name is clear without its section may be written bare: `max_steps: 10` at the top of a file, --max-steps 10.
-# The stage's defaults follow from the model's size and the amount of data; every start prints them (docs/pipeline.md, "Defaults").
+# The stage's defaults follow from the model's size and the amount of data; every start prints them (`stoker docs pipeline`, "Defaults").
 # Setting epochs overrides max_steps, warmup_ratio overrides warmup_steps, accumulation overrides tokens, unless both are set in the same place.
 # Other names that work: batch_size (batch.micro), grad_accum_nums (batch.accumulation), lr, n_layers, use_amp (compute.dtype auto or fp32),
 # warmup (steps, or a share below 1), device_id (--gpu), and the sections system, training and optimizer.

@@ -1,0 +1,34 @@
+"""An interpreter that needs no PYTHONPATH, where the tests were started with one.
+
+Tests set PYTHONPATH themselves, or compare what a script sees with and without Stoker. With `PYTHONPATH=src pytest` their
+children would lose Stoker. So its entries move into a .pth file of a private virtual environment, which becomes sys.executable:
+the tests start every child, and pytest-xdist its workers, with that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import site
+import sys
+import sysconfig
+import tempfile
+import venv
+from pathlib import Path
+
+
+def without_pythonpath() -> None:
+    path = os.environ.pop("PYTHONPATH", "")
+    entries = [os.path.abspath(entry) for entry in path.split(os.pathsep) if entry]
+    if not entries:
+        return
+    home = Path(tempfile.mkdtemp(prefix="stoker-tests-python-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    venv.create(home, symlinks=True, with_pip=False)
+    packages = Path(sysconfig.get_path("purelib", "venv", {"base": str(home), "platbase": str(home)}))
+    # PYTHONPATH comes before installed packages; addsitedir reads their own .pth files, too.
+    installed = [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
+    lines = [*entries, *(f"import site; site.addsitedir({folder!r})" for folder in installed if os.path.isdir(folder))]
+    (packages / "as_the_tests_were_started.pth").write_text("\n".join(lines) + "\n")
+    sys.executable = str(home / "bin" / "python")

@@ -1,0 +1,278 @@
+"""README.md's commands, run: as they are written, or as this table says and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker, machine_json
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A command of the README. Without `instead` it is run as written."""
+
+    command: str
+    instead: str = ""
+    why: str = ""  # there is something instead, or it is not run at all
+    before: str = ""
+    after: str = ""
+    codes: tuple[int, ...] = (0,)
+    gpus: int = 0
+    says: str = ""
+    needs: str = ""  # a package
+
+
+PLAN = "a plan: the chain itself takes minutes (tests/test_speedrun.py runs one)"
+DRY = "a dry run: settings, data and files are checked, nothing is trained (each stage's own tests do)"
+SETUP = "makes .venv from a package index"
+PARSED = "only its words are checked: "
+FINDINGS = (0, 1)  # 1: something is found, and that depends on the machine
+
+ROWS = [
+    Row("bash speedrun.sh", "stoker speedrun --plan", f"{SETUP}; {PLAN}"),
+    Row(".venv/bin/stoker chat", why=f"{PARSED}it asks a person"),
+    Row(". .venv/bin/activate", why="the tests' own environment is active"),
+    Row("bash speedrun.sh --plan", "stoker speedrun --plan", SETUP),
+    Row("stoker speedrun --set sft:train.max_steps=800", "stoker speedrun --plan --set sft:train.max_steps=800", PLAN),
+    Row("stoker speedrun --data my-data/", "stoker speedrun --plan --data my-data/", PLAN),
+    Row(
+        "stoker speedrun --preset d20 --data my-data/ --nproc-per-node 8",
+        "stoker speedrun --plan --preset d20 --data my-data/ --nproc-per-node 8",
+        PLAN,
+        gpus=8,
+    ),
+    Row(
+        'stoker chat runs/speedrun-cpu --stage sft --prompt "Anna has 3 pears. Anna gets 2 more pears. How many pears does Anna have?"',
+        'stoker chat sft/hf --prompt "Anna has 3 pears."',
+        "a model of two layers in place of a speedrun's",
+        needs="torch",
+    ),
+    Row(
+        "stoker export runs/speedrun-cpu my-model --stage grpo-density",
+        "stoker export sft/hf my-model",
+        "a model of two layers in place of a speedrun's",
+        needs="torch",
+    ),
+    Row("bash setup.sh", why=SETUP),
+    Row("stoker run train.py --lr 3e-4"),
+    Row("stoker run --nproc-per-node 2 train.py"),
+    Row("stoker why"),
+    Row("stoker logs --rank 1"),
+    Row("stoker doctor", codes=FINDINGS),
+    Row('eval "$(stoker completion bash)"', needs="shtab"),
+    Row(
+        "stoker train pretrain --data book.txt --preset small",
+        "stoker train pretrain --data book.txt --preset small --dry-run",
+        DRY,
+    ),
+    Row(
+        "stoker run --detach --name exp1 --max-restarts 3 --notify 'curl -s -d @- https://example.org/hook' train.py",
+        "stoker run --detach --name exp1 --max-restarts 3 --notify 'cat > told.txt' train.py",
+        "there is no such server",
+        after="stoker attach exp1",
+    ),
+    Row("stoker attach exp1", before="stoker run --name exp1 train.py"),
+    Row("stoker stop exp1", before="stoker run --detach --name exp1 train.py --seconds 60", says="stopped"),
+    Row("stoker runs"),
+    Row("stoker run --name exp1 train.py", before="stoker run --name exp1 train.py", says="complete"),
+    Row("stoker train pretrain --data 'texts/*.jsonl'", "stoker train pretrain --data 'texts/*.jsonl' --dry-run", DRY),
+    Row(
+        "stoker train pretrain --data book.txt --debug",
+        "stoker train pretrain --data book.txt --debug --max-steps 2",
+        "2 steps in place of 10",
+        needs="torch",
+    ),
+    Row(
+        "stoker train pretrain --config my.yaml --nproc-per-node 7 --max-restarts 3 --name exp1 --optim.learning_rate 1e-4",
+        "stoker train pretrain --config my.yaml --nproc-per-node 7 --max-restarts 3 --name exp1 --optim.learning_rate 1e-4 --dry-run",
+        DRY,
+    ),
+    Row(
+        "stoker train pretrain --data book.txt --model.load path/to/llama",
+        "stoker train pretrain --data book.txt --model.load sft/hf --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row(
+        "stoker train sft --model.load runs/latest/hf --data chats.jsonl",
+        "stoker train sft --model.load sft/hf --data chats.jsonl --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row(
+        "stoker train reward --model.load sft/hf --reward.pairs pairs.jsonl",
+        "stoker train reward --model.load sft/hf --reward.pairs pairs.jsonl --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row(
+        "stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl",
+        "stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row(
+        "stoker train evaluate --model.load sft/hf --evaluate.tasks gsm8k/test.jsonl",
+        "stoker train evaluate --model.load sft/hf --evaluate.tasks gsm8k/test.jsonl --dry-run",
+        DRY,
+        needs="torch",
+    ),
+    Row("stoker prepare --data 'web/*.parquet' --data.text_key content", needs="pyarrow"),
+    Row(
+        "torchrun --nproc-per-node 2 -m stoker.training.recipes.pretrain --preset debug --data book.txt",
+        why=f"{PARSED}tests/test_pretrain.py runs it",
+    ),
+    Row(
+        "stoker cluster init gpu1 gpu2 gpu3",
+        "stoker cluster init --help",
+        "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
+    ),
+    Row("stoker cluster check train.py", why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster"),
+    Row(
+        "stoker run --hosts cluster.yaml --sync --min-hosts 2 train.py",
+        why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",
+    ),
+    Row(
+        "stoker submit --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
+        "stoker submit --dry-run --nodes 2 --gpus-per-node 4 --time 12h --requeue -- train.py",
+        "there is no Slurm (tests/test_slurm.py starts one)",
+        says="#SBATCH --nodes=2",
+    ),
+    Row("stoker doctor --bundle ticket.tar.gz", codes=FINDINGS),
+    Row("stoker clean", codes=FINDINGS),
+    Row("stoker clean --pid 4711", why=f"{PARSED}pid 4711 may be anybody's"),
+    Row("stoker ladder train.py", "stoker ladder --dry-run train.py", "the rungs: tests/test_ladder.py climbs them"),
+    Row("stoker burnin --minutes 10", why=f"{PARSED}tests/test_burnin.py runs it for some steps"),
+    Row("stoker run --exclude-bad train.py"),
+    Row("bash test.sh", why="it runs this test"),
+    Row("bash test.sh --all", why="it runs this test"),
+]
+
+
+def readme_commands() -> list[str]:
+    """Once each, without their comments."""
+    found = []
+    for block in re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S):
+        for line in block.splitlines():
+            command = re.split(r"\s+# ", line)[0].strip()
+            if command and not command.startswith("#"):
+                found.append(command)
+    return list(dict.fromkeys(found))
+
+
+def test_every_command_of_the_readme_is_in_the_table_and_no_other() -> None:
+    assert sorted(readme_commands()) == sorted(row.command for row in ROWS)
+    assert all(row.why for row in ROWS if row.instead), "a replacement has a reason"
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files those commands name."""
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "train.py").write_text(
+        "import argparse, time\nflags = argparse.ArgumentParser()\nflags.add_argument('--lr')\n"
+        "flags.add_argument('--seconds', type=float, default=0.1)\ntime.sleep(flags.parse_args().seconds)\n"
+    )
+
+    def rows(name: str, made: list[dict[str, object]]) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in made))
+
+    lines = [f"line {number} of a small book about nothing" for number in range(4000)]
+    chat = [{"role": "user", "content": "how many?"}, {"role": "assistant", "content": "three"}]
+    (folder / "book.txt").write_text("\n".join(lines))
+    (folder / "my.yaml").write_text("data: {path: book.txt}\npreset: debug\n")
+    rows("texts/a.jsonl", [{"text": line} for line in lines])
+    rows("chats.jsonl", [{"messages": chat}] * 200)
+    rows("pairs.jsonl", [{"prompt": "how many?", "chosen": "three", "rejected": "a lot"}] * 200)
+    rows("prompts.jsonl", [{"prompt": f"{n} and 2?", "answer": str(n + 2)} for n in range(100)])
+    rows("gsm8k/test.jsonl", [{"question": f"{n} and 2?", "answer": f"#### {n + 2}"} for n in range(20)])
+    (folder / "my-data").mkdir()
+    for name, source in {"base.txt": "book.txt", "sft.jsonl": "chats.jsonl", "pairs.jsonl": "pairs.jsonl",
+                         "prompts.jsonl": "prompts.jsonl", "questions.jsonl": "prompts.jsonl"}.items():  # fmt: skip
+        shutil.copy(folder / source, folder / "my-data" / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny_model(material: Path) -> Path:
+    pytest.importorskip("torch")
+    from stoker.training.model import hf
+    from stoker.training.model.config import ModelConfig
+    from stoker.training.model.decoder import Decoder
+    from stoker.training.tokenizer.tokenizer import bytes_tokenizer
+
+    bytes_tokenizer().save(str(material / "tokenizer"))
+    model = Decoder(ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=48, vocab_size=320), 128)
+    model.start(3)
+    target = str(material / "sft" / "hf")
+    hf.save(model, target, say=lambda line: None, tokenizer_folder=str(material / "tokenizer"))
+    return material
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.instead or not row.why], ids=lambda row: row.command[:70])
+def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, request: pytest.FixtureRequest) -> None:
+    if row.needs:
+        pytest.importorskip(row.needs)
+    if "sft/hf" in (row.instead or row.command):
+        request.getfixturevalue("tiny_model")
+    shutil.copytree(material, stoker.cwd, dirs_exist_ok=True)
+    if "web/" in row.command:
+        import pyarrow as arrow
+        from pyarrow import parquet
+
+        (stoker.cwd / "web").mkdir()
+        texts = [f"line {number} of a page" for number in range(3000)]
+        parquet.write_table(arrow.table({"content": texts}), stoker.cwd / "web" / "a.parquet")
+    if row.gpus:
+        (stoker.cwd / "machine.json").write_text(json.dumps(machine_json(row.gpus)))
+    (stoker.cwd / "bin").mkdir()
+    command = stoker.cwd / "bin" / "stoker"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stoker "$@"\n')
+    command.chmod(0o755)
+    env = stoker.environment({"PATH": f"{command.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"})
+
+    def run(line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-c", line], cwd=stoker.cwd, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False, timeout=240
+        )  # fmt: skip
+
+    if row.command in ("stoker why", "stoker logs --rank 1", "stoker runs"):
+        assert run("stoker run --nproc-per-node 2 train.py").returncode == 0
+    if row.before:
+        before = run(row.before)
+        assert before.returncode == 0, before.stdout + before.stderr
+    done = run(row.instead or row.command)
+    assert done.returncode in row.codes, f"{done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+    assert row.says in done.stdout + done.stderr, done.stdout + done.stderr
+    if row.after:
+        assert run(row.after).returncode == 0
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.why.startswith(PARSED)], ids=lambda row: row.command[:70])
+def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
+    program, *words = shlex.split(row.command)
+    if program == "torchrun":
+        pytest.importorskip("torch")
+        from torch.distributed.run import get_args_parser
+
+        given = get_args_parser().parse_args(words)
+        assert find_spec(given.training_script) is not None
+        return
+    assert Path(program).name == "stoker"
+    parser = import_module(f"stoker.cli.{words[0]}").parser()
+    assert parser.parse_args(words[1:])

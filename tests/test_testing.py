@@ -1,0 +1,65 @@
+"""The tests' own promises: `test.sh --all` runs the complete suites, names of tests are short."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import ID_LENGTH, pytest_make_parametrize_id
+from faults.cases import CASES
+from healthy.shapes import SHAPES
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["default", "all"])
+def test_all_collects_every_fault_and_every_healthy_shape(everything: bool) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("STOKER_", "PYTEST_"))}
+    listed = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-qq", "-p", "no:cacheprovider", "tests/test_faults.py", "tests/test_healthy.py"],
+        cwd=ROOT,
+        env={**env, **({"STOKER_TEST_ALL": "1"} if everything else {}), "COLUMNS": "500"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert listed.returncode == 0, listed.stdout + listed.stderr
+    # -qq prints a count per file.
+    counts = dict(re.findall(r"tests/(\w+)\.py: (\d+)", listed.stdout))
+    others = {"test_faults": 5, "test_healthy": 2 + len(SHAPES)}  # tests of the tables themselves
+    found = [int(counts[name]) - count for name, count in others.items()]
+    if everything:
+        assert found == [len(CASES), len(SHAPES)]
+    else:
+        assert found == [sum(case.ci for case in CASES), sum(shape.in_ci for shape in SHAPES)]
+
+
+def test_test_sh_all_sets_the_variable_that_chooses_them(tmp_path: Path) -> None:
+    """test.sh itself, with stand-ins for what it calls."""
+    (tmp_path / "test.sh").write_text((ROOT / "test.sh").read_text())
+    (tmp_path / "setup.sh").write_text("exit 0\n")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *pytest*) echo "all=$STOKER_TEST_ALL $*";; esac\n')
+    python.chmod(0o755)
+    env = {name: value for name, value in os.environ.items() if name != "STOKER_TEST_ALL"}
+    for words, chosen in (((), "all= "), (("--all",), "all=1 ")):
+        done = subprocess.run(
+            ["bash", tmp_path / "test.sh", *words, "-k", "some"], env=env, capture_output=True, text=True, check=True
+        )
+        (line,) = (line for line in done.stdout.splitlines() if line.startswith("all="))
+        assert line.startswith(chosen) and line.endswith("-k some") and "--all" not in line
+
+
+@pytest.mark.parametrize("value", [b"x" * 65536, b"\0" * 65536, "\x1b[2J" * 1000, "\ud800" * 1000])
+def test_a_huge_parameter_has_a_short_name(value: str | bytes, request: pytest.FixtureRequest) -> None:
+    made = pytest_make_parametrize_id(value, "value")
+    assert made is not None and made.isprintable() and len(made) <= ID_LENGTH and f"[{made}]" in request.node.nodeid
+    assert pytest_make_parametrize_id(value + value, "value") != made
+    assert pytest_make_parametrize_id("short", "value") is None
+    assert max(len(item.nodeid) for item in request.session.items) < 400
