@@ -246,8 +246,8 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, likelihood: str, tied: bool
 ) -> None:
     """On GPUs batch.micro auto tries random ids; targets are places in a row. With reward.likelihood off nothing reads an untied head."""
-    from stoker.training.loop import job
     from stoker.training.model import hf
+    from stoker.training.recipes import build
     from stoker.training.recipes import reward as recipe
 
     bytes_tokenizer().save(str(tmp_path / "tokenizer"))
@@ -265,7 +265,7 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
         tried.append(vocabulary > context)
         return 2
 
-    monkeypatch.setattr(job, "largest_micro", largest)
+    monkeypatch.setattr(build, "largest_micro", largest)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STOKER_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import time
@@ -14,8 +12,6 @@ from stoker.contract import names, redact, terminal
 from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
-from stoker.training.config.resolve import flags
-from stoker.training.config.schema import Config
 from stoker.training.loop.evaluate import Validation
 from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
@@ -23,15 +19,6 @@ from stoker.training.loop.step import Numbers
 from stoker.training.parallel.group import Group
 
 REDRAW_S = 0.5
-
-
-def where_runs_go(c: Config) -> str:
-    """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
-    given = os.environ.get(names.RUN_DIR)
-    if given:
-        return given
-    digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
-    return os.path.join("runs", f"torchrun-{digest}")
 
 
 class Voice:

@@ -1,263 +1,233 @@
-"""The steps of a run. Each one is launched before the numbers of the one before are read; all ranks act on the same
-numbers at the same step.
-"""
+"""Learning from rows that are there before the run: pretraining, midtraining, fine-tuning, the reward model."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
-import signal
-import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch import nn
 
 import stoker
-from stoker.contract.names import EX_CANTCREAT
+from stoker.contract import layout
+from stoker.contract.shape import shape
+from stoker.contract.wholefile import write_whole
 from stoker.training.balance.balancer import Balancer
-from stoker.training.checkpoint.folders import name_of
-from stoker.training.loop import resume as going_on
-from stoker.training.loop import trip
+from stoker.training.balance.clock import StepClock
+from stoker.training.balance.comm import Meeting
+from stoker.training.balance.plan import Plans
+from stoker.training.checkpoint.saver import Saver
+from stoker.training.forensics.inject import Drill
+from stoker.training.loop import resume, trip
+from stoker.training.loop.config import TrainConfig
 from stoker.training.loop.evaluate import Validation
-from stoker.training.loop.feeder import CUT_AHEAD, Feeder, StepBatch
-from stoker.training.loop.profiling import Profile
-from stoker.training.loop.samplelog import SampleLog
-from stoker.training.loop.speed import Speed
+from stoker.training.loop.feeder import CUT_AHEAD, Course, StepBatch
+from stoker.training.loop.learner import Learner
+from stoker.training.loop.material import Material, Rows
+from stoker.training.loop.run import Task
+from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Speed, Startup
 from stoker.training.loop.step import Numbers, Pending, Stepper
-from stoker.training.model.decoder import flops_per_token
-from stoker.training.optim import schedule
+from stoker.training.model.decoder import Decoder, flops_per_token
+from stoker.training.optim.config import OptimConfig
+from stoker.training.optim.optimizer import Optimizer
+from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
-if TYPE_CHECKING:
-    from stoker.training.checkpoint.saver import Saver
-    from stoker.training.loop.job import Job
-
-# steps as long as that gain nothing by the next one's being launched early, and a stop would have to wait for that one
-# too
-SLOW_S = 2.0
-BUFFERS_AFTER = 5  # steps: past the capture of a CUDA graph, which pinning memory would disturb
+BEFORE = "before.json"
 
 
-class Loop:
-    def __init__(self, job: Job, saver: Saver, stepper: Stepper) -> None:
-        self.job, self.c, self.group, self.voice, self.saver, self.stepper = (
-            job,
-            job.c,
-            job.group,
-            job.voice,
-            saver,
-            stepper,
-        )
-        self.first = self.done = job.position.step
-        self.code = 0
+@shape
+class Launched:
+    pending: Pending
+    batch: StepBatch
+    rate: float
+
+
+@shape
+class Parts:
+    """A run's finished parts, as recipes/build.py makes them."""
+
+    group: Group
+    material: Material
+    learner: Learner
+    model: Decoder
+    wrapped: nn.Module  # the module to call: the model, or DDP around it
+    optimizer: Optimizer
+    own_micro: int  # samples that fit this rank at once
+    micro: int  # that fit every rank
+    batch: int  # samples of a step, all ranks together
+    plans: Plans | None  # who computes how many of them; None: all alike
+    meeting: Meeting | None  # ranks that learn alone for some steps
+    clock: StepClock | None
+    drill: Drill
+    graph: bool  # small models: a step is one CUDA graph
+
+
+@shape
+class Start:
+    """Where a run begins: at its first step, or where a checkpoint left it."""
+
+    position: resume.Position
+    data: resume.Data
+    course: Course
+    steps: int  # of the whole run
+
+
+@shape
+class Settings:
+    """Those that the task looks at."""
+
+    folder: str  # the run directory
+    train: TrainConfig
+    optim: OptimConfig
+    comm: str
+    dump: bool  # write what explains a non-finite step
+    keep_best: bool  # a validation that is the best so far is worth a checkpoint
+
+
+class Supervised(Task):
+    def __init__(
+        self, parts: Parts, start: Start, c: Settings, stepper: Stepper, saver: Saver, voice: Voice, startup: Startup
+    ) -> None:
+        self._parts, self._start, self._c = parts, start, c
+        self._stepper, self._saver, self._voice, self._startup = stepper, saver, voice, startup
+        self._group, self._material = parts.group, parts.material
         self.loss = float("nan")
-        self.tokens = job.position.tokens  # since the beginning of the run
-        self.told_to_stop = False
-        self.score: float | None = None  # the validation of this very step
-        self.best = job.position.best
+        self.tokens = start.position.tokens  # since the beginning of the run
+        self.best = start.position.best
         self.validation: Validation | None = None  # the newest
-        self.skipped = False  # a checkpoint was left out, and that was said
-        self.busy = False  # somebody's save is under way, as of the last numbers
-        self.slow = False  # as of the last numbers: each step's are read before the next is launched
-        self.took = 0.0  # seconds, the step before
-        self.saved_at, self.saved_step = time.monotonic(), self.done
-        self.speed = Speed(flops_per_token(job.shape, self.c.data.context_length), self.group.world, self.group.device)
-        self.profile = Profile(
-            self.c.train.profile_steps if self.c.train.profile and self.group.first else 0,
-            job.folder,
-            self.group.device,
-            self.voice.say,
-        )
-        self.balancer = self._balancer()
-        self.sample_log = (
-            SampleLog(job.folder, self.group.rank, job.position.step) if self.c.train.log_samples else None
-        )
+        per_token = flops_per_token(parts.model.config, parts.model.context_length)
+        self._speed = Speed(per_token, self._group.world, self._group.device)
+        self._balancer = self._make_balancer()
+        logged = c.train.log_samples
+        self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
 
-    def _balancer(self) -> Balancer | None:
-        job = self.job
-        if job.clock is None:
+    def begin(self) -> None:
+        """Right before the first step. train.eval_first is kept in a file of its own: the run may go on in another
+        attempt, which can't measure it any more.
+        """
+        if self._c.train.eval_first and not self._start.position.step and self._material.held_out is not None:
+            found = self._measure(self._material.held_out)
+            self._voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
+            if self._group.first:
+                before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
+                text = json.dumps({"schema": layout.SCHEMA, **before})
+                write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+        stoker.mark("POST-MODEL")
+        stoker.phase("train")
+        self._speed.begin()
+
+    def _make_balancer(self) -> Balancer | None:
+        parts = self._parts
+        if parts.clock is None:
             return None
         return Balancer(
-            job.batch,
-            self.group.world,
-            job.plans,
+            parts.batch,
+            self._group.world,
+            parts.plans,
             ahead=CUT_AHEAD,
-            lag=job.clock.lag,
-            comm=self.c.parallel.comm,
-            say=self.voice.say_once,
-            tell=self.voice.plan,
+            lag=parts.clock.lag,
+            comm=self._c.comm,
+            say=self._voice.say_once,
+            tell=self._voice.plan,
         )
 
-    def run(self, feeder: Feeder) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
-        before: tuple[Pending, StepBatch, float] | None = None
-        self.speed.begin()
-        since = time.monotonic()
-        for batch in feeder:
-            self.job.drill.step = batch.step
-            share = schedule.share(self.c.optim, batch.step, self.job.steps)
-            pending = self.stepper.step(batch, share, words=self._words)
-            self.done, self.score = batch.step + 1, None
-            told = self._hear(*before) if before is not None else None
-            if batch.step == self.first + BUFFERS_AFTER and self._saves():
-                self.saver.prepare_buffers_aside(self.job.tensors)
-            before = (pending, batch, share)
-            self.profile.step()
-            save = (told is not None and told.save) or self._step_to_save()
-            if (told is None or not told.stop) and (save or self._validation_due() or self.slow):
-                # Its line comes before the validation's, and a checkpoint never counts a step that may not have been
-                # finite.
-                told = self._hear(*before)
-                before = None
-                save = save or told.save
-            if (told is not None and told.stop) or (self.told_to_stop and self.group.world == 1):
-                break
-            self.took, since = time.monotonic() - since, time.monotonic()
-            self.busy, self.slow = (told.busy, told.slow) if told is not None else (False, False)
-            if self._validation_due():
-                save = self._validate() or save
-            if save:
-                self._save_if_free()
-        if before is not None:
-            self._hear(*before)
-        self.profile.close()
-        self._end()
-
-    def _stop(self, number: int, frame: Any) -> None:
-        """Ctrl-C or a launcher's stop: all ranks agree on the step, then save. A second one means now."""
-        if self.told_to_stop:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self.told_to_stop = True
-
-    def _words(self) -> tuple[bool, bool, bool, bool]:
-        return self.told_to_stop, self._due(), self.saver.busy(), self.group.first and self.took > SLOW_S
-
-    def _due(self) -> bool:
-        every = self.c.checkpoint.every
-        return self.group.first and every > 0 and not self.saver.busy() and time.monotonic() - self.saved_at >= every
-
-    def _saves(self) -> bool:
-        c = self.c.checkpoint
-        return c.every > 0 or c.every_steps > 0 or c.at_end
-
-    def _step_to_save(self) -> bool:
-        """The last one comes after its validation: `_end` makes it."""
-        every = self.c.checkpoint.every_steps
-        return every > 0 and self.done % every == 0 and not (self.done == self.job.steps and self.c.checkpoint.at_end)
-
-    def _validation_due(self) -> bool:
-        every = self.c.train.eval_every
-        return every > 0 and self.done % every == 0 and self.done < self.job.steps and self.job.held_out is not None
-
-    def _hear(self, pending: Pending, batch: StepBatch, share: float) -> Numbers:
+    def hear(self, launched: Launched) -> Numbers:
+        pending, batch = launched.pending, launched.batch
         numbers = pending.read()
-        if batch.step == self.first:
-            self.job.stages.done("first step")
-            self.voice.say_once(f"first step after {self.job.stages.said()}")
+        if batch.step == self._start.position.step:
+            self._startup.done("first step")
+            self._voice.say_once(f"first step after {self._startup.said()}")
         if numbers.bad:
-            text = load_tokenizer(self.job.material.tokenizer)
-            folder = self.job.folder if self.c.nan.dump else None
             found = trip.explain(
                 numbers,
                 batch,
-                self.stepper,
-                self.job.model,
-                self.job.wrapped,
-                self.job.drill,
-                self.group,
-                self.voice,
-                folder=folder,
-                decode=text.decode,
+                self._stepper,
+                self._parts.model,
+                self._parts.wrapped,
+                self._parts.drill,
+                self._group,
+                self._voice,
+                folder=self._c.folder if self._c.dump else None,
+                decode=load_tokenizer(self._material.tokenizer).decode,
             )
-            self.saver.close()  # a save under way is of steps that were finite: it is the one to go back to
+            self._saver.close()  # a save under way is of finite steps: it is the one to go back to
             raise found
         self.loss = numbers.loss
         self.tokens += batch.tokens
-        self.speed.step(batch.tokens, pending.when)
+        self._speed.step(batch.tokens, pending.when)
         stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
-        if self.sample_log is not None:
-            self.sample_log.write(batch.step, batch.ids)
-        if self.balancer is not None:
-            self.balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
-        self.voice.step(numbers, self.c.optim.learning_rate * share, self.speed, self.tokens)
+        if self._samples is not None:
+            self._samples.write(batch.step, batch.ids)
+        if self._balancer is not None:
+            self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
+        self._voice.step(numbers, launched.rate, self._speed, self.tokens)
         return numbers
 
-    def _validate(self) -> bool:
-        """Whether it is the best so far, and worth a checkpoint."""
-        job = self.job
-        if job.held_out is None:
+    def validation_due(self, done: int) -> bool:
+        every = self._c.train.eval_every
+        return every > 0 and done % every == 0 and done < self._start.steps and self._material.held_out is not None
+
+    def validate(self, done: int) -> bool:
+        if self._material.held_out is None:
             return False
         stoker.phase("eval")
-        self._meet()
-        found = job.learner.measure(
-            job.wrapped, job.held_out, self.group, tokens=self.c.train.eval_tokens, micro=self.micro
-        )
+        self.meet()
+        found = self._measure(self._material.held_out)
         self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
         if better:
             self.best = found.loss
-        self.voice.validation(self.done, found, self.best)
-        self.speed.begin()
+        self._voice.validation(done, found, self.best)
+        self._speed.begin()
         stoker.phase("train")
-        return better and self.c.checkpoint.keep_best and self._saves()
+        return better and self._c.keep_best
 
-    @property
-    def micro(self) -> int:
-        return self.job.micro
+    def _measure(self, rows: Rows) -> Validation:
+        parts, tokens = self._parts, self._c.train.eval_tokens
+        return parts.learner.measure(parts.wrapped, rows, self._group, tokens=tokens, micro=parts.micro)
 
-    def _save_if_free(self) -> None:
-        """At a step that all ranks know."""
-        if not self.busy:
-            self._save(wait=False)
-        elif not self.skipped:
-            self.skipped = True
-            self.voice.say_once(
-                f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written;"
-                " save less often"
-            )
+    def meet(self, whole: bool = False) -> None:
+        if self._parts.meeting is not None:
+            optimizer = self._parts.optimizer
+            state = [tensor for _, tensor, _ in optimizer.state()] if whole else []
+            self._saver.before_update()  # a snapshot of the step before must be out first
+            self._parts.meeting.meet(optimizer.parameters, state)
 
-    def _meet(self, whole: bool = False) -> None:
-        """Ranks that learn alone stand at one place before they are measured or saved; `whole`: with their optimizers."""
-        if self.job.meeting is not None:
-            state = [one for name, one in self.job.tensors.items() if name.startswith("optim.")] if whole else []
-            self.saver.before_update()  # a snapshot of the step before must be out first
-            self.job.meeting.meet(self.job.optimizer.parameters, state)
+    def meta(self, done: int) -> dict[str, Any]:
+        start, material = self._start, self._material
+        samples = start.course.of_step(done - start.position.step - 1)[1]
+        position = resume.Position(done, samples, self.tokens, self.best)
+        found = resume.meta(position, start.data, self._parts.model.config, material, self._c.optim.kind)
+        found["batch"] = [self._parts.batch, self._group.world]
+        if self._parts.plans is not None:
+            found["balance"] = self._parts.plans.told(done)
+        return found
 
-    def _save(self, wait: bool) -> bool:
-        job = self.job
-        self._meet(whole=True)
-        samples = job.course.of_step(self.done - self.first - 1)[1]
-        position = going_on.Position(self.done, samples, self.tokens, self.best)
-        meta = going_on.meta(position, job.data, job.shape, job.material, self.c.optim.kind)
-        meta |= {"run": going_on.run_of(job.folder), "batch": [job.batch, self.group.world]}
-        if job.plans is not None:
-            meta["balance"] = job.plans.told(self.done)
-        taken = self.saver.save(self.done, job.tensors, meta, self.score, wait=wait)
-        self.saved_at, self.saved_step = time.monotonic(), self.done
-        return taken
+    def summary(self) -> str:
+        return f"loss {self.loss:.4f}" + (f", best validation {self.best:.4f}" if self.best is not None else "")
 
-    def _end(self) -> None:
-        whole = self.done >= self.job.steps
-        self._meet()  # before an export, too
-        if whole:
-            self._validate()
-        if (self.c.checkpoint.at_end or not whole) and self.done > self.first:
-            stoker.phase("save")
-            if not self._save(wait=True):
-                self.voice.say_once(
-                    f"the last checkpoint could not be written: {self.saver.problem() or 'another rank failed'}"
-                )
-                self.code = EX_CANTCREAT
-        if self.sample_log is not None:
-            self.sample_log.close()
-        best = f", best validation {self.best:.4f}" if self.best is not None else ""
-        saved = (
-            f"; saved {self.job.checkpoints}/{name_of(self.done)}"
-            if not whole and not self.code and self.saved_step == self.done > self.first
-            else ""
-        )
-        self.voice.say_once(
-            f"{'done' if whole else 'stopped'}: {self.done} of {self.job.steps} steps, loss"
-            f" {self.loss:.4f}{best}{saved}"
-        )
+    def close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+
+
+class SampleLog:
+    """train.log_samples: which samples a rank learned at which step, to prove that none is missed and none comes twice."""
+
+    def __init__(self, folder: str, rank: int, resumed_at: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        self._file = open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), "a", encoding="utf-8", buffering=1)  # noqa: SIM115  open for the whole run
+        self._from = resumed_at
+
+    def write(self, step: int, ids: list[int]) -> None:
+        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from`
+        counts.
+        """
+        self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
-from stoker.training.balance.words import comm as read_comm
+from stoker.training.parallel.words import comm as read_comm
 
 
 @shape

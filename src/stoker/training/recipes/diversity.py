@@ -32,11 +32,19 @@ from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.engine import Engine
-from stoker.training.loop.say import where_runs_go
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.recipes.stage import (
+    finish,
+    from_rank_0,
+    open_model,
+    run,
+    settings,
+    tokenizer_of,
+    weights_of,
+    where_runs_go,
+)
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"

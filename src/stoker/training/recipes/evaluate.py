@@ -29,12 +29,20 @@ from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.evaluate.texts import measure
 from stoker.training.generate.engine import Engine
-from stoker.training.loop.say import where_runs_go
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.recipes.stage import (
+    finish,
+    from_rank_0,
+    open_model,
+    run,
+    settings,
+    tokenizer_of,
+    weights_of,
+    where_runs_go,
+)
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 COMPLETIONS = "completions.jsonl"

@@ -4,6 +4,7 @@ is known to be done.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -12,28 +13,38 @@ from typing import Any
 
 import torch
 
-from stoker.contract import redact
+from stoker.contract import names, redact
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.contract.wholefile import write_whole
 from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
-from stoker.training.config.resolve import on_cpu, recipe_settings
+from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
 from stoker.training.config.situation import situation, with_defaults
 from stoker.training.config.stages import STAGES
+from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.loop.job import BEFORE, Job
-from stoker.training.loop.say import where_runs_go
+from stoker.training.loop.supervised import BEFORE, Supervised
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 RESULT = "result.json"
 SCHEMA = 1
+
+
+def where_runs_go(c: Config) -> str:
+    """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
+    given = os.environ.get(names.RUN_DIR)
+    if given:
+        return given
+    digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
+    return os.path.join("runs", f"torchrun-{digest}")
 
 
 def settings(argv: list[str], training: str = "") -> Config:
@@ -110,21 +121,34 @@ def finish(
     write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
 
 
-def learned(job: Job) -> dict[str, Any]:
-    """The numbers of a stage that trained; of one that had been trained before, those it left in its metrics."""
-    last, before = job.last, _before(job.folder)
-    if last is None or last.validation is None:
-        return {"steps": job.steps, "tokens": job.position.tokens, **_newest(job.folder), **before}
-    found = last.validation
+def run_directory(c: Config, group: Group) -> str:
+    """Rank 0 makes it, with the settings in it."""
+    folder = where_runs_go(c)
+    if group.first:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
+    return folder
+
+
+def learned(task: Supervised, done: int, folder: str) -> dict[str, Any]:
+    """The numbers of a stage that trained."""
+    found = task.validation
+    if found is None:
+        return learned_before(folder, done, task.tokens)
     return {
-        **before,
-        "steps": last.done,
-        "tokens": last.tokens,
-        "loss": last.loss,
+        **_before(folder),
+        "steps": done,
+        "tokens": task.tokens,
+        "loss": task.loss,
         "val_loss": found.loss,
         "val_bits_per_byte": found.bits_per_byte,
         "val_right": found.right,
     }
+
+
+def learned_before(folder: str, steps: int, tokens: int) -> dict[str, Any]:
+    """Of one that was trained in an earlier attempt, from the metrics it left."""
+    return {"steps": steps, "tokens": tokens, **_newest(folder), **_before(folder)}
 
 
 def _before(folder: str) -> dict[str, Any]:

@@ -1,142 +1,128 @@
-"""The steps of a GRPO run: sample prompts, write answers, judge them, learn; all ranks act on the same numbers at the
-same step.
-"""
+"""GRPO in the training loop: a step's numbers, the breaker, and what a checkpoint holds."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 import stoker
-from stoker.contract.names import EX_CANTCREAT
-from stoker.training.config.schema import Config
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.shape import shape
+from stoker.training.checkpoint.reading import Checkpoint
+from stoker.training.loop.config import TrainConfig
+from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, clock
-from stoker.training.optim import schedule
 from stoker.training.parallel.group import Group
-from stoker.training.rl.advantage import advantages
 from stoker.training.rl.breaker import FIRST, Finding, History, Seen, Stopped
-from stoker.training.rl.keeping import Keeper, Position
-from stoker.training.rl.prompts import Draw, Prompt
-from stoker.training.rl.rollout import Answer, Outcome, Rollout, outcome
-from stoker.training.rl.update import Learned, Updater
+from stoker.training.rl.config import GrpoConfig
+from stoker.training.rl.rollout import Outcome
+from stoker.training.rl.update import Learned
 
-Rewarding = Callable[[Sequence[Answer]], tuple[list[float], list[bool]]]
+STAGE = "grpo"
 
 
-class Steps:
+@shape
+class Position:
+    step: int = 0  # steps that are done
+    updates: int = 0  # optimizer steps that counted
+    tokens: int = 0  # of answers so far
+
+
+def resumed(found: Checkpoint | None, optimizer: str, c: GrpoConfig) -> tuple[Position, History]:
+    """Where a checkpoint left it, if there is one: the step, and the numbers the breaker looks back at."""
+    if found is None:
+        return Position(), History(c)
+    meta = found.meta
+    if meta.get("stage") != STAGE:
+        raise Refusal(
+            f"checkpoint {found.path} is of stage {meta.get('stage', 'pretrain')}, not {STAGE}: name its model with"
+            " model.load instead",
+            EX_CONFIG,
+        )
+    if meta.get("optimizer") != optimizer:
+        raise Refusal(
+            f"checkpoint {found.path} has the state of optim.kind {meta.get('optimizer')}, not {optimizer}", EX_CONFIG
+        )
+    return Position(int(meta["step"]), int(meta["updates"]), int(meta["tokens"])), History.from_json(c, meta["history"])
+
+
+@shape
+class Launched:
+    """A step that is done, but for telling it."""
+
+    step: int
+    outcome: Outcome
+    learned: Learned
+    updates: int  # optimizer steps that counted so far
+    rate: float
+    words: Words
+
+
+class GrpoTask(Task):
+    at_once = True  # the breaker judges each step before the next one
+
     def __init__(
         self,
-        c: Config,
+        c: GrpoConfig,
+        train: TrainConfig,
         group: Group,
         voice: Voice,
-        prompts: Sequence[Prompt],
-        draw: Draw,
-        rollout: Rollout,
-        rewarding: Rewarding,
-        updater: Updater,
-        keeper: Keeper,
         position: Position,
         history: History,
+        *,
         steps: int,
+        about: Mapping[str, Any],
     ) -> None:
-        self._c, self._group, self._voice, self._prompts, self._draw = c, group, voice, prompts, draw
-        self._rollout, self._rewarding, self._updater, self._keeper = rollout, rewarding, updater, keeper
+        """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
+        self._c, self._train, self._group, self._voice, self._about = c, train, group, voice, about
         self.position, self.history, self.steps = position, history, steps
-        self._speed = Speed(0, group.world, group.device)
         self.solved: Finding | None = None
-        self._told_to_stop = False
-
-    def run(self) -> int:
-        """Gives the exit code; raises Stopped where the breaker has something to say."""
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._stop)
-        first, stop = self.position.step, False
+        self._speed = Speed(0, group.world, group.device)
         self._speed.begin()
-        while self.position.step < self.steps and not stop and self.solved is None:
-            self._step(self.position.step)
-            finding = self.history.finding()
-            if finding is not None and not finding.solved:
-                raise Stopped(f"{finding.line}; {self._keeper.last_good()}")
-            self.solved = finding
-            stop, due, busy = self._agreed(self._told_to_stop, self._keeper.due(), self._keeper.saver.busy())
-            if (due or self._keeper.step_due(self.position.step)) and not busy and not stop:
-                self._keeper.save(self.position, self.history, wait=False)
-        return self._end(self.position.step > first)
 
-    @property
-    def whole(self) -> bool:
-        return self.position.step >= self.steps or self.solved is not None
+    def hear(self, launched: Launched) -> Answers:
+        self._tell(launched.step, launched.outcome, launched.learned, launched.updates, launched.rate)
+        finding = self.history.finding()
+        if finding is not None and not finding.solved:
+            raise Stopped(finding.line)
+        if finding is not None:
+            self.solved, self.finished = finding, True
+            self._voice.say_once(finding.line)
+        return agree(launched.words, self._group)
 
-    def _end(self, moved: bool) -> int:
-        code = 0
-        if moved and (self._c.checkpoint.at_end or not self.whole):
-            stoker.phase("save")
-            if not self._keeper.save(self.position, self.history, wait=True):
-                self._voice.say_once(
-                    f"the last checkpoint could not be written: {self._keeper.saver.problem() or 'another rank failed'}"
-                )
-                code = EX_CANTCREAT
-        self._keeper.saver.close()
-        if self.solved is not None:
-            self._voice.say_once(self.solved.line)
-        self._voice.say_once(
-            f"{'done' if self.whole else 'stopped'}: {self.position.step} of {self.steps} steps, reward"
-            f" {self.history.recent[-1].reward:.3f}"
-        )
-        return code
+    def meta(self, done: int) -> dict[str, Any]:
+        position = self.position
+        return {
+            "stage": STAGE,
+            "step": done,
+            "updates": position.updates,
+            "tokens": position.tokens,
+            "history": self.history.to_json(),
+            **self._about,
+        }
 
-    def _stop(self, number: int, frame: Any) -> None:
-        """Ctrl-C or a launcher's stop: all ranks agree on the step, then save. A second one means now."""
-        if self._told_to_stop:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._told_to_stop = True
+    def troubled(self) -> bool:
+        return self.history.troubled()
 
-    def _agreed(self, *words: bool) -> list[bool]:
-        """True on all ranks where it is on one."""
-        return [
-            value > 0
-            for value in self._group.sum(
-                torch.tensor([float(word) for word in words], device=self._group.device)
-            ).tolist()
-        ]
+    def summary(self) -> str:
+        return f"reward {self.history.recent[-1].reward:.3f}"
 
-    def _step(self, step: int) -> None:
-        c, seed = self._c.grpo, self._c.train.seed
-        asked = [self._prompts[index] for index in self._draw(step, seed, c.prompts_per_step)]
-        answers = self._rollout(asked, seed, step)
-        rewards, correct = self._rewarding(answers)
-        all_ = outcome(answers, rewards, correct, c.prompts_per_step * c.group, self._group)
-        above = (
-            advantages(torch.tensor(rewards, dtype=torch.float64).view(-1, c.group), c.scale_by_deviation)
-            .flatten()
-            .tolist()
-        )
-        share = schedule.share(self._c.optim, step, self.steps)
-        learned = self._updater.learn(answers, above, [int(length) for length in all_.lengths.tolist()], share)
-        self._rollout.refresh()
-        self._tell(step, all_, learned, self._c.optim.learning_rate * share)
-
-    def _tell(self, step: int, all_: Outcome, learned: Learned, rate: float) -> None:
-        tokens = int(all_.lengths.sum())
-        self.position = Position(step + 1, self._updater.done, self.position.tokens + tokens)
-        kl = learned.kl if self._c.grpo.kl > 0 and learned.finite else None
+    def _tell(self, step: int, outcome: Outcome, learned: Learned, updates: int, rate: float) -> None:
+        tokens = int(outcome.lengths.sum())
+        self.position = Position(step + 1, updates, self.position.tokens + tokens)
+        kl = learned.kl if self._c.kl > 0 and learned.finite else None
         seen = Seen(
             step,
-            all_.reward,
-            all_.spread,
-            float(all_.correct.mean()),
+            outcome.reward,
+            outcome.spread,
+            float(outcome.correct.mean()),
             kl,
             learned.entropy if learned.finite else None,
-            float(all_.lengths.mean()),
-            float(1 - all_.whole.mean()),
+            float(outcome.lengths.mean()),
+            float(1 - outcome.whole.mean()),
             learned.finite,
-            all_.unlike(self._c.grpo.group),
+            outcome.unlike(self._c.group),
         )
         self.history.add(seen)
         self._speed.step(tokens, None)
@@ -147,7 +133,7 @@ class Steps:
                 f"step {step}: the loss or its gradient is no number (loss {learned.loss:g}, norm {learned.norm:g}): it"
                 " changes nothing"
             )
-        if step % self._c.train.log_every and step + 1 != self.steps:
+        if step % self._train.log_every and step + 1 != self.steps:
             return
         left = self._speed.seconds_per_step
         fast = self._speed.tokens_per_s
