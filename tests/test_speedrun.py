@@ -40,7 +40,7 @@ from stoker.speedrun.stages import OUR_WORLD, PROMPTS, Data, File, Stage, chain,
 from stoker.training.config.derived import Situation, derive
 from stoker.training.config.schema import Config
 from stoker.training.config.stages import LEARNING
-from stoker.training.data.amount import Amount
+from stoker.training.config.amount import Amount
 from stoker.training.evaluate.asking import refuse_long
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.model.config import ModelConfig

@@ -16,7 +16,8 @@ from conftest import Stoker, gpu_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
-from stoker.training.config import aliases, dial, docs, table
+from stoker.training.config import aliases, dial
+from stoker.training.stages import docs, table
 from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
@@ -26,11 +27,11 @@ from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import combine, flags, recipe_config, recipe_settings, resolve, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.config.situation import with_defaults
+from stoker.training.stages.situation import with_defaults
 from stoker.training.config.stages import LEARNING, STAGES
 from stoker.training.config.yamlform import as_yaml
-from stoker.training.data import amount
-from stoker.training.data.amount import Amount
+from stoker.training.config import amount
+from stoker.training.config.amount import Amount
 from stoker.training.model.config import ModelConfig
 
 ROOT = Path(__file__).parent.parent
@@ -347,7 +348,7 @@ def test_any_values_lead_back() -> None:
 
 def test_the_page_is_current_complete_and_a_config_file() -> None:
     path = ROOT / "docs" / "config.yaml"
-    assert path.read_text() == docs.page(), "python -m stoker.training.config.docs > docs/config.yaml"
+    assert path.read_text() == docs.page(), "python -m stoker.training.stages.docs > docs/config.yaml"
     made = config("--config", str(path))
     assert values_of(made) == DEFAULTS | {
         f"model.{name}": number for name, number in (("kv_heads", 12), ("head_dim", 64), ("ff", 2048))
@@ -514,7 +515,7 @@ def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
 def test_the_table_in_the_docs_is_what_the_rules_give() -> None:
     text = (ROOT / "docs" / "pipeline.md").read_text()
     shown = text.partition(table.BEGIN + "\n")[2].partition(table.END)[0]
-    assert shown == table.table(), "python -m stoker.training.config.table prints it"
+    assert shown == table.table(), "python -m stoker.training.stages.table prints it"
 
 
 def test_no_case_of_the_table_is_absurd() -> None:

@@ -245,7 +245,7 @@ def _with_stage_defaults(
     """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every
     rank.
     """
-    from stoker.training.config.situation import situation, with_defaults
+    from stoker.training.stages.situation import situation, with_defaults
 
     at = situation(stage, resolved.config, ranks, ready)
     config, _, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)

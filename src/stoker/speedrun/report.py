@@ -19,7 +19,7 @@ from stoker.contract.wholefile import write_whole
 from stoker.speedrun import html, report_chain, report_models, report_results, report_samples, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import Drawing, draw
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 
 TITLE = "Speedrun report"
 PLOTS = "plots"

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract.quantities import span
 from stoker.speedrun.gather import Chain, StageRecord, number_at
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS
 from stoker.speedrun.significance import ABSENT, number
 

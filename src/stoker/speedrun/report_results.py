@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from stoker.speedrun.gather import Chain, StageRecord, marks, measured, number_at
-from stoker.speedrun.report_blocks import Block, Cell, Figure, Heading, Table, Text, tone_of
+from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text, tone_of
 from stoker.speedrun.significance import (
     ABSENT,
     Change,

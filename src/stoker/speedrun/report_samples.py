@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from stoker.contract.shape import replace
 from stoker.speedrun.gather import Chain, Evaluation, Sample
-from stoker.speedrun.report_blocks import BAD, GOOD, Block, Cell, Heading, Table, Text
+from stoker.training.stages.blocks import BAD, GOOD, Block, Cell, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS
 from stoker.speedrun.significance import ABSENT
 

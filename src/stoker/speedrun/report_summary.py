@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
 from stoker.speedrun.gather import QUESTIONS, Chain, Evaluation, Marks
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
+from stoker.training.stages.blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
 from stoker.speedrun.report_chain import hardware_lines, missing, total_of
 from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
 from stoker.speedrun.significance import ABSENT, Measured, change, judged, percent, points

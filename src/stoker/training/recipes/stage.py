@@ -21,7 +21,7 @@ from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.config.situation import situation, with_defaults
+from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.config.stages import STAGES
 from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl

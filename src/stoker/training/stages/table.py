@@ -1,4 +1,4 @@
-"""The table of defaults in docs/pipeline.md, made from the rules themselves:   python -m stoker.training.config.table"""
+"""The table of defaults in docs/pipeline.md, made from the rules themselves:   python -m stoker.training.stages.table"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from stoker.training.config.derived import Situation, samples_a_step, settled, s
 from stoker.training.config.keys import config_of
 from stoker.training.config.resolve import combine
 from stoker.training.config.stages import LEARNING
-from stoker.training.data.amount import Amount
+from stoker.training.config.amount import Amount
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import parameters, with_rows
 

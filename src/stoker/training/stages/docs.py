@@ -1,4 +1,4 @@
-"""docs/config.yaml, made from the keys themselves:   python -m stoker.training.config.docs > docs/config.yaml"""
+"""docs/config.yaml, made from the keys themselves:   python -m stoker.training.stages.docs > docs/config.yaml"""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from stoker.training.config.stages import LEARNING
 from stoker.training.config.yamlform import scalar
 
 _HEAD = """# Every key of `stoker train`, with its meaning and its default.
-# Made from the code by `python -m stoker.training.config.docs`; a test keeps it current.
+# Made from the code by `python -m stoker.training.stages.docs`; a test keeps it current.
 #
 # This is a config file: `stoker train pretrain --config config.yaml` reads it, or JSON with the same keys, // and /* */ comments allowed.
 # Keep the lines you change and delete the rest: a key that is not given comes from the stage or the preset.

@@ -13,7 +13,7 @@ from stoker.training.config import summary
 from stoker.training.config.derived import Learning, Situation, settled
 from stoker.training.config.schema import Config
 from stoker.training.config.stages import STAGES
-from stoker.training.data import amount
+from stoker.training.config import amount
 from stoker.training.data.prepared import Prepared
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import ModelConfig
