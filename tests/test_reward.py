@@ -122,18 +122,18 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
     c = recipe_config(["--preset", "small", "--context_length", "64"], False, {})
-    again = open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+    again = open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     row = [("hello?", "yes")]
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]
     said: list[str] = []
     export(Found(str(tmp_path / "hf")), str(tmp_path / "out"), None, None, said.append)
     assert scores(
-        open_reward(c, str(tmp_path / "out"), torch.device("cpu")), words, row, torch.device("cpu")
+        open_reward(str(tmp_path / "out"), 64, c.compute, torch.device("cpu")), words, row, torch.device("cpu")
     ) == scores(model, words, row, torch.device("cpu"))
     assert any("score.safetensors" in line for line in said), "and transformers does not read it"
     (tmp_path / "hf" / "score.safetensors").unlink()
     with pytest.raises(Refusal, match="no reward model"):
-        open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+        open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     begun = RewardModel(SMALL, 64)
     begun.start(2)
     load(begun, str(tmp_path / "hf"), lambda line: None)  # a decoder's folder: the head stays

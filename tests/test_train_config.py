@@ -16,8 +16,8 @@ from conftest import Stoker, gpu_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
-from stoker.training.config import aliases, dial
-from stoker.training.stages import docs, table
+from stoker.training.config import aliases, amount, dial
+from stoker.training.config.amount import Amount
 from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
@@ -27,12 +27,11 @@ from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import combine, flags, recipe_config, recipe_settings, resolve, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.stages.situation import with_defaults
-from stoker.training.config.stages import LEARNING, STAGES
 from stoker.training.config.yamlform import as_yaml
-from stoker.training.config import amount
-from stoker.training.config.amount import Amount
 from stoker.training.model.config import ModelConfig
+from stoker.training.stages import docs, table
+from stoker.training.stages.registry import STAGES, learning
+from stoker.training.stages.situation import with_defaults
 
 ROOT = Path(__file__).parent.parent
 LLAMA = {
@@ -450,7 +449,7 @@ def test_what_is_given_wins_over_what_is_derived(tmp_path: Path) -> None:
 
 
 def test_debug_keeps_its_ten_steps_in_every_stage() -> None:
-    for stage in LEARNING:
+    for stage in learning():
         made, _ = staged(stage, "--debug")
         assert (made.train.max_steps, made.batch.tokens, made.batch.micro) == (10, 0, 2), stage
 
@@ -492,7 +491,7 @@ def test_grpo_steps_follow_from_the_prompts(prompts: int, steps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", LEARNING)
+@pytest.mark.parametrize("stage", learning())
 def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> None:
     for argv in ([], ["--epochs", "2"], ["--max-steps", "9"], ["--accumulation", "3"], ["--debug"]):
         made, _ = staged(stage, *argv)

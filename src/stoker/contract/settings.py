@@ -38,8 +38,13 @@ def _kind(settings: type[Any], name: str) -> str:
     return str(settings.__annotations__[name]).replace(" | None", "")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tuple[str, ...] = ()) -> None:
-    """`without`: fields that are no flags here."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type[Any],
+    without: tuple[str, ...] = (),
+    shown: tuple[str, ...] | None = None,
+) -> None:
+    """`without`: fields that are no flags here. `shown`: those that help lists; None: all."""
     groups: dict[str, Any] = {}
     for name, spec in options_of(settings).items():
         if name in without:
@@ -48,7 +53,11 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tup
             groups[spec.group] = parser.add_argument_group(spec.group)
         kind = _kind(settings, name)
         spellings = [*spec.flags, "--" + name.replace("_", "-")] + (["--" + name] if "_" in name else [])
-        more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": spec.help}
+        more: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": spec.help if shown is None or name in shown else argparse.SUPPRESS,
+        }
         if kind == "bool":
             groups[spec.group].add_argument(*spellings, action="store_true", **more)
             continue

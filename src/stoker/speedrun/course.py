@@ -18,12 +18,13 @@ from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
 from stoker.speedrun.checks import check_options, check_stages
 from stoker.speedrun.code import Code
-from stoker.speedrun.estimate import Estimate, estimates, pace_of
+from stoker.speedrun.estimate import estimates, pace_of
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
 from stoker.speedrun.state import Entry, entries, recorded_otherwise
+from stoker.training.stages.estimate import Estimate
 
 CACHE = "cache"
 # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not

@@ -44,7 +44,7 @@ WEIGHTS = "weights.jsonl"
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv)
+    c = settings(argv, "density")
     prompts = prompts_of(c.density.prompts, "density.prompts")
     if prompts.skipped:
         from_rank_0(prompts.skipped)

@@ -24,7 +24,6 @@ from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred
 from stoker.training.diversity.compare import compare, told
-from stoker.training.diversity.limits import check
 from stoker.training.diversity.metrics import Counted
 from stoker.training.diversity.report import report
 from stoker.training.evaluate.answering import sample
@@ -54,8 +53,7 @@ Answers = list[list[str]]
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv)
-    check(c)
+    c = settings(argv, "diversity")
     folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
     embedder = weights_of(c.model.load)
     questions = _questions(c, folders)

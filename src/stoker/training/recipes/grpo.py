@@ -16,6 +16,7 @@ import sys
 import torch
 
 import stoker
+from stoker.contract import names
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import as_json
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
@@ -31,7 +32,6 @@ from stoker.training.recipes import stage
 from stoker.training.rl import prompts as asking
 from stoker.training.rl.advantage import advantages
 from stoker.training.rl.breaker import Stopped
-from stoker.training.rl.limits import check, micro_batch, steps_of
 from stoker.training.rl.reward import reward, scorer_of
 from stoker.training.rl.rollout import outcome as outcome_of
 from stoker.training.rl.rollout import rollout_of
@@ -39,12 +39,13 @@ from stoker.training.rl.task import GrpoTask, Launched, result, resumed
 from stoker.training.rl.update import Updater
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
+MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
+
 
 def main(argv: list[str]) -> int:
     # Settings, refused here where they can't work.
     c = stage.settings(argv, "grpo")
-    check(c)
-    micro = micro_batch(c)
+    micro = max((c.batch.micro or MICRO) >> int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0")), 1)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)
 
     # Prompts as token ids, and how often each is sampled.
@@ -56,7 +57,8 @@ def main(argv: list[str]) -> int:
     draw = asking.draw_of(
         stage.rows_of(c.grpo.weights, "grpo.weights") if c.grpo.weights else None, prompts, len(rows), c.grpo.weights
     )
-    steps = steps_of(c, len(prompts))
+    # train.epochs counts prompts that were sampled.
+    steps = c.train.max_steps or max(-(-round(c.train.epochs * len(prompts)) // c.grpo.prompts_per_step), 1)
 
     # Ranks.
     group = Group(c.parallel)

@@ -17,7 +17,6 @@ import torch
 from stoker.training.config.check import check_data, check_ranks
 from stoker.training.config.lasting import with_tokenizer
 from stoker.training.config.resolve import recipe_settings
-from stoker.training.config.stages import STAGES
 from stoker.training.data.prepare import prepare
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.loggers import check_loggers
@@ -28,6 +27,7 @@ from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage, supervised
+from stoker.training.stages.registry import STAGES
 
 
 def learn(name: str, argv: list[str]) -> int:

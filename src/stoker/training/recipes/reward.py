@@ -12,7 +12,7 @@ import os
 import sys
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.loop.material import Material
@@ -33,8 +33,6 @@ def main(argv: list[str]) -> int:
     startup.done("imports")
     c = stage.settings(argv, "reward")
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
-    if c.compute.attention in ("flash", "cudnn"):
-        raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer = stage.tokenizer_of(c)

@@ -21,8 +21,6 @@ from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.stages.situation import situation, with_defaults
-from stoker.training.config.stages import STAGES
 from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
@@ -31,6 +29,8 @@ from stoker.training.loop.supervised import BEFORE, Supervised
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
+from stoker.training.stages.registry import STAGES
+from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
@@ -47,12 +47,15 @@ def where_runs_go(c: Config) -> str:
     return os.path.join("runs", f"torchrun-{digest}")
 
 
-def settings(argv: list[str], training: str = "") -> Config:
-    """`training`: the stage's name, of one that trains: what nobody gave is derived."""
+def settings(argv: list[str], name: str) -> Config:
+    """Checked by the stage's own rules; what nobody gave is derived where it trains."""
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0)
     c = resolved.config
     ready.environment(c.data.cache)
-    return with_stage_defaults(training, c, resolved.given) if training else c
+    if STAGES[name].learning is not None:
+        c = with_stage_defaults(name, c, resolved.given)
+    STAGES[name].check(c)
+    return c
 
 
 def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:

@@ -26,7 +26,7 @@ MOST = 1_000_000  # tokens that are measured
 
 
 def main(argv: list[str]) -> int:
-    c = stage.settings(argv)
+    c = stage.settings(argv, "tokenizer")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal("a tokenizer is trained by one process: --nproc-per-node 1", EX_USAGE)
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)

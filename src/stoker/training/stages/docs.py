@@ -8,8 +8,8 @@ from stoker.training.config import presets
 from stoker.training.config.derived import about
 from stoker.training.config.keys import DEFAULTS, KEYS
 from stoker.training.config.schema import ABOUT
-from stoker.training.config.stages import LEARNING
 from stoker.training.config.yamlform import scalar
+from stoker.training.stages.registry import learning
 
 _HEAD = """# Every key of `stoker train`, with its meaning and its default.
 # Made from the code by `python -m stoker.training.stages.docs`; a test keeps it current.
@@ -41,7 +41,7 @@ def page() -> str:
             says.append("choices: " + ", ".join(key.spec.choices))
         if differs := presets.differing(name):
             says.append("presets: " + differs)
-        if derived := about(name, LEARNING):
+        if derived := about(name, learning()):
             says.append("stages: " + derived)
         for text in says:
             parts += [f"  # {line}\n" for line in textwrap.wrap(text, 140)]
