@@ -119,7 +119,7 @@ class Speedrun:
 
     def too_long(self, recipe: str, config: Config, tokenizer: str) -> TooLong | None:
         assert tokenizer.endswith("/tokenizer")
-        return TooLong("questions", 6, 24, 311, config) if recipe in self.long else None
+        return TooLong("questions with room for the answer", 6, 24, 311, config) if recipe in self.long else None
 
     def __call__(self, *args: str) -> int:
         (self.home / "calls.jsonl").unlink(missing_ok=True)

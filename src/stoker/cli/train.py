@@ -60,7 +60,7 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
     kind = STAGES[stage] if stage is not None else None
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
-    rest = sum(key.section not in foreign for key in KEYS.values()) - len(keys or ())
+    rest = len(KEYS) - len(foreign) - len(keys or ())
     made = Parser(
         prog=f"stoker train {stage or 'STAGE'}",
         usage=f"stoker train {stage or 'STAGE'} [options]",
@@ -90,8 +90,10 @@ def _wide(prog: str) -> argparse.HelpFormatter:
 
 
 def _foreign(stage: str) -> tuple[str, ...]:
-    """Sections of the configuration that belong to other stages alone."""
-    return tuple(name for name in STAGES if name in SECTIONS and name not in ("tokenizer", *STAGES[stage].sections))
+    """Keys that only other stages read."""
+    kind = STAGES[stage]
+    sections = {name for name in STAGES if name in SECTIONS} - {"tokenizer", *kind.sections}
+    return tuple(dotted for dotted, key in KEYS.items() if key.section in sections and dotted not in kind.common)
 
 
 def main(argv: list[str]) -> int:
@@ -121,12 +123,11 @@ def main(argv: list[str]) -> int:
 
 def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
     """As flags alone: a config file may serve a whole chain of stages."""
-    foreign = _foreign(stage)
-    for dotted in layers.flags.values:
-        section = dotted.partition(".")[0]
-        if section in foreign and dotted not in STAGES[stage].common:
+    for dotted in _foreign(stage):
+        if dotted in layers.flags.values:
             flag = layers.flags.origins[dotted].words
-            raise Refusal(f"{flag}: stage {stage} does not read {dotted}; it is for stage {section}", EX_USAGE)
+            owner = KEYS[dotted].section
+            raise Refusal(f"{flag}: stage {stage} does not read {dotted}; it is for stage {owner}", EX_USAGE)
 
 
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:

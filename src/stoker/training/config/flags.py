@@ -47,7 +47,7 @@ class Shown:
     """What a --help lists: these keys, in this order; None: all of them, section by section."""
 
     keys: Sequence[str] | None = None
-    without: Collection[str] = ()  # sections that are another stage's own
+    without: Collection[str] = ()  # keys that only other stages read
     more: Callable[[str], str] = lambda dotted: ""  # what else is to be said of a key's default
 
 
@@ -79,9 +79,7 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
     groups: dict[str, Any] = {}
     if shown.keys is not None:
         groups = dict.fromkeys(SECTIONS, parser.add_argument_group("most used keys"))
-    listed = [
-        dotted for dotted in (KEYS if shown.keys is None else shown.keys) if KEYS[dotted].section not in shown.without
-    ]
+    listed = [dotted for dotted in (KEYS if shown.keys is None else shown.keys) if dotted not in shown.without]
     for dotted in (*listed, *(dotted for dotted in KEYS if dotted not in listed)):
         key = KEYS[dotted]
         if key.section not in groups and dotted in listed:
