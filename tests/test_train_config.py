@@ -902,7 +902,7 @@ def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
 
 
 def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
-    done = stoker("train", "pretrain", "--help", env={"COLUMNS": "300"})
+    done = stoker("train", "pretrain", "--help-all", env={"COLUMNS": "300"})
     assert (
         done.code == 0
         and "--nproc-per-node" in done.out

@@ -85,7 +85,7 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
 
 
 def _wide(prog: str) -> argparse.HelpFormatter:
-    columns = min(shutil.get_terminal_size().columns, 140) if sys.stdout.isatty() else 120
+    columns = min(shutil.get_terminal_size((120, 24)).columns, 140)
     return argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=columns)
 
 
