@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -113,6 +116,42 @@ def test_a_stage_that_can_not_be_is_one_line_that_names_its_file(stoker: Stoker,
     done = stoker("train", "pretrain", "--data", "absent", env={"STOKER_STAGES": str(path)})
     (line,) = done.err.splitlines()
     assert done.code == 78 and line.startswith(f"stoker: stage file {path}: ") and says in line
+
+
+RESERVING = """
+import os, subprocess, sys
+from stoker.cli.sight import look
+from stoker.speedrun.reserve import Reserved
+
+reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
+run = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", "1"]
+for _ in range(2):  # two stages
+    lent = {**os.environ, **reserved.environment}
+    stage = subprocess.run([*run, "--gpus", "0", "ok.py"], env=lent, capture_output=True, text=True)
+    print(stage.returncode, stage.stderr)
+    other = subprocess.run([*run, "--gpus", "0", "ok.py"], capture_output=True, text=True)
+    print(other.returncode, other.stderr)
+reserved.close()
+after = subprocess.run([*run, "--gpus", "0", "ok.py"], capture_output=True, text=True)
+print(after.returncode, after.stderr)
+"""
+
+
+def test_a_chains_gpus_are_its_stages_and_nobody_elses(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    stoker.script("ok.py", "import os; print('on', os.environ['CUDA_VISIBLE_DEVICES'])")
+    env = {**stoker.env, **box(2), "STOKER_GPU_LOCKS": str(stoker.cwd / "locks")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVING],
+        cwd=stoker.cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    codes = [line.split()[0] for line in done.stdout.splitlines() if line[:2].strip().isdigit()]
+    assert codes == ["0", "69", "0", "69", "0"], done.stdout + done.stderr
+    assert done.stdout.count("GPU 0 is in use by run speedrun-toy (agent pid ") == 2
 
 
 def test_every_built_in_stage_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class Course:
     estimated_for: str  # what hardware
     lines: tuple[str, ...]  # to be said
     prepare: Callable[[], None]  # writes what stages read and is not there yet
+    gpus: bool = False  # stages train on them
     nproc_per_node: str | None = None  # of each stage; None: `stoker run` decides
     as_recorded: bool = False  # a report of the chain that chain.json tells of, whatever its settings were
     refused: str = ""  # why a plan could not be run here
@@ -122,6 +123,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
         f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
         (line, *data.lines),
         prepare,
+        not on_cpu,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
         options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
         lacking.line if lacking else "",

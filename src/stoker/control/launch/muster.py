@@ -26,7 +26,7 @@ from stoker.control.launch.storeport import taken, wanted_port
 from stoker.control.launch.unusable import Unusable
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
-from stoker.control.machine.origin import run_we_are_in
+from stoker.control.machine.origin import gpu_lender, run_we_are_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -241,9 +241,17 @@ class Muster:
             self.look()
 
     def _lent(self, member: Member) -> list[str]:
-        """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
+        """GPUs held by ourselves, by the run whose rank we are started in, or by the chain we are a stage of: ours to
+        use, and not to lock again.
+        """
         ours = tuple(f"run {run} (agent pid " for run in (self._run_id, run_we_are_in(os.environ)) if run)
-        return [uuid for uuid, who in member.answers["host"]["held"].items() if ours and who.startswith(ours)]
+        lender = gpu_lender(os.environ)
+        lent = f" (agent pid {lender})"
+        return [
+            uuid
+            for uuid, who in member.answers["host"]["held"].items()
+            if (ours and who.startswith(ours)) or (lender and who.endswith(lent))
+        ]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)
