@@ -43,7 +43,7 @@ def parser() -> Parser:
     made = Parser(
         prog="stoker speedrun",
         usage="stoker speedrun [options]",
-        epilog=_EPILOG.format(stages=textwrap.fill(order, 130)),
+        epilog=_EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False)),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(

@@ -20,6 +20,8 @@ from stoker.training.loop.say import Voice
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 
+BUSY, BROKEN = "busy", "broken"  # why a checkpoint is left out
+
 
 def folder_of(c: CheckpointConfig, run: str) -> str:
     return os.path.abspath(c.folder or os.path.join(run, layout.CHECKPOINTS))
@@ -69,7 +71,7 @@ class Keeper:
         self.saver = self._saver(c.keep, keep_best)
         self.saved_step: int | None = None
         self._saved_at = time.monotonic()
-        self._skipped = False  # a checkpoint was left out, and that was reported
+        self._reported: set[str] = set()  # why checkpoints were left out
 
     @property
     def wanted(self) -> bool:
@@ -88,16 +90,17 @@ class Keeper:
     def end_due(self, whole: bool) -> bool:
         return self._c.at_end or not whole
 
-    def skip(self, why: str) -> None:
-        """Reported once, until one is saved again."""
-        if not self._skipped:
-            self._skipped = True
-            self._voice.say_once(why)
+    def skip(self, why: str, line: str) -> None:
+        """Reported once for each reason; a broken step again after one that was saved."""
+        if why not in self._reported:
+            self._reported.add(why)
+            self._voice.say_once(line)
 
     def save(self, step: int, meta: Mapping[str, Any], score: float | None, *, wait: bool) -> bool:
         """At a step that all ranks know. `wait`: until it is on the disk; False where that failed."""
         taken = self.saver.save(step, self.tensors, {**meta, "run": run_of(self._run)}, score, wait=wait)
         self._saved_at, self.saved_step = time.monotonic(), step
+        self._reported.discard(BROKEN)
         return taken
 
     def last_good(self) -> str:

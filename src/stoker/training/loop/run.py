@@ -20,7 +20,7 @@ import stoker
 from stoker.contract.names import EX_CANTCREAT
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.folders import name_of
-from stoker.training.loop.keeping import Keeper
+from stoker.training.loop.keeping import BROKEN, BUSY, Keeper
 from stoker.training.loop.profiling import Profile
 from stoker.training.loop.say import Voice
 from stoker.training.parallel.group import Group
@@ -172,15 +172,18 @@ class Loop:
         """At a step that all ranks know."""
         if self._busy:
             self._keeper.skip(
+                BUSY,
                 f"no checkpoint at step {self.done}, and more may be left out: the one before is still being written;"
-                " save less often"
+                " save less often",
             )
         else:
             self._save(wait=False)
 
     def _save(self, wait: bool) -> bool:
         if self._task.troubled():
-            self._keeper.skip(f"no checkpoint at step {self.done}: its numbers look broken; the one before stays")
+            self._keeper.skip(
+                BROKEN, f"no checkpoint at step {self.done}: its numbers look broken; the one before stays"
+            )
             return True
         self._task.meet(whole=True)
         return self._keeper.save(self.done, self._task.meta(self.done), self._task.score, wait=wait)
