@@ -163,8 +163,29 @@ class Supervised(Task):
             self._samples.write(batch.step, batch.ids)
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
-        self._voice.step(numbers, launched.rate, self._speed, self.tokens)
+        self._report(numbers, launched.rate)
         return numbers
+
+    def _report(self, numbers: Numbers, rate: float) -> None:
+        speed = self._speed
+        mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
+        self._voice.step(
+            numbers.step,
+            numbers.loss,
+            speed,
+            lambda left: (
+                f"Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {left} |"
+                f" {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem:"
+                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+            ),
+            every_rank=True,
+            tokens=self.tokens,
+            grad_norm=numbers.norm,
+            lr=rate,
+            mfu=round(mfu, 4) if mfu else None,
+            memory=memory,
+            seconds_per_step=round(per_step, 6) if per_step else None,
+        )
 
     def validation_due(self, done: int) -> bool:
         every = self._c.train.eval_every

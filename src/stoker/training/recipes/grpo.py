@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
     for mark in ("CAN-HALVE-MICRO-BATCH",) * (micro > 1) + ("POST-MODEL",):
         stoker.mark(mark)
     stoker.phase("train")
-    task = GrpoTask(c.grpo, c.train, group, voice, position, history, steps=steps, about=about)
+    task = GrpoTask(c.grpo, group, voice, position, history, about=about)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
     code, stopped = 0, None

@@ -9,10 +9,9 @@ import stoker
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.shape import shape
 from stoker.training.checkpoint.reading import Checkpoint
-from stoker.training.loop.config import TrainConfig
 from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
-from stoker.training.loop.speed import Speed, clock
+from stoker.training.loop.speed import Speed
 from stoker.training.parallel.group import Group
 from stoker.training.rl.breaker import FIRST, Finding, History, Seen, Stopped
 from stoker.training.rl.config import GrpoConfig
@@ -65,18 +64,16 @@ class GrpoTask(Task):
     def __init__(
         self,
         c: GrpoConfig,
-        train: TrainConfig,
         group: Group,
         voice: Voice,
         position: Position,
         history: History,
         *,
-        steps: int,
         about: Mapping[str, Any],
     ) -> None:
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
-        self._c, self._train, self._group, self._voice, self._about = c, train, group, voice, about
-        self.position, self.history, self.steps = position, history, steps
+        self._c, self._group, self._voice, self._about = c, group, voice, about
+        self.position, self.history = position, history
         self.solved: Finding | None = None
         self._speed = Speed(0, group.world, group.device)
         self._speed.begin()
@@ -133,19 +130,16 @@ class GrpoTask(Task):
                 f"step {step}: the loss or its gradient is no number (loss {learned.loss:g}, norm {learned.norm:g}): it"
                 " changes nothing"
             )
-        if step % self._train.log_every and step + 1 != self.steps:
-            return
-        left = self._speed.seconds_per_step
-        fast = self._speed.tokens_per_s
-        self._voice.say_once(
-            f"Step [{step}/{self.steps}] | Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss:"
-            f" {learned.loss:.4f} | KL: {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} |"
-            f" Length: {seen.length:.1f} | Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA:"
-            f" {clock(left * (self.steps - step - 1) if left is not None else None)}"
-        )
-        self._voice.metrics(
+        self._voice.step(
             step,
-            loss=learned.loss,
+            learned.loss,
+            self._speed,
+            lambda left: (
+                f"Reward: {seen.reward:.3f} | Right: {seen.correct:.0%} | Loss: {learned.loss:.4f} | KL:"
+                f" {'n/a' if kl is None else f'{kl:.4f}'} | Entropy: {learned.entropy:.3f} | Length: {seen.length:.1f} |"
+                f" Cut: {seen.cut:.0%} | LR: {rate:.2e} | Grad Norm: {learned.norm:.4f} | ETA: {left}"
+            ),
+            every_rank=False,
             reward=seen.reward,
             correct=seen.correct,
             reward_std=seen.spread,
@@ -156,7 +150,6 @@ class GrpoTask(Task):
             tokens=self.position.tokens,
             grad_norm=learned.norm,
             lr=rate,
-            tokens_per_s=round(fast, 1) if fast else None,
         )
 
 
