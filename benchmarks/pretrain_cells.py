@@ -114,9 +114,9 @@ def loader(cell: Cell) -> Any:
 def stoker(cell: Cell, fp8: bool = False) -> None:
     """The recipe itself; its data is there already, and its stepper also marks."""
     from stoker.training.data.prepared import open_prepared
-    from stoker.training.loop import job
     from stoker.training.loop.step import Pending, Stepper
     from stoker.training.recipes import pretrain as recipe
+    from stoker.training.recipes import supervised
 
     class Marked(Stepper):
         def step(self, *args: Any, **more: Any) -> Pending:
@@ -156,7 +156,10 @@ def stoker(cell: Cell, fp8: bool = False) -> None:
         "checkpoint.resume": "never",
     }
     words = ["--preset", "production", *(f"--{name}={value}" for name, value in keys.items())]
-    with patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)), patch.object(job, "Stepper", Marked):
+    with (
+        patch.object(recipe, "prepare", lambda *_: open_prepared(cell.data)),
+        patch.object(supervised, "Stepper", Marked),
+    ):
         code = recipe.main(words)
     if code:
         raise SystemExit(code)

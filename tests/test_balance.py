@@ -21,9 +21,9 @@ from stoker import balance  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.balance.plan import Plan, Plans, apportion, equal  # noqa: E402
 from stoker.training.balance.rule import STEPS, NetworkRule, Rule  # noqa: E402
-from stoker.training.balance.words import comm, local_steps  # noqa: E402
 from stoker.training.config.resolve import recipe_config  # noqa: E402
 from stoker.training.parallel.split import cut, even_micro  # noqa: E402
+from stoker.training.parallel.words import comm, local_steps  # noqa: E402
 
 # ---- plans: pure ----
 

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -671,17 +672,16 @@ def test_a_micro_batch_that_is_the_whole_share_stays_one(monkeypatch: pytest.Mon
     """Given as samples, not as tokens: the share is known, and cut into nothing smaller than it must be."""
     from types import SimpleNamespace
 
-    from stoker.training.loop.job import Job
+    from stoker.training.recipes.build import micro_batch
 
     monkeypatch.delenv("STOKER_MICRO_BATCH_HALVINGS", raising=False)
+    group: Any = SimpleNamespace(world=2, strategy="ddp", smallest=lambda value: value)
     for micro, accumulation in ((48, 1), (96, 1), (100, 3), (7, 2)):
         batch = SimpleNamespace(tokens=0, micro=micro, accumulation=accumulation)
-        job = SimpleNamespace(
-            c=SimpleNamespace(batch=batch, data=SimpleNamespace(context_length=32)),
-            group=SimpleNamespace(world=2, strategy="ddp", smallest=lambda value: value),
-            _balanced=False,
-        )
-        assert Job._fit_micro(job) == micro  # type: ignore[arg-type]
+        data, parallel = SimpleNamespace(context_length=32), SimpleNamespace(balance="off")
+        c: Any = SimpleNamespace(batch=batch, data=data, parallel=parallel)
+        unused: Any = None
+        assert micro_batch(c, unused, unused, group, unused, chat=False) == micro
 
 
 def test_what_cannot_be_trained_is_one_line_before_any_rank_starts(stoker: Stoker, forks: Forks, text: Path) -> None:

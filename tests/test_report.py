@@ -19,7 +19,10 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
-from stoker.speedrun.significance import (
+from stoker.training.diversity import compare
+from stoker.training.diversity.metrics import METRICS, Counted
+from stoker.training.diversity.report import report as diversity_report
+from stoker.training.stages.significance import (
     Measured,
     change,
     judged,
@@ -30,9 +33,6 @@ from stoker.speedrun.significance import (
     share_with_interval,
     wilson,
 )
-from stoker.training.diversity import compare
-from stoker.training.diversity.metrics import METRICS, Counted
-from stoker.training.diversity.report import report as diversity_report
 
 KINDS = ("facts", "stories", "sums", "dialogue")
 RIGHT = {

@@ -122,18 +122,18 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
     c = recipe_config(["--preset", "small", "--context_length", "64"], False, {})
-    again = open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+    again = open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     row = [("hello?", "yes")]
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]
     said: list[str] = []
     export(Found(str(tmp_path / "hf")), str(tmp_path / "out"), None, None, said.append)
     assert scores(
-        open_reward(c, str(tmp_path / "out"), torch.device("cpu")), words, row, torch.device("cpu")
+        open_reward(str(tmp_path / "out"), 64, c.compute, torch.device("cpu")), words, row, torch.device("cpu")
     ) == scores(model, words, row, torch.device("cpu"))
     assert any("score.safetensors" in line for line in said), "and transformers does not read it"
     (tmp_path / "hf" / "score.safetensors").unlink()
     with pytest.raises(Refusal, match="no reward model"):
-        open_reward(c, str(tmp_path / "hf"), torch.device("cpu"))
+        open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     begun = RewardModel(SMALL, 64)
     begun.start(2)
     load(begun, str(tmp_path / "hf"), lambda line: None)  # a decoder's folder: the head stays
@@ -246,8 +246,8 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, likelihood: str, tied: bool
 ) -> None:
     """On GPUs batch.micro auto tries random ids; targets are places in a row. With reward.likelihood off nothing reads an untied head."""
-    from stoker.training.loop import job
     from stoker.training.model import hf
+    from stoker.training.recipes import build
     from stoker.training.recipes import reward as recipe
 
     bytes_tokenizer().save(str(tmp_path / "tokenizer"))
@@ -265,7 +265,7 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
         tried.append(vocabulary > context)
         return 2
 
-    monkeypatch.setattr(job, "largest_micro", largest)
+    monkeypatch.setattr(build, "largest_micro", largest)
     monkeypatch.chdir(tmp_path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "STOKER_RUN_DIR"):
         monkeypatch.delenv(name, raising=False)

@@ -30,20 +30,20 @@ from stoker.contract.names import (
 from stoker.contract.shape import replace
 from stoker.speedrun import estimate, lacking, overrides, presets, rows, saying
 from stoker.speedrun.code import Code
-from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.data import find, form_of_row, role_of
-from stoker.speedrun.drive import Tools
+from stoker.speedrun.drive import TooLong, Tools, too_long
 from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import keys_of
-from stoker.speedrun.lengths import TooLong, too_long
-from stoker.speedrun.stages import OUR_WORLD, PROMPTS, Data, File, Stage, chain, dependents, selected
+from stoker.speedrun.stages import OUR_WORLD, Data, File, Stage, chain, config_of_stage, dependents, selected
+from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, derive
 from stoker.training.config.schema import Config
-from stoker.training.config.stages import LEARNING
-from stoker.training.data.amount import Amount
 from stoker.training.evaluate.asking import refuse_long
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.model.config import ModelConfig
+from stoker.training.stages.evaluate import PROMPTS
+from stoker.training.stages.registry import STAGES as KINDS
+from stoker.training.stages.registry import learning
 
 # What `stoker train` does to the disk, without torch. "orders.json" beside it says how stages shall go wrong; "calls.jsonl" what was asked for.
 TRAIN = """
@@ -119,7 +119,7 @@ class Speedrun:
 
     def too_long(self, recipe: str, config: Config, tokenizer: str) -> TooLong | None:
         assert tokenizer.endswith("/tokenizer")
-        return TooLong("questions", 6, 24, 311, config) if recipe in self.long else None
+        return TooLong("questions with room for the answer", 6, 24, 311, config) if recipe in self.long else None
 
     def __call__(self, *args: str) -> int:
         (self.home / "calls.jsonl").unlink(missing_ok=True)
@@ -219,13 +219,13 @@ SFT_RATE = float(next(stage for stage in STAGES if stage.name == "sft").keys["op
 @pytest.mark.parametrize("samples", [1, 1000, 10**7])
 def test_a_preset_sets_all_that_its_stages_would_derive(preset: str, samples: int) -> None:
     """They were tuned: neither the model's size nor the amount of data may change them."""
-    stages = [stage for stage in chain(presets.PRESETS[preset], OUR_WORLD, 0) if stage.stage in LEARNING]
+    stages = [stage for stage in chain(presets.PRESETS[preset], OUR_WORLD, 0) if stage.stage in learning()]
     assert len(stages) == 6
     for stage in stages:
         at = Situation(
             ModelConfig(kv_heads=12, head_dim=64, ff=2048, vocab_size=768), Amount(samples, samples, "rows"), 8
         )
-        assert derive(LEARNING[stage.stage], config_of_stage(stage), stage.keys, at) == {}, stage.name
+        assert derive(learning()[stage.stage], config_of_stage(stage), stage.keys, at) == {}, stage.name
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,6 @@ def test_every_preset_makes_a_chain_that_stoker_train_would_take() -> None:
     from stoker.training.config.check import check
     from stoker.training.config.keys import config_of
     from stoker.training.config.resolve import combine
-    from stoker.training.config.stages import STAGES as KINDS
 
     for preset in presets.PRESETS.values():
         for stage in chain(preset, OUR_WORLD, 0):
@@ -1072,16 +1071,16 @@ def test_a_setting_that_names_a_file_counts_by_its_bytes(speedrun: Speedrun) -> 
 
 def test_what_is_said_of_a_stage(tmp_path: Path) -> None:
     assert (
-        saying.headline("evaluate", {"all": {"accuracy": 0.625, "sampled_accuracy": None, "cut_accuracy": 0.0}})
+        KINDS["evaluate"].headline({"all": {"accuracy": 0.625, "sampled_accuracy": None, "cut_accuracy": 0.0}})
         == "62.5% of held-out questions right"
     )
     cut = {"accuracy": 0.625, "sampled_accuracy": 0.5, "cut_accuracy": 0.25}
     assert (
-        saying.headline("evaluate", {"all": cut})
+        KINDS["evaluate"].headline({"all": cut})
         == "62.5% of held-out questions right, 50.0% of sampled answers, 25.0% cut at the token limit"
     )
-    assert saying.headline("grpo", {"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
-    assert saying.headline("sft", {}) == "" and saying.progress(str(tmp_path), 10) == ""
+    assert KINDS["grpo"].headline({"reward_first": 0.25, "reward_last": 0.5}) == "reward 0.250 at first, 0.500 at last"
+    assert KINDS["sft"].headline({}) == "" and saying.progress(str(tmp_path), 10) == ""
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "loss": 2.0}\n{"step": 5, "lo')
     assert saying.progress(str(tmp_path), 10) == "step 5 of 10, loss 2.000"
     (tmp_path / "verdict.json").write_text(

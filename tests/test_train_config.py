@@ -16,7 +16,8 @@ from conftest import Stoker, gpu_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
-from stoker.training.config import aliases, dial, docs, table
+from stoker.training.config import aliases, amount, dial
+from stoker.training.config.amount import Amount
 from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
@@ -26,12 +27,11 @@ from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import combine, flags, recipe_config, recipe_settings, resolve, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.config.situation import with_defaults
-from stoker.training.config.stages import LEARNING, STAGES
 from stoker.training.config.yamlform import as_yaml
-from stoker.training.data import amount
-from stoker.training.data.amount import Amount
 from stoker.training.model.config import ModelConfig
+from stoker.training.stages import docs, table
+from stoker.training.stages.registry import STAGES, learning
+from stoker.training.stages.situation import with_defaults
 
 ROOT = Path(__file__).parent.parent
 LLAMA = {
@@ -347,7 +347,7 @@ def test_any_values_lead_back() -> None:
 
 def test_the_page_is_current_complete_and_a_config_file() -> None:
     path = ROOT / "docs" / "config.yaml"
-    assert path.read_text() == docs.page(), "python -m stoker.training.config.docs > docs/config.yaml"
+    assert path.read_text() == docs.page(), "python -m stoker.training.stages.docs > docs/config.yaml"
     made = config("--config", str(path))
     assert values_of(made) == DEFAULTS | {
         f"model.{name}": number for name, number in (("kv_heads", 12), ("head_dim", 64), ("ff", 2048))
@@ -449,7 +449,7 @@ def test_what_is_given_wins_over_what_is_derived(tmp_path: Path) -> None:
 
 
 def test_debug_keeps_its_ten_steps_in_every_stage() -> None:
-    for stage in LEARNING:
+    for stage in learning():
         made, _ = staged(stage, "--debug")
         assert (made.train.max_steps, made.batch.tokens, made.batch.micro) == (10, 0, 2), stage
 
@@ -491,7 +491,7 @@ def test_grpo_steps_follow_from_the_prompts(prompts: int, steps: int) -> None:
     )
 
 
-@pytest.mark.parametrize("stage", LEARNING)
+@pytest.mark.parametrize("stage", learning())
 def test_ranks_are_told_all_that_was_derived_and_derive_nothing(stage: str) -> None:
     for argv in ([], ["--epochs", "2"], ["--max-steps", "9"], ["--accumulation", "3"], ["--debug"]):
         made, _ = staged(stage, *argv)
@@ -514,7 +514,7 @@ def test_data_that_is_not_here_yet_leaves_the_length_open() -> None:
 def test_the_table_in_the_docs_is_what_the_rules_give() -> None:
     text = (ROOT / "docs" / "pipeline.md").read_text()
     shown = text.partition(table.BEGIN + "\n")[2].partition(table.END)[0]
-    assert shown == table.table(), "python -m stoker.training.config.table prints it"
+    assert shown == table.table(), "python -m stoker.training.stages.table prints it"
 
 
 def test_no_case_of_the_table_is_absurd() -> None:
@@ -902,14 +902,16 @@ def test_the_launcher_never_imports_torch(trainer: Stoker) -> None:
 
 
 def test_help_lists_options_and_keys_with_defaults(stoker: Stoker) -> None:
-    done = stoker("train", "pretrain", "--help", env={"COLUMNS": "300"})
+    done = stoker("train", "pretrain", "--help-all", env={"COLUMNS": "300"})
     assert (
         done.code == 0
         and "--nproc-per-node" in done.out
         and "--optim.learning_rate RATE" in done.out
         and "(default: 0.0003; debug 0.001" in done.out
     )
-    assert all(f"  --{name} " in done.out for name in KEYS) and "--no-python" not in done.out
+    others = ("reward", "density", "grpo", "evaluate", "diversity")  # sections of other stages
+    own = [name for name, key in KEYS.items() if key.section not in others]
+    assert all(f"  --{name} " in done.out for name in own) and "--no-python" not in done.out
     assert stoker("train", "--help").code == 0 and stoker("train").code == 64
 
 

@@ -399,41 +399,34 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
 
     `saved`: a checkpoint is due in its third, and this gets the step after which it was made."""
     pytest.importorskip("torch")
-    from stoker.training.loop.step import Numbers
-    from stoker.training.loop.steps import Loop
+    from stoker.training.loop.run import Answers, Loop, Task
+
+    class Plain(Task):
+        def hear(self, launched: Any) -> Answers:
+            return launched
+
+        def summary(self) -> str:
+            return ""
 
     launched: list[int] = []
-    loop: Any = Loop.__new__(Loop)
-
-    def step(batch: Any, share: float, words: Any) -> Any:
-        launched.append(batch.step)
-        if batch.step == 3 and when == "early":
-            loop.told_to_stop = True
-        stop, save, busy, _ = words()
-        save = save or (saved is not None and batch.step == 2)
-        if batch.step == 3:
-            loop.told_to_stop = True
-        return SimpleNamespace(read=lambda: Numbers(batch.step, 1.0, 1.0, False, stop, save, busy, slow), when=None)
-
-    nothing = SimpleNamespace(
-        step=lambda *args: None, begin=lambda: None, close=lambda: None, said=lambda: "", done=lambda name: None
-    )
-    optim = SimpleNamespace(learning_rate=1.0)
-    checkpoint = SimpleNamespace(every=0, every_steps=0, at_end=False)
-    loop.c = SimpleNamespace(
-        optim=optim, checkpoint=checkpoint, train=SimpleNamespace(eval_every=0), nan=SimpleNamespace(dump=False)
-    )
-    loop.job = SimpleNamespace(drill=SimpleNamespace(step=0), steps=100, held_out=None, stages=nothing, tensors={})
-    loop.group = SimpleNamespace(first=True, world=world)
-    loop.saver = SimpleNamespace(busy=lambda: False)
-    loop.stepper, loop.speed, loop.profile = SimpleNamespace(step=step), nothing, nothing
-    loop.voice = SimpleNamespace(say_once=lambda line: None, step=lambda *args: None)
-    loop.first = loop.done = loop.tokens = 0
-    loop.told_to_stop = loop.busy = loop.slow = False
-    loop.took, loop.saved_at, loop.sample_log, loop.balancer = 0.0, time.monotonic(), None, None
-    loop._end = lambda: None
-    loop._save_if_free = lambda: saved.append(loop.done) if saved is not None else None
-    loop.run([SimpleNamespace(step=number, tokens=1, ids=()) for number in range(100)])
+    keeper: Any = SimpleNamespace(
+        saver=SimpleNamespace(busy=lambda: False, close=lambda: None), wanted=False, saved_step=None, folder="", tensors={},
+        time_due=lambda: False, step_due=lambda done, steps: False, end_due=lambda whole: False,
+    )  # fmt: skip
+    group: Any = SimpleNamespace(first=True, world=world)
+    voice: Any = SimpleNamespace(say_once=lambda line: None)
+    profile: Any = SimpleNamespace(step=lambda: None, close=lambda: None)
+    loop = Loop(Plain(), keeper, group, voice, profile, first=0, steps=100)
+    loop._save_if_free = lambda: saved.append(loop.done) if saved is not None else None  # type: ignore[method-assign]
+    for step in loop.over(range(100)):
+        launched.append(step)
+        if step == 3 and when == "early":
+            loop.stopping = True
+        stop, save, busy, _ = loop.words()
+        save = save or (saved is not None and step == 2)
+        if step == 3:
+            loop.stopping = True
+        loop.launched(Answers(stop, save, busy, slow))
     return launched
 
 
@@ -451,7 +444,6 @@ def stopped_after(world: int, slow: bool, when: str, saved: list[int] | None = N
 def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(
     monkeypatch: pytest.MonkeyPatch, world: int, slow: bool, when: str, last: int
 ) -> None:
-    monkeypatch.setattr("stoker.training.optim.schedule.share", lambda *args: 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         assert stopped_after(world, slow, when)[-1] == last
@@ -462,7 +454,6 @@ def test_a_stop_waits_for_no_more_steps_than_the_ranks_need_to_agree(
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_checkpoint_that_is_due_is_made_however_slow_steps_are(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
-    monkeypatch.setattr("stoker.training.optim.schedule.share", lambda *args: 1.0)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     saved: list[int] = []
     try:

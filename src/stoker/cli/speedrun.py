@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import sys
+import textwrap
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact
@@ -16,11 +18,12 @@ from stoker.speedrun.options import SpeedrunOptions
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 
-_EPILOG = """stages, in this order: world, tokenizer, base, eval-base, midtrain, eval-midtrain, sft, eval-sft, reward, density, grpo-uniform,
-eval-grpo-uniform, grpo-density, eval-grpo-density, diversity, report
+_EPILOG = """stages, in this order: {stages}
 
   stoker speedrun                                       what this machine can do, on the built-in world
   stoker speedrun --plan                                what it would run, and about how long
@@ -34,10 +37,13 @@ has no room, 75 another speedrun works there."""
 
 
 def parser() -> Parser:
+    from stoker.training.stages.registry import links
+
+    order = ", ".join(("world", *(link.name for link, _ in links()), "report"))
     made = Parser(
         prog="stoker speedrun",
         usage="stoker speedrun [options]",
-        epilog=_EPILOG,
+        epilog=_EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False)),
         allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=(
@@ -88,9 +94,26 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         _say(f"{name} is not passed on to the stages: give it with --set")
     lock = state.hold(course.folder)
     try:
-        return Drive(course, tools or Real(), os.environ, _say, argv).run()
+        with _reserved(course) as lent:
+            return Drive(course, tools or Real(), {**os.environ, **lent}, _say, argv).run()
     finally:
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _reserved(course: Course) -> Iterator[dict[str, str]]:
+    """The GPUs stay ours between the stages. Gives the variables by which stages know it."""
+    if not course.gpus or course.selected == ("report",):
+        yield {}
+        return
+    from stoker.speedrun.reserve import Reserved
+
+    name = os.path.basename(course.folder)
+    reserved = Reserved(name, course.machine, course.nproc_per_node, os.environ, _say)
+    try:
+        yield reserved.environment
+    finally:
+        reserved.close()
 
 
 def _plan(course: Course) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from typing import Any
 
@@ -17,15 +18,15 @@ from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
-from stoker.training.config.derived import derivable
-from stoker.training.config.flags import add_key_flags
+from stoker.training.config.derived import about, derivable
+from stoker.training.config.flags import Shown, add_key_flags
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
-from stoker.training.config.schema import Config
-from stoker.training.config.stages import STAGES, module
+from stoker.training.config.schema import SECTIONS, Config
 from stoker.training.loop.loggers import check_loggers
+from stoker.training.stages.registry import STAGES, learning
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -41,32 +42,58 @@ stages:
   stoker train pretrain --debug --data book.txt             2 layers, 10 steps, every check on
   stoker train pretrain --config my.yaml --nproc-per-node 4 --optim.learning_rate 1e-4
 
-`stoker train STAGE --help` lists every key and every option.
+`stoker train STAGE --help` lists the keys that stage is given most, --help-all every key and option.
 """
 _EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
 exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
+_SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; docs/config.yaml has every key in one file.
+A name that is clear without its section may stand alone, with - or _: --max-steps 10.
+preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
+_RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")
 
 
-def parser(stage: str | None = None) -> Parser:
+def parser(stage: str | None = None, *, short: bool = False) -> Parser:
+    """`short`: its help lists only what people need most. All of it is understood in any case."""
+    kind = STAGES[stage] if stage is not None else None
+    keys = kind.common if kind is not None and short else None
+    foreign = _foreign(stage) if stage is not None else ()
+    rest = len(KEYS) - len(foreign) - len(keys or ())
     made = Parser(
         prog=f"stoker train {stage or 'STAGE'}",
         usage=f"stoker train {stage or 'STAGE'} [options]",
-        epilog=_EPILOG,
+        epilog=_SHORT.format(more=rest) if short else _EPILOG,
         allow_abbrev=False,
         description=(
-            "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes"
+            f"{stage}: {kind.about}."
+            if kind is not None and short
+            else "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes"
             " `stoker run`'s options and every key."
         ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_wide if short else argparse.RawDescriptionHelpFormatter,
     )
     if stage is None:  # for completion
         made.add_argument("stage", choices=list(STAGES))
-    add_key_flags(made)
-    add_flags(made, RunOptions, without=_NOT_HERE)
+    made.add_argument("--help-all", action="help", help="list every key of this stage and every option")
+    rules = learning()
+    own = {stage: rules[stage]} if stage in rules else rules
+    add_key_flags(made, Shown(keys, foreign, lambda dotted: about(dotted, own)))
+    add_flags(made, RunOptions, without=_NOT_HERE, shown=_RUN_MOST if short else None)
     return made
+
+
+def _wide(prog: str) -> argparse.HelpFormatter:
+    columns = min(shutil.get_terminal_size((120, 24)).columns, 140)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=columns)
+
+
+def _foreign(stage: str) -> tuple[str, ...]:
+    """Keys that only other stages read."""
+    kind = STAGES[stage]
+    sections = {name for name in STAGES if name in SECTIONS} - {"tokenizer", *kind.sections}
+    return tuple(dotted for dotted, key in KEYS.items() if key.section in sections and dotted not in kind.common)
 
 
 def main(argv: list[str]) -> int:
@@ -81,13 +108,26 @@ def main(argv: list[str]) -> int:
             else f"no stage {stage!r}{suggest(stage, STAGES)}"
         )
         raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
+    if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
+        print(parser(stage, short=True).format_help(), end="")
+        return 0
     made = parser(stage)
     found, extra = made.parse_known_args(words)
     if extra:
         made.unknown(extra)
     told = vars(found)
     layers = gather(told.pop("keys", ()), os.environ)
+    _refuse_keys_of_others(stage, layers)
     return _train(stage, layers, told)
+
+
+def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
+    """As flags alone: a config file may serve a whole chain of stages."""
+    for dotted in _foreign(stage):
+        if dotted in layers.flags.values:
+            flag = layers.flags.origins[dotted].words
+            owner = KEYS[dotted].section
+            raise Refusal(f"{flag}: stage {stage} does not read {dotted}; it is for stage {owner}", EX_USAGE)
 
 
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
@@ -105,7 +145,7 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         named, layers.path, told
     )  # with the GPU that the file's device_id names, unless --gpus names others
     options = build(
-        RunOptions, {"module": True, "prefix": "always"}, *outside
+        RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside
     )  # people grep for GPU0:INFO, with one GPU and in files too
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
@@ -131,7 +171,11 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     given = frozenset(key for layer in outside for key in layer) | {"module"}
     code = start(
         Request(
-            options, module(stage), tuple(flags(resolved.config, keep)), given, tuple(flags(lasting(resolved.config)))
+            options,
+            STAGES[stage].recipe,
+            tuple(flags(resolved.config, keep)),
+            given,
+            tuple(flags(lasting(resolved.config))),
         )
     )
     if options.dry_run and not options.json and not code:
@@ -174,6 +218,7 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
     config, given = resolved.config, resolved.given
     remote = options.hosts is not None
     check(config, given, on_cpu(config, gpus or remote))
+    STAGES[stage].check(config)
     if config.parallel.device == "cuda" and not gpus and not remote:
         origin = given.get("parallel.device")
         line = "parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU"
@@ -245,7 +290,7 @@ def _with_stage_defaults(
     """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every
     rank.
     """
-    from stoker.training.config.situation import situation, with_defaults
+    from stoker.training.stages.situation import situation, with_defaults
 
     at = situation(stage, resolved.config, ranks, ready)
     config, _, lines = with_defaults(stage, resolved.config, resolved.given, at, cpu)

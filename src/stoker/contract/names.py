@@ -16,6 +16,7 @@ HOST = "STOKER_HOST"  # the host's name in the hosts file, of a run with several
 TERMINAL = "STOKER_TERMINAL"  # 1: somebody watches the launcher's terminal: rank 0 may draw a bar
 MACHINE = "STOKER_MACHINE"  # a recorded machine (JSON) that stands in for the real one
 GPU_LOCKS = "STOKER_GPU_LOCKS"  # the folder of the GPUs' lock files, where it is not /tmp/stoker-gpu-locks
+GPU_LENDER = "STOKER_GPU_LENDER"  # a pid above this process: it holds GPU locks for the runs it starts
 RDZV_SECRET = "STOKER_RDZV_SECRET"  # what machines started by hand prove to know where they meet. No rank is given it
 RDZV_SECRET_FILE = "STOKER_RDZV_SECRET_FILE"
 PY_SPY = "STOKER_PY_SPY"  # the py-spy program; empty: none, stacks come from faulthandler

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 _LONGEST = 60  # characters: a longer number is no float any more, and finding its parts takes their number squared
 _SIZE = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -71,3 +76,12 @@ def ranks_text(ranks: Iterable[int]) -> str:
         first = rank if first is None else first
         before = rank
     return f"ranks {', '.join(parts)}"
+
+
+def number_at(data: Any, *path: str) -> float | None:
+    """A finite number, or None. NaN is written as a word in metrics.jsonl, and true is no number."""
+    for key in path:
+        data = data.get(key) if isinstance(data, dict) else None
+    if isinstance(data, bool) or not isinstance(data, (int, float)):
+        return None
+    return float(data) if math.isfinite(data) else None

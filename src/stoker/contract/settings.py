@@ -38,8 +38,13 @@ def _kind(settings: type[Any], name: str) -> str:
     return str(settings.__annotations__[name]).replace(" | None", "")
 
 
-def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tuple[str, ...] = ()) -> None:
-    """`without`: fields that are no flags here."""
+def add_flags(
+    parser: argparse.ArgumentParser,
+    settings: type[Any],
+    without: tuple[str, ...] = (),
+    shown: tuple[str, ...] | None = None,
+) -> None:
+    """`without`: fields that are no flags here. `shown`: those that help lists; None: all."""
     groups: dict[str, Any] = {}
     for name, spec in options_of(settings).items():
         if name in without:
@@ -48,38 +53,104 @@ def add_flags(parser: argparse.ArgumentParser, settings: type[Any], without: tup
             groups[spec.group] = parser.add_argument_group(spec.group)
         kind = _kind(settings, name)
         spellings = [*spec.flags, "--" + name.replace("_", "-")] + (["--" + name] if "_" in name else [])
-        more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": spec.help}
+        more: dict[str, Any] = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": spec.help if shown is None or name in shown else argparse.SUPPRESS,
+        }
         if kind == "bool":
             groups[spec.group].add_argument(*spellings, action="store_true", **more)
             continue
-        convert = spec.parse or {"int": int, "float": float}.get(kind, str)
         more |= {
-            "type": _reader(convert),
+            "type": _reader(spec, kind),
             "metavar": spec.metavar or name.split("_")[-1].upper(),
             "choices": spec.choices,
         }
         groups[spec.group].add_argument(*spellings, action="append" if spec.many else "store", **more)
 
 
-def _read(convert: Callable[[str], Any], text: str) -> Any:
+def read(spec: Option, kind: str, value: Any) -> Any:
+    """A setting's value from a flag's text, from YAML or from JSON. Raises ValueError, in words, for what can't be one.
+
+    `kind`: bool, int, float or str. Limits are checked apart (`outside`): there it is known who gave the value.
+    """
+    if spec.many:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, (dict, list, tuple, bool)) or item is None for item in items):
+            raise ValueError(f"{value!r} is not a list of texts")
+        return tuple(str(item) for item in items)
+    if isinstance(value, (dict, list, tuple)):
+        raise ValueError(f"{value!r} is not a single value")
+    if kind == "bool":
+        return truth(value)
+    text = str(value)
+    if isinstance(value, bool):  # YAML reads a bare on or off so
+        text = ("on" if value else "off") if spec.choices else text.lower()
+        if kind == "str" and not spec.choices:
+            raise ValueError(f"{text} is not a text here; in quotes it is one")
+    found = _number_or_text(spec, kind, text)
+    if spec.choices and found not in spec.choices:
+        raise ValueError(f"{text!r} is not one of {', '.join(spec.choices)}")
+    return found
+
+
+def _number_or_text(spec: Option, kind: str, text: str) -> Any:
     try:
-        value = convert(text)
-        if isinstance(value, float) and value - value != 0:
-            raise ValueError(f"{text!r} is not a finite number")
-        return value
+        if spec.parse:
+            return spec.parse(text)
+        if kind == "int":
+            return whole(text)
+        found = float(text) if kind == "float" else text
     except ValueError as problem:
-        plain = {int: f"{text!r} is not a whole number", float: f"{text!r} is not a number"}.get(convert)  # type: ignore[call-overload]
-        raise ValueError(plain or str(problem)) from problem
+        words = str(problem)
+        if words.startswith(("invalid literal", "could not convert")):  # Python's own
+            other = " or auto" if spec.metavar and spec.metavar.endswith("|auto") else ""
+            words = f"{text!r} is not a {'whole ' if kind == 'int' else ''}number{other}"
+        raise ValueError(words) from problem
+    if isinstance(found, float) and found - found != 0 and spec.limit is None:
+        raise ValueError(f"{text!r} is not a finite number")
+    return found
 
 
-def _reader(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    def read(text: str) -> Any:
+def outside(spec: Option, value: Any, text: str) -> str:
+    """What is wrong with a number that its limit leaves out; nothing else."""
+    return f"{text} is out of range: {spec.limit}" if spec.limit is not None and value not in spec.limit else ""
+
+
+def truth(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if str(value).lower() in ("1", "true", "yes", "on"):
+        return True
+    if str(value).lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError(f"{value!r} is not true or false")
+
+
+def whole(text: str) -> int:
+    """Also 1e6 and 1000000.0: a number of tokens is written like that."""
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if value - value != 0 or value != int(value):
+            raise ValueError(f"{text!r} is not a whole number") from None
+        return int(value)
+
+
+def _reader(spec: Option, kind: str) -> Callable[[str], Any]:
+    """Of one item, where a flag may be given several times."""
+
+    def checked(text: str) -> Any:
         try:
-            return _read(convert, text)
+            found = _number_or_text(spec, kind, text)  # argparse itself looks at the choices
+            if wrong := outside(spec, found, text):
+                raise ValueError(wrong)
+            return found
         except ValueError as problem:
             raise argparse.ArgumentTypeError(str(problem)) from problem
 
-    return read
+    return checked
 
 
 def build(settings: type[T], *layers: Mapping[str, Any]) -> T:
@@ -96,9 +167,9 @@ def from_environment(
     """`variables`: the variable of each setting that has one."""
     known = options_of(settings)
     return {
-        name: _convert(known[name], _kind(settings, name), environment[variable], variable)
+        name: _convert(known[name], kind, environment[variable] or ("0" if kind == "bool" else ""), variable)
         for name, variable in variables.items()
-        if variable in environment
+        if variable in environment and (kind := _kind(settings, name))
     }
 
 
@@ -116,24 +187,9 @@ def from_mapping(settings: type[Any], data: Mapping[Any, Any], where: str) -> di
 
 def _convert(spec: Option, kind: str, value: Any, where: str) -> Any:
     try:
-        if kind == "bool":
-            if isinstance(value, bool):
-                return value
-            if str(value).lower() in ("1", "true", "yes", "on"):
-                return True
-            if str(value).lower() in ("0", "false", "no", "off", ""):
-                return False
-            raise ValueError(f"{value!r} is not true or false")
-        if spec.many:
-            items = value if isinstance(value, list) else [value]
-            return tuple(str(item) for item in items)
-        if isinstance(value, (dict, list)):
-            raise ValueError(f"{value!r} is not a single value")
-        convert = spec.parse or {"int": int, "float": float}.get(kind, str)
-        choices = spec.choices
-        result = _read(convert, str(value))
-        if choices and result not in choices:
-            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
-        return result
+        found = read(spec, kind, value)
+        if wrong := outside(spec, found, str(value)):
+            raise ValueError(wrong)
+        return found
     except ValueError as problem:
         raise Refusal(f"{where}: {problem}", EX_CONFIG) from problem

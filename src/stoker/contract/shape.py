@@ -9,7 +9,7 @@ from __future__ import annotations
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Container, Mapping
     from typing import Any, TypeVar, dataclass_transform
 
     T = TypeVar("T")
@@ -22,7 +22,7 @@ else:
 class Option:
     """A field that is also a setting: its flag, its help, how to read it."""
 
-    __slots__ = ("choices", "default", "flags", "group", "help", "many", "metavar", "parse")
+    __slots__ = ("choices", "default", "flags", "group", "help", "limit", "many", "metavar", "parse")
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Option:
         choices: tuple[str, ...] | None,
         many: bool,
         group: str,
+        limit: Container[float] | None,
     ) -> None:
         self.default = default
         self.help = help
@@ -43,6 +44,7 @@ class Option:
         self.choices = choices
         self.many = many
         self.group = group
+        self.limit = limit
 
 
 def option(
@@ -55,9 +57,10 @@ def option(
     choices: tuple[str, ...] | None = None,
     many: bool = False,
     group: str = "options",
+    limit: Container[float] | None = None,
 ) -> Any:
-    """`many`: may be given several times, collects a tuple."""
-    return Option(default, help, flags, parse, metavar, choices, many, group)
+    """`many`: may be given several times, collects a tuple. `limit`: the numbers it may be (contract/limits.py)."""
+    return Option(default, help, flags, parse, metavar, choices, many, group, limit)
 
 
 class _Missing:

@@ -11,16 +11,13 @@ from typing import Any
 
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import is_count
-from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.overrides import PATHS
-from stoker.speedrun.stages import REPORT, WORLD, Stage
+from stoker.speedrun.stages import REPORT, WORLD, Stage, config_of_stage
 from stoker.training.config.check import check, check_ranks
 from stoker.training.config.layers import Origin
-from stoker.training.diversity import limits as diversity
-from stoker.training.rl import limits as grpo
+from stoker.training.stages.registry import STAGES
 
-_OWN = {"grpo": grpo.check, "diversity": diversity.check}
 _OR_OF_THE_HUB = ("model.load", "tokenizer.path", "grpo.reward_model", "diversity.baseline", "diversity.compared")
 _WRITTEN = ("checkpoint.resume", "checkpoint.folder")  # may be words, or folders that are made
 
@@ -44,11 +41,10 @@ def check_stages(stages: Sequence[Stage], ranks: int | None, on_cpu: bool) -> No
             continue
         config, given = config_of_stage(stage), dict.fromkeys(stage.keys, Origin(f"stage {stage.name}", EX_USAGE))
         check(config, given, True if on_cpu else None)
-        if ranks is not None and stage.stage != "tokenizer":
+        if ranks is not None and not STAGES[stage.stage].one_process:
             check_ranks(config, ranks, given)
         try:
-            if stage.stage in _OWN:
-                _OWN[stage.stage](config)
+            STAGES[stage.stage].check(config)
             for key, value in stage.keys.items():
                 _there(key, value)
         except Refusal as refusal:

@@ -9,6 +9,7 @@ import os
 import re
 
 import stoker
+from stoker.training.stages.registry import STAGES
 
 ROOT = os.path.dirname(os.path.abspath(stoker.__file__))
 # Launching and recording change nothing of what is learned.
@@ -16,6 +17,23 @@ ROOMS = ("training", "speedrun")
 _NAMES = re.compile(r"\bstoker((?:\.[A-Za-z_]\w*)+)")
 _IMPORTED = re.compile(r"\bfrom\s+stoker((?:\.\w+)*)\s+import\s+(\([^)]*\)|[^\n#]+)")
 _OWN = {"world": "training.world.make", "report": "speedrun.report"}
+
+
+def _module(stage: str) -> str:
+    """Without the package's own name; empty of a script, whose own bytes are looked at."""
+    known = STAGES.get(stage)
+    if stage in _OWN or known is None:
+        return _OWN.get(stage, f"training.recipes.{stage}")
+    return "" if known.is_script else known.recipe.removeprefix("stoker.")
+
+
+def _script(stage: str) -> str:
+    """Of a stage that is a file of its own."""
+    known = STAGES.get(stage)
+    if known is None or not known.is_script:
+        return ""
+    with open(known.recipe, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 class Code:
@@ -31,10 +49,9 @@ class Code:
     def digest(self, recipe: str) -> str:
         """Everything of `training` where there is no such recipe: rather too much is run again than too little."""
         if recipe not in self._digests:
-            first = _OWN.get(recipe, f"training.recipes.{recipe}")
-            start = self._file(first)
+            start = self._file(_module(recipe))
             found = self._reached(start) if start is not None else self._all("training")
-            told = "".join(f"{path}\0{self._sum(path)}\n" for path in sorted(found))
+            told = "".join(f"{path}\0{self._sum(path)}\n" for path in sorted(found)) + _script(recipe)
             self._digests[recipe] = hashlib.sha256(told.encode()).hexdigest()
         return self._digests[recipe]
 

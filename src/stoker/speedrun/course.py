@@ -19,13 +19,14 @@ from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
 from stoker.speedrun.checks import check_options, check_stages
 from stoker.speedrun.code import Code
-from stoker.speedrun.estimate import Estimate, estimates, pace_of
+from stoker.speedrun.estimate import estimates, pace_of
 from stoker.speedrun.keys import keys_of
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
 from stoker.speedrun.state import Entry, check_own, entries, recorded_otherwise
 from stoker.training.data.ours import own_cache
+from stoker.training.stages.estimate import Estimate
 
 CACHE = "cache"
 # for a model this small a second thread adds 60 % (9.2 to 14.6 K tok/s); a second rank should add more, which has not
@@ -47,6 +48,7 @@ class Course:
     estimated_for: str  # what hardware
     lines: tuple[str, ...]  # to be said
     prepare: Callable[[], None]  # writes what stages read and is not there yet
+    gpus: bool = False  # stages train on them
     nproc_per_node: str | None = None  # of each stage; None: `stoker run` decides
     as_recorded: bool = False  # a report of the chain that chain.json tells of, whatever its settings were
     refused: str = ""  # why a plan could not be run here
@@ -124,6 +126,7 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
         f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
         (line, *data.lines),
         prepare,
+        not on_cpu,
         str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
         options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
         lacking.line if lacking else "",

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stoker.contract import terminal
 from stoker.contract.names import EX_DATAERR, EX_SOFTWARE, EX_TEMPFAIL, Refusal
@@ -16,21 +16,20 @@ from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
 from stoker.speedrun import energy, saying, state
 from stoker.speedrun.child import Children
-from stoker.speedrun.configs import config_of_stage
 from stoker.speedrun.course import Course, command
 from stoker.speedrun.estimate import left
 from stoker.speedrun.keys import run_name
-from stoker.speedrun.stages import REPORT, WORLD, File, From, Stage, dependents
+from stoker.speedrun.stages import REPORT, WORLD, File, Stage, config_of_stage, dependents
 from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED, Entry
 from stoker.training.config.keys import KEYS
 from stoker.training.config.schema import Config
+from stoker.training.stages.registry import STAGES
+from stoker.training.stages.stage import From
 
-if TYPE_CHECKING:
-    from stoker.speedrun.lengths import TooLong
-
+TOKENIZER = "tokenizer"  # the folder with one, in a run directory
 STILL_ENDING_S = 60.0  # a launcher whose speedrun was killed: 30 s for its ranks to save, and a little
 VARIABLES = "STOKER_TRAIN_"
-TOKENIZER, ASKING = "tokenizer", ("evaluate", "reward", "grpo", "diversity")
+TOLERATED = 0.01  # of the rows may be too long: the stage leaves them out
 
 
 def make_world(folder: str, keys: Mapping[str, Any]) -> None:
@@ -39,10 +38,37 @@ def make_world(folder: str, keys: Mapping[str, Any]) -> None:
     make(folder, seed=keys["seed"], level=keys["level"], size=keys["size"])
 
 
-def too_long(recipe: str, config: Config, tokenizer: str) -> TooLong | None:
-    from stoker.speedrun.lengths import too_long as found
+@shape
+class TooLong:
+    what: str
+    long: int
+    total: int
+    longest: int  # tokens, with the answer
+    config: Config
 
-    return found(recipe, config, tokenizer)
+    def line(self, recipe: str) -> str:
+        """With the flags that would make room."""
+        context = self.config.data.context_length
+        enough = 1 << (self.longest - 1).bit_length()
+        flags = f"--set {recipe}:data.context_length={enough}"
+        if self.config.batch.tokens % enough:
+            flags += f" --set {recipe}:batch.tokens={enough}"
+        told = (
+            f"{self.long} of {self.total} {self.what} are longer than {context} tokens, the longest has {self.longest}"
+        )
+        return f"{told}: {flags}"
+
+
+def too_long(stage: str, config: Config, tokenizer: str) -> TooLong | None:
+    """Rows that the stage would refuse, hours later; fewer are left out there."""
+    from stoker.training.tokenizer.tokenizer import load
+
+    lengths_of = STAGES[stage].lengths
+    for what, lengths in lengths_of(config, load(tokenizer)) if lengths_of is not None else ():
+        long = sum(length > config.data.context_length for length in lengths)
+        if long and long >= TOLERATED * len(lengths):
+            return TooLong(what, long, len(lengths), max(lengths), config)
+    return None
 
 
 @shape
@@ -69,6 +95,7 @@ class Drive:
         self.entries = dict(course.entries)
         self._environment = {name: text for name, text in environment.items() if not name.startswith(VARIABLES)}
         self._took: dict[str, float] = {}
+        self._tokenizer = next(stage.name for stage in course.stages if TOKENIZER in stage.outputs)
         self._bar = sys.stderr.isatty() and not course.options.verbose
 
     def run(self) -> int:
@@ -91,7 +118,7 @@ class Drive:
         self._write()
         with Children() as children:
             for place, stage in enumerate(waiting):
-                if not looked and self.entries[TOKENIZER].done:
+                if not looked and self.entries[self._tokenizer].done:
                     self._look_at_lengths(waiting[place:])
                     looked = True
                 code = self._stage(stage, children, [one.name for one in waiting[place + 1 :]])
@@ -114,12 +141,11 @@ class Drive:
         """Of what stages will ask, in the chain's own tokens. What would end the chain there ends it now, the rest is
         said.
         """
-        in_its_tokens = dependents(self.course.stages, TOKENIZER)
+        in_its_tokens = dependents(self.course.stages, self._tokenizer)
         found: dict[str, list[Stage]] = {}
-        for stage in (one for one in waiting if one.stage in ASKING and one.name in in_its_tokens):
-            told = self.tools.too_long(
-                stage.stage, config_of_stage(stage, self._asked_path), self._path(From(TOKENIZER, "tokenizer"))
-            )
+        for stage in (one for one in waiting if one.name in in_its_tokens and STAGES[one.stage].lengths is not None):
+            config, words = config_of_stage(stage, self._asked_path), self._path(From(self._tokenizer, TOKENIZER))
+            told = self.tools.too_long(stage.stage, config, words)
             if told is not None:
                 found.setdefault(told.line(stage.stage), []).append(stage)
         lines = {
@@ -194,7 +220,7 @@ class Drive:
             self._took[name] = self.entries[name].seconds
             estimated = {one: about.seconds for one, about in self.course.estimates.items()}
             told = (
-                saying.headline(stage.stage, result.get("metrics") or {}),
+                STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else "",
                 saying.rest(left(estimated, self._took, after)),
             )
             self.say(
@@ -252,7 +278,7 @@ class Drive:
             "--max-restarts",
             str(options.max_restarts),
         ]
-        ranks = "1" if stage.stage == TOKENIZER else self.course.nproc_per_node  # a tokenizer is one process's work
+        ranks = "1" if STAGES[stage.stage].one_process else self.course.nproc_per_node
         words += ["--nproc-per-node", ranks] if ranks is not None else []
         words += [] if options.verbose else ["--quiet", "--show", "none"]
         former = state.run_of(self.course.folder, stage, self.course.keys)

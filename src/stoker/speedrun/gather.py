@@ -4,19 +4,20 @@ partial chain has a report too.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
+from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import lines_of, parse_json
 from stoker.control.record import reader
-from stoker.speedrun.significance import Measured, share
-from stoker.speedrun.stages import PROMPTS, REPORT
+from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN, RESULT
+from stoker.training.stages.evaluate import PROMPTS
+from stoker.training.stages.significance import Marks, marks
 
 COMPLETIONS = "completions.jsonl"
 QUESTIONS = "questions"  # a file, as evaluation names it
@@ -42,16 +43,6 @@ class Sample:
     kind: str
     in_form: bool | None = None
     cut: bool = False
-
-
-@shape
-class Marks:
-    greedy: Measured = Measured()  # right by content, as `sampled`
-    sampled: Measured = Measured()
-    strict: Measured = Measured()  # right in the expected form
-    form: Measured = Measured()  # in that form, right or wrong
-    cut: Measured = Measured()  # at the token limit
-    sampled_cut: Measured = Measured()
 
 
 @shape
@@ -121,15 +112,6 @@ class Chain:
         """Of the model that stage `name` made."""
         found = self.result(f"eval-{name}")
         return found.evaluation if found else None
-
-
-def number_at(data: Any, *path: str) -> float | None:
-    """A finite number, or None. NaN is written as a word in metrics.jsonl, and true is no number."""
-    for key in path:
-        data = data.get(key) if isinstance(data, dict) else None
-    if isinstance(data, bool) or not isinstance(data, (int, float)):
-        return None
-    return float(data) if math.isfinite(data) else None
 
 
 def gather(folder: str) -> Chain:
@@ -213,26 +195,6 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "\n".join(_text(turn.get("content")) if isinstance(turn, dict) else _text(turn) for turn in value)
     return str(value).encode("utf-8", "replace").decode()  # JSON can hold half a surrogate pair, a file can't
-
-
-def marks(data: Any) -> Marks:
-    """Runs before the rename have `drawn_` for `sampled_`."""
-    sampled = "sampled_" if isinstance(data, dict) and "sampled_total" in data else "drawn_"
-    return Marks(*(_measured(data, prefix) for prefix in ("", sampled, "strict_", "form_", "cut_", "sampled_cut_")))
-
-
-def _measured(data: Any, prefix: str) -> Measured:
-    value, low, high = (number_at(data, prefix + key) for key in ("accuracy", "low", "high"))
-    right, total = number_at(data, prefix + "correct"), number_at(data, prefix + "total")
-    if right is not None and total and (value is None or low is None or high is None):
-        return share(right, total)
-    return Measured(value, low, high, None if total is None else int(total))
-
-
-def measured(data: Any, key: str) -> Measured:
-    """{"value", "low", "high"} under a metric's name."""
-    inside = data.get(key) if isinstance(data, dict) else None
-    return Measured(number_at(inside, "value"), number_at(inside, "low"), number_at(inside, "high"))
 
 
 def _evaluation(where: str, result: dict[str, Any], metrics: dict[str, Any]) -> Evaluation:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from html import escape
 
 from stoker.speedrun.plots import COLOURS, Drawing
-from stoker.speedrun.report_blocks import BAD, GOOD, Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.speedrun.report_style import DARK, STYLE
+from stoker.training.stages.blocks import BAD, GOOD, Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 
 
 def page(title: str, blocks: Iterable[Block], drawings: dict[str, Drawing]) -> str:

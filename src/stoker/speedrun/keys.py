@@ -9,13 +9,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from stoker.speedrun.stages import File, From, Stage
+from stoker.speedrun.stages import File, Stage
 from stoker.training.config.lasting import PASSING
+from stoker.training.stages.registry import STAGES
+from stoker.training.stages.stage import From
 
 SCHEMA = 1
-_MEASURED = {
-    ("evaluate", "train.eval_tokens")
-}  # passing where it is looked at on the way, not where it is what a stage is for
+MEASURED = ("train.eval_tokens",)  # passing where it is looked at on the way, not where it is what a stage is for
 SHOWN = 8  # characters of a key in a run's name
 
 
@@ -26,7 +26,7 @@ def keys_of(stages: Sequence[Stage], code: Callable[[str], str]) -> dict[str, st
         told = {
             name: _meant(value, found)
             for name, value in stage.keys.items()
-            if name not in PASSING or (stage.stage, name) in _MEASURED
+            if name not in PASSING or (name in MEASURED and stage.stage in STAGES and STAGES[stage.stage].measures)
         }
         text = json.dumps([SCHEMA, stage.stage, stage.below, told, code(stage.stage)], sort_keys=True)
         found[stage.name] = hashlib.sha256(text.encode()).hexdigest()

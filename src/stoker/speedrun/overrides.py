@@ -11,8 +11,9 @@ from typing import Any
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
-from stoker.speedrun.stages import CARES, REPORT, WORLD, File, Stage
+from stoker.speedrun.stages import REPORT, WORLD, File, Stage
 from stoker.training.config.keys import BARE, KEYS
+from stoker.training.stages.registry import STAGES
 
 # These differ from stage to stage: one value for all would cut the chain.
 _OF_ONE_STAGE = ("model.load", "data.path", "data.validation", "data.kind", "tokenizer.path")
@@ -74,7 +75,8 @@ def apply(stages: Sequence[Stage], overrides: Sequence[Override], digest: Callab
     def reaches(override: Override, stage: Stage) -> bool:
         if override.stage:
             return override.stage in (stage.name, stage.stage)
-        return override.key.partition(".")[0] in CARES.get(stage.stage, ())
+        kind = STAGES.get(stage.stage)
+        return kind is not None and override.key.partition(".")[0] in kind.sections
 
     found = tuple(stages)
     for override in overrides:

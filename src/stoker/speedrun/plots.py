@@ -9,11 +9,11 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from stoker.contract.quantities import span
+from stoker.contract.quantities import number_at, span
 from stoker.contract.shape import shape
-from stoker.speedrun.gather import Chain, measured, number_at
+from stoker.speedrun.gather import Chain
 from stoker.speedrun.report_results import MODELS
-from stoker.speedrun.significance import Measured, share
+from stoker.training.stages.significance import Measured, measured, share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

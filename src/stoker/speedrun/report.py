@@ -18,7 +18,7 @@ from stoker.contract.wholefile import write_whole
 from stoker.speedrun import html, report_chain, report_models, report_results, report_samples, report_summary
 from stoker.speedrun.gather import Chain, gather
 from stoker.speedrun.plots import Drawing, draw
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 
 TITLE = "Speedrun report"
 PLOTS = "plots"
@@ -57,8 +57,7 @@ def contents(chain: Chain, unable: str = "") -> Iterator[Block]:
     yield from report_results.effects(chain)
     yield from report_models.models_table(chain)
     yield from report_results.training(chain)
-    yield from report_results.reward_model(chain)
-    yield from report_results.diversity(chain)
+    yield from report_results.own_sections(chain)
     yield from report_samples.samples(chain)
     yield from report_chain.hardware(chain)
     yield from report_chain.bill(chain)

@@ -6,24 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from stoker.contract.quantities import span
-from stoker.speedrun.gather import Chain, StageRecord, number_at
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.contract.quantities import number_at, span
+from stoker.speedrun.gather import Chain, StageRecord
 from stoker.speedrun.report_results import MODELS
-from stoker.speedrun.significance import ABSENT, number
+from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
+from stoker.training.stages.registry import links
+from stoker.training.stages.significance import ABSENT, number
 
-EXPECTED = (
-    "tokenizer",
-    "base",
-    "midtrain",
-    "sft",
-    "reward",
-    "density",
-    "grpo-uniform",
-    "grpo-density",
-    *(f"eval-{name}" for name in MODELS),
-    "diversity",
-)
+EXPECTED = tuple(link.name for link, _ in links())
 BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
 _HARDWARE_KEYS = (
     "schema",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from stoker.speedrun.gather import Chain, Evaluation
-from stoker.speedrun.report_blocks import BAD, Block, Cell, Figure, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS, random_guess, share_cell
 from stoker.speedrun.report_summary import Regression, regressions, right_by_measure
-from stoker.speedrun.significance import Measured, between, number, percent
+from stoker.training.stages.blocks import BAD, Block, Cell, Figure, Heading, Table, Text
+from stoker.training.stages.significance import Measured, between, number, percent
 
 RISEN = 1.1  # bits per byte above this many times the base model's need an explanation
 

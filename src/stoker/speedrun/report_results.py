@@ -5,40 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from stoker.speedrun.gather import Chain, StageRecord, marks, measured, number_at
-from stoker.speedrun.report_blocks import Block, Cell, Figure, Heading, Table, Text, tone_of
-from stoker.speedrun.significance import (
+from stoker.speedrun.gather import Chain, StageRecord
+from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text, tone_of
+from stoker.training.stages.registry import STAGES, links
+from stoker.training.stages.significance import (
     ABSENT,
     Change,
     Measured,
     between,
     change,
     judged,
+    marks,
     number,
-    number_and_interval,
     percent,
     points,
-    share_with_interval,
 )
-from stoker.training.diversity.metrics import METRICS
+from stoker.training.stages.stage import From
 
-MODELS = {
-    "base": "Base",
-    "midtrain": "Midtrain",
-    "sft": "SFT",
-    "grpo-uniform": "GRPO uniform",
-    "grpo-density": "GRPO density",
-}
-
-
+MODELS = {link.name: link.title for link, _ in links() if link.title}
+# The model that a stage began with.
 BEFORE = {
-    "midtrain": "base",
-    "sft": "midtrain",
-    "grpo-uniform": "sft",
-    "grpo-density": "sft",
-}  # the model that a stage began with
-
-
+    link.name: begun.stage
+    for link, _ in links()
+    if link.name in MODELS and isinstance(begun := link.keys.get("model.load"), From)
+}
 GRPO = ("grpo-uniform", "grpo-density")
 
 
@@ -211,89 +201,14 @@ def training(chain: Chain) -> Iterator[Block]:
             )
 
 
-def reward_model(chain: Chain) -> Iterator[Block]:
-    found = chain.result("reward")
-    if found is None:
-        return
-    yield Heading("Reward model")
-    right = pairs_right(found)
-    of = f" of {right.total:,}" if right.total else ""
-    yield Text(
-        f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in"
-        " 50 %."
-    )
-    kinds = found.metrics.get("by_kind")
-    if isinstance(kinds, dict) and kinds:
-        rows = []
-        for kind, value in kinds.items():
-            rows.append((Cell(str(kind)), share_cell(marks(value).greedy), Cell(number(number_at(value, "total")))))
-        yield Table(("Pairs", "Right order", "Count"), tuple(rows))
-        if set(kinds) <= {"form", "right"}:
-            yield Text(
-                "right: a right answer against a wrong one in the same form. form: good form against poor form of the"
-                " same answer."
-            )
-    yield Figure(
-        "calibration",
-        "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree."
-        " Numbers: pairs",
-    )
-
-
 def share_cell(value: Measured) -> Cell:
     return Cell(percent(value.value), between(value))
 
 
-def diversity(chain: Chain) -> Iterator[Block]:
-    found = chain.result("diversity")
-    if found is None:
-        return
-    yield Heading("Diversity: does density sampling make answers more varied?")
-    verdict = found.metrics.get("verdict")
-    yield Text(_sentence(_by_name(verdict)) if verdict else f"Verdict: {ABSENT}", lead=True)
-    differences = found.metrics.get("difference")
-    names = list(differences) if isinstance(differences, dict) else []
-    varied = [name for name in names if measures_variety(name)]
-    if varied:
-        yield Text(f"{len(varied)} measures of variety, each with its 95 % interval:")
-        yield Table(
-            ("Measure, verdict", "Uniform", "Density", "Difference"),
-            tuple(_diversity_row(found, name) for name in varied),
-        )
-    others = [name for name in names if name not in varied]
-    if others:
-        yield Text("Not a measure of variety, for comparison:")
-        yield Table(
-            ("Measure, verdict", "Uniform", "Density", "Difference"),
-            tuple(_diversity_row(found, name) for name in others),
-        )
-    yield Figure(
-        "diversity",
-        "Density compared with uniform, in percent of uniform's value, with 95 % intervals. Diamond: the interval does"
-        " not contain 0. Tables and figure judge each measure by itself; the verdict on top corrects for the number of"
-        " measures of variety (Holm)",
-    )
-
-
-def _diversity_row(found: StageRecord, name: str) -> tuple[Cell, ...]:
-    value = found.metrics["difference"][name]
-    judgement = value.get("verdict") if isinstance(value, dict) else None
-    sides = (measured(found.metrics.get(side), name) for side in ("baseline", "compared", "difference"))
-    return (
-        Cell(name.replace("_", " "), _by_name(judgement or ABSENT)),
-        *(Cell(*number_and_interval(side)) for side in sides),
-    )
-
-
-def measures_variety(name: str) -> bool:
-    """The verdict counts these and no others."""
-    return name not in METRICS or METRICS[name].varied != 0
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}" + ("" if text.endswith(".") else ".")
-
-
-def _by_name(verdict: object) -> str:
-    """The diversity stage compares any two models; here it is known which."""
-    return str(verdict).replace("baseline", "uniform").replace("compared", "density")
+def own_sections(chain: Chain) -> Iterator[Block]:
+    """Of the stages that have one."""
+    for name, stage in STAGES.items():
+        for link in stage.links:
+            found = chain.result(link.name)
+            if found is not None:
+                yield from STAGES[name].report(found.metrics)

@@ -7,9 +7,9 @@ from itertools import zip_longest
 
 from stoker.contract.shape import replace
 from stoker.speedrun.gather import Chain, Evaluation, Sample
-from stoker.speedrun.report_blocks import BAD, GOOD, Block, Cell, Heading, Table, Text
 from stoker.speedrun.report_results import MODELS
-from stoker.speedrun.significance import ABSENT
+from stoker.training.stages.blocks import BAD, GOOD, Block, Cell, Heading, Table, Text
+from stoker.training.stages.significance import ABSENT
 
 LONGEST = 400  # characters
 MOST = 8  # questions

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import span
 from stoker.contract.shape import shape
-from stoker.speedrun.gather import QUESTIONS, Chain, Evaluation, Marks
-from stoker.speedrun.report_blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
+from stoker.speedrun.gather import QUESTIONS, Chain, Evaluation
 from stoker.speedrun.report_chain import hardware_lines, missing, total_of
 from stoker.speedrun.report_results import BEFORE, MODELS, over_sft, pairs_right
-from stoker.speedrun.significance import ABSENT, Measured, change, judged, percent, points
-from stoker.speedrun.stages import PROMPTS
+from stoker.training.stages.blocks import Block, Bullets, Cell, Heading, Table, Text, tone_of
+from stoker.training.stages.evaluate import PROMPTS
+from stoker.training.stages.significance import ABSENT, Marks, Measured, change, judged, percent, points
 
 MANY_CUT = 0.02  # a share of cut answers that makes a score doubtful
 ALL = "all"

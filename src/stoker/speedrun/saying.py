@@ -4,55 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from typing import Any
 
 from stoker.contract import layout, redact
-from stoker.contract.quantities import span
+from stoker.contract.quantities import number_at, span
 from stoker.contract.untrusted import parse_json
 from stoker.control.record import reader
-from stoker.speedrun.gather import number_at
 
 _TAIL = 4096
 _OURS = "stoker: "
-
-
-def headline(stage: str, metrics: Mapping[str, Any]) -> str:
-    """The one number of a stage; empty where it has none."""
-
-    def at(*path: str) -> float | None:
-        return number_at(metrics, *path)
-
-    def joined(*parts: tuple[str, float | None]) -> str:
-        return ", ".join(text.format(value) for text, value in parts if value is not None)
-
-    if stage == "tokenizer":
-        return joined(
-            ("{:.2f} bytes per token", at("bytes_per_token")),
-            ("a token per word would have {:.2f}", at("words_bytes_per_token")),
-        )
-    if stage in ("pretrain", "midtrain", "sft"):
-        return joined(("{:.3f} bits per byte held out", at("val_bits_per_byte")), ("loss {:.3f}", at("val_loss")))
-    if stage == "reward":
-        return joined(("{:.1%} of held-out pairs right", at("accuracy")))
-    if stage == "density":
-        return joined(
-            ("{:.0f} prompts", at("prompts")),
-            ("weights from {:.2f}", at("weight_min")),
-            ("to {:.2f}", at("weight_max")),
-        )
-    if stage == "grpo":
-        return joined(("reward {:.3f} at first", at("reward_first")), ("{:.3f} at last", at("reward_last")))
-    if stage == "evaluate":
-        cut = at("all", "cut_accuracy") or None  # 0: nothing to report
-        sampled = ("{:.1%} of sampled answers", at("all", "sampled_accuracy"))
-        return joined(
-            ("{:.1%} of held-out questions right", at("all", "accuracy")),
-            sampled,
-            ("{:.1%} cut at the token limit", cut),
-        )
-    verdict = metrics.get("verdict")
-    return str(verdict) if stage == "diversity" and verdict else ""
 
 
 def progress(run: str | None, steps: int) -> str:

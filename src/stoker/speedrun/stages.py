@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
 from stoker.speedrun.presets import Preset
-from stoker.training.config.keys import KEYS
-
-
-@shape
-class From:
-    """A path in another stage's run directory."""
-
-    stage: str
-    path: str
+from stoker.training.config.keys import KEYS, config_of
+from stoker.training.config.resolve import combine
+from stoker.training.config.schema import Config
+from stoker.training.stages.registry import STAGES, links
+from stoker.training.stages.stage import From, Link, Rows
+from stoker.training.stages.stage import Stage as Kind
 
 
 @shape
@@ -44,9 +41,14 @@ class Data:
     places: Mapping[str, tuple[Place, ...]]
     lines: tuple[str, ...] = ()  # to be said
 
-    def one(self, role: str) -> Place | None:
-        found = self.places.get(role, ())
-        return found[0] if found else None
+    def given(self, value: Any) -> Any:
+        """What a link's value is with this data; None or nothing where there is none."""
+        if isinstance(value, tuple):
+            return tuple(place for item in value for place in (self.given(item) or ()))
+        if not isinstance(value, Rows):
+            return value
+        found = tuple(_called(value.task, place) if value.task else place for place in self.places.get(value.role, ()))
+        return found if value.many else next(iter(found), value.otherwise)
 
     @property
     def uses_world(self) -> bool:
@@ -56,7 +58,7 @@ class Data:
 @shape
 class Stage:
     name: str
-    stage: str  # the recipe: `stoker train STAGE`; world and report are the speedrun's own
+    stage: str  # as in `stoker train STAGE`; world and report are the chain's own
     keys: Mapping[str, Any]  # values may be places
     outputs: tuple[str, ...] = ()  # what others may take from its run directory
     below: str = ""  # the preset of `stoker train` it lies on
@@ -78,97 +80,44 @@ FILES = {
     "prompts-held-out": "prompts-held-out.jsonl", "questions": "questions.jsonl",
 }  # fmt: skip
 OUR_WORLD = Data({role: (From(WORLD, file),) for role, file in FILES.items()})
-SHARE_HELD_OUT = "0.01"
-PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
-
-_RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
-_LEARNS = _RUNS | {"optim", "checkpoint", "nan"}
-# The sections of the config that a recipe has a use for: what is set for all stages reaches these, and re-runs no
-# other.
-CARES: dict[str, frozenset[str]] = {
-    "tokenizer": frozenset(("tokenizer",)), "pretrain": _LEARNS | {"model"}, "midtrain": _LEARNS, "sft": _LEARNS, "reward": _LEARNS | {"reward"},
-    "density": _RUNS | {"density"}, "grpo": _LEARNS | {"generate", "grpo"}, "evaluate": _RUNS | {"generate", "evaluate"},
-    "diversity": _RUNS | {"generate", "diversity"},
-}  # fmt: skip
 
 
 def chain(preset: Preset, data: Data, seed: int) -> tuple[Stage, ...]:
     """In the order they run; each stage's inputs stand before it."""
-
-    def stage(name: str, recipe: str, given: Mapping[str, Any], *outputs: str) -> Stage:
-        keys: dict[str, Any] = {
-            key: value for key, value in preset.keys.get("all", {}).items() if key.partition(".")[0] in CARES[recipe]
-        }
-        keys |= {**preset.keys.get(recipe, {}), **preset.keys.get(name, {})}
-        if "train" in CARES[recipe]:
-            keys |= {"train.seed": seed, "data.seed": seed}
-        keys |= {key: value for key, value in given.items() if value not in (None, ())}
-        return Stage(name, recipe, {key: canonical(key, value) for key, value in keys.items()}, outputs, preset.below)
-
-    def evaluation(of: str) -> Stage:
-        tasks = (
-            *data.places.get("questions", ()),
-            *(_called(PROMPTS, place) for place in data.places.get(PROMPTS, ())),
-        )
-        asked = {"model.load": From(of, "hf"), "evaluate.tasks": tasks, "evaluate.texts": data.one("base-held-out")}
-        return stage(f"eval-{of}", "evaluate", asked, "completions.jsonl")
-
-    def chats(role: str) -> dict[str, Any]:
-        return {
-            "data.kind": "chat",
-            "data.path": data.places[role],
-            "data.validation": data.one(f"{role}-held-out") or SHARE_HELD_OUT,
-        }
-
-    text = {"data.path": data.places["base"], "data.validation": data.one("base-held-out") or SHARE_HELD_OUT}
-    prompts = data.one("prompts")
-    learned = {"model.load": From("sft", "hf"), "grpo.prompts": prompts, "grpo.reward_model": From("reward", "hf")}
     world = Stage(WORLD, WORLD, {"level": preset.level, "size": preset.size, "seed": seed}, tuple(FILES.values()))
     found = [
         *([world] if data.uses_world else []),
-        stage("tokenizer", "tokenizer", text, "tokenizer"),
-        stage("base", "pretrain", {**text, "tokenizer.path": From("tokenizer", "tokenizer")}, "hf"),
-        evaluation("base"),
-        stage("midtrain", "midtrain", {"model.load": From("base", "hf"), **chats("midtrain")}, "hf"),
-        evaluation("midtrain"),
-        stage("sft", "sft", {"model.load": From("midtrain", "hf"), **chats("sft")}, "hf"),
-        evaluation("sft"),
-        stage(
-            "reward",
-            "reward",
-            {
-                "model.load": From("sft", "hf"),
-                "reward.pairs": data.one("pairs"),
-                "reward.held_out": data.one("pairs-held-out"),
-            },
-            "hf",
-        ),
-        stage("density", "density", {"model.load": From("sft", "hf"), "density.prompts": prompts}, "weights.jsonl"),
-        stage("grpo-uniform", "grpo", learned, "hf"),
-        evaluation("grpo-uniform"),
-        stage("grpo-density", "grpo", {**learned, "grpo.weights": From("density", "weights.jsonl")}, "hf"),
-        evaluation("grpo-density"),
-        stage(
-            "diversity",
-            "diversity",
-            {
-                "model.load": From("sft", "hf"),
-                "diversity.prompts": prompts,
-                "diversity.baseline": From("grpo-uniform", "hf"),
-                "diversity.compared": From("grpo-density", "hf"),
-            },
-            "diversity_report.md",
-        ),
+        *(_linked(link, kind, preset, data, seed) for link, kind in links()),
     ]
-    return (
-        *found,
-        Stage(
-            REPORT,
-            REPORT,
-            {"stages": tuple(From(one.name, "result.json") for one in found)},
-            ("report.md", "report.html"),
-        ),
-    )
+    results = tuple(From(stage.name, "result.json") for stage in found)
+    return (*found, Stage(REPORT, REPORT, {"stages": results}, ("report.md", "report.html")))
+
+
+def _linked(link: Link, kind: Kind, preset: Preset, data: Data, seed: int) -> Stage:
+    """Later wins: the preset's keys for all, for this kind of stage, for this link; what the link is given."""
+    keys: dict[str, Any] = {
+        key: value for key, value in preset.keys.get("all", {}).items() if key.partition(".")[0] in kind.sections
+    }
+    keys |= {**preset.keys.get(kind.name, {}), **preset.keys.get(link.name, {})}
+    if "train" in kind.sections:
+        keys |= {"train.seed": seed, "data.seed": seed}
+    keys |= {key: given for key, value in link.keys.items() if (given := data.given(value)) not in (None, ())}
+    told = {key: canonical(key, value) for key, value in keys.items()}
+    return Stage(link.name, kind.name, told, kind.outputs, preset.below)
+
+
+def config_of_stage(
+    stage: Stage, path: Callable[[Place], str] = lambda place: place.word if isinstance(place, File) else place.path
+) -> Config:
+    """The configuration that its recipe will have. `path`: where a place is."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (From, File)):
+            return path(value)
+        return tuple(plain(item) for item in value) if isinstance(value, tuple) else value
+
+    given = {key: plain(value) for key, value in stage.keys.items()}
+    return config_of(stage.below, combine(stage.below, [STAGES[stage.stage].defaults, given]))
 
 
 def _called(name: str, place: Place) -> Place:

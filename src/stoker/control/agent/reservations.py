@@ -55,6 +55,11 @@ class GpuLocks:
         self._held.update(taken)
         return refused
 
+    def release(self) -> None:
+        for handle in self._held.values():
+            os.close(handle)
+        self._held.clear()
+
 
 def _sign(handle: int, run_id: str) -> None:
     """Who holds it, for people. The lock is ours without it too: anybody can fill /tmp."""

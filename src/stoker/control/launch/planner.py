@@ -17,7 +17,7 @@ from stoker.control.launch.output import wants_split
 from stoker.control.launch.plan import RunPlan, make_plan
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
-from stoker.control.machine.origin import run_we_are_in
+from stoker.control.machine.origin import gpu_lender, run_we_are_in
 
 _MOST_RACES = 20  # lost for a GPU's lock
 
@@ -81,9 +81,17 @@ class Planner:
         return plan
 
     def _lent(self, member: Member) -> list[str]:
-        """GPUs held by ourselves, or by the run whose rank we are started in: ours to use, and not to lock again."""
+        """GPUs held by ourselves, by the run whose rank we are started in, or by the chain we are a stage of: ours to
+        use, and not to lock again.
+        """
         ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, run_we_are_in(os.environ)) if run)
-        return [uuid for uuid, who in member.answers["host"]["held"].items() if ours and who.startswith(ours)]
+        lender = gpu_lender(os.environ)
+        lent = f" (agent pid {lender})"
+        return [
+            uuid
+            for uuid, who in member.answers["host"]["held"].items()
+            if (ours and who.startswith(ours)) or (lender and who.endswith(lent))
+        ]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)

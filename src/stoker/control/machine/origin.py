@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from stoker.contract import names, schedulers
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import is_count
 from stoker.control.machine.processes import Process, environment, process
 
 _KEEPERS = ("stoker-agent", "stoker-guard")
@@ -88,6 +89,12 @@ def run_we_are_in(environ: Mapping[str, str]) -> str:
     if not run or origin is None:
         return ""
     return run if any(one.pid == origin.agent and one.start == origin.start for one in above(os.getpid())) else ""
+
+
+def gpu_lender(environ: Mapping[str, str]) -> int:
+    """The process above this one that holds GPU locks for the runs it starts; 0 for none."""
+    pid = environ.get(names.GPU_LENDER, "")
+    return int(pid) if is_count(pid) and any(one.pid == int(pid) for one in above(os.getpid())) else 0
 
 
 def kept(pid: int) -> bool:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from stoker.contract import limits
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
 
 
 @shape
 class CheckpointConfig:
-    every_steps: int = option("save every so many steps (0: by time only)", default=0)
+    every_steps: int = option("save every so many steps (0: by time only)", default=0, limit=limits.COUNT)
     every: float = option(
         "save when this much time has passed since the last one (0: never by time)",
         default=600.0,
         parse=duration,
         metavar="TIME",
+        limit=limits.NOT_NEGATIVE,
     )
-    keep: int = option("the newest so many stay", default=2)
+    keep: int = option("the newest so many stay", default=2, limit=limits.FROM_ONE)
     keep_best: bool = option("the one with the best validation loss stays too", default=True)
     resume: str = option(
         "auto: this run's newest sound checkpoint; never; a run directory (runs/ID) or a checkpoint's folder",

@@ -4,14 +4,13 @@ in, a refusal out.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from stoker.contract import limits, settings
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import gb
-from stoker.contract.shape import shape
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config, NeedsConfig
@@ -23,54 +22,7 @@ MOST_EPOCHS_A_STEP = 100
 LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-@shape
-class Range:
-    low: float
-    high: float = math.inf
-    above: bool = False  # low itself is out
-    below: bool = False  # high itself is out
-
-    def __contains__(self, value: float) -> bool:
-        return (
-            (self.low < value if self.above else self.low <= value)
-            and (value < self.high if self.below else value <= self.high)
-            and math.isfinite(value)
-        )
-
-    def __str__(self) -> str:
-        if self.high == math.inf:
-            return f"above {self.low:g}" if self.above else f"from {self.low:g} up"
-        return f"from {self.low:g} to {'below ' if self.below else ''}{self.high:g}"
-
-
-MANY = 10**9  # no run has more of anything it counts; of tokens and samples a million times as many
-_ANY, _POSITIVE, _SHARE, _LESS_THAN_ALL = Range(0), Range(0, above=True), Range(0, 1), Range(0, 1, below=True)
-_COUNT, _ONE, _TWO, _LARGE, _SEED = (
-    Range(0, MANY),
-    Range(1, MANY),
-    Range(2, MANY),
-    Range(0, MANY * 10**6),
-    Range(0, 2**63 - 1),
-)
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(("model.depth", "model.head_dim", "model.vocab_size", "data.num_workers", "batch.micro", "optim.warmup_steps", "train.max_steps",
-                     "train.epochs", "train.eval_every", "checkpoint.every_steps", "generate.top_k", "grpo.breaker_steps", "evaluate.most", "evaluate.draws",
-                     "evaluate.shots", "needs.gpus"), _COUNT),
-    **dict.fromkeys(("model.layers", "model.dim", "model.heads", "model.kv_heads", "model.ff", "model.rope_original", "tokenizer.train_megabytes",
-                     "batch.accumulation", "train.log_every", "train.profile_steps", "checkpoint.keep", "generate.new_tokens", "generate.rows",
-                     "density.neighbours", "density.clusters", "density.most", "grpo.prompts_per_step", "grpo.updates", "diversity.most",
-                     "diversity.clusters", "diversity.rounds"), _ONE),
-    **dict.fromkeys(("data.context_length", "grpo.group", "diversity.answers"), _TWO),
-    **dict.fromkeys(("data.max_samples", "batch.tokens", "train.eval_tokens"), _LARGE),
-    **dict.fromkeys(("data.seed", "train.seed"), _SEED),
-    **dict.fromkeys(("optim.weight_decay", "optim.max_grad_norm", "checkpoint.every", "needs.vram", "generate.temperature", "density.power",
-                     "grpo.reward_weight", "grpo.kl", "grpo.breaker_kl", "grpo.breaker_entropy"), _ANY),
-    **dict.fromkeys(("model.rope_theta", "model.rope_factor", "model.rope_low", "model.rope_high", "model.norm_eps", "model.init_std",
-                     "optim.learning_rate", "optim.muon_learning_rate", "optim.eps", "parallel.timeout", "grpo.clip_ratio"), _POSITIVE),
-    **dict.fromkeys(("optim.min_ratio", "optim.cooldown", "generate.top_p", "grpo.breaker_length"), _SHARE),
-    **dict.fromkeys(("model.dropout", "optim.warmup_ratio", "optim.beta1", "optim.beta2"), _LESS_THAN_ALL),
-    "tokenizer.vocab_size": Range(260, MANY),
-}  # fmt: skip
+RANGES = {dotted: key.spec.limit for dotted, key in KEYS.items() if key.spec.limit is not None}
 
 
 class _Checking:
@@ -90,9 +42,8 @@ def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: boo
     """`given`: where keys were said, for the refusal's words and code. `on_cpu`: None where nobody knows yet."""
     checking = _Checking(config, given or {})
     for name, value in values_of(config).items():
-        allowed = RANGES.get(name)
-        if allowed is not None and value not in allowed:
-            checking.refuse([name], f"{name} {KEYS[name].text(value)} is out of range: {allowed}")
+        if outside := settings.outside(KEYS[name].spec, value, KEYS[name].text(value)):
+            checking.refuse([name], f"{name} {outside}")
     if not config.model.load:
         _shape(checking)
     _run_length_and_batch(checking)
@@ -158,7 +109,7 @@ def _words(checking: _Checking) -> None:
             ["data.validation"],
             f"data.validation {config.data.validation} is a percentage: write the share, {float(percent[1]) / 100:g}",
         )
-    if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in _LESS_THAN_ALL:
+    if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in limits.LESS_THAN_ALL:
         checking.refuse(
             ["data.validation"],
             f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path",

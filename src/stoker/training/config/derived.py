@@ -14,9 +14,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
+from stoker.training.config.amount import Amount
 from stoker.training.config.keys import config_of, values_of
 from stoker.training.config.schema import Config
-from stoker.training.data.amount import Amount
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import parameters
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from stoker.contract.settings import Parser
 from stoker.contract.shape import shape
 from stoker.training.config import presets
 from stoker.training.config.aliases import RENAMED, SECTION_VALUES, TRANSLATED
-from stoker.training.config.derived import about
+from stoker.training.config.derived import BATCH, LENGTH, RATES
 from stoker.training.config.keys import BARE, KEYS, LEAVES
-from stoker.training.config.schema import ABOUT
-from stoker.training.config.stages import LEARNING
+from stoker.training.config.schema import ABOUT, SECTIONS
 
+DERIVED = (*RATES, *LENGTH, *BATCH)  # a stage that trains derives these
 STANDS_ALONE = ("use_amp", "gradient_checkpointing", "debug")  # aliases that may come without a value
 
 
@@ -42,42 +42,51 @@ class _Collect(argparse.Action):
     name = ""
 
 
-def add_key_flags(parser: argparse.ArgumentParser) -> None:
+@shape
+class Shown:
+    """What a --help lists: these keys, in this order; None: all of them, section by section."""
+
+    keys: Sequence[str] | None = None
+    without: Collection[str] = ()  # keys that only other stages read
+    more: Callable[[str], str] = lambda dotted: ""  # what else is to be said of a key's default
+
+
+def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -> None:
+    """Every key is understood, whichever of them the help lists."""
+    shown = shown or Shown()
     group = parser.add_argument_group("config")
-    _add(
-        group,
-        "preset",
-        ["--preset"],
-        "where to begin: " + "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items()),
-        "NAME",
-        False,
-    )
+    about = "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items())
+    _add(group, "preset", ["--preset"], f"where to begin: {about}" if shown.keys is None else _presets(), "NAME", False)
+    file = "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`"
     _add(
         group,
         "config",
         ["--config"],
-        "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`",
+        file if shown.keys is None else "YAML or JSON file with any of the keys",
         "FILE",
         False,
     )
-    _add(group, "data", ["--data"], "the same as --data.path: one or several", "PATH", False)
+    path = "data.path" if shown.keys is None else next(iter(shown.keys), "")
+    _add(
+        group,
+        "data",
+        ["--data"],
+        "the same as --data.path: one or several" if path == "data.path" else None,
+        "PATH",
+        False,
+    )
     _add(group, "debug", ["--debug"], "the same as --preset debug", None, True)
-    sections: dict[str, Any] = {}
-    for dotted, key in KEYS.items():
-        if key.section not in sections:
-            sections[key.section] = parser.add_argument_group(f"{key.section}: {ABOUT[key.section]}")
-        alone = key.kind == "bool"
-        differs = presets.differing(dotted)
-        default = "none" if key.default in ((), "") else key.text(key.default)
-        derived = about(dotted, LEARNING)
-        text = (
-            f"{key.spec.help} (default:"
-            f" {default}{f'; {differs}' if differs else ''}{f'; stages: {derived}' if derived else ''})"
-        )
-        metavar = key.spec.metavar or (
-            "|".join(key.spec.choices) if key.spec.choices else None if alone else key.name.split("_")[-1].upper()
-        )
-        _add(sections[key.section], dotted, [f"--{dotted}"], text, metavar, alone)
+    groups: dict[str, Any] = {}
+    if shown.keys is not None:
+        groups = dict.fromkeys(SECTIONS, parser.add_argument_group("most used keys"))
+    listed = [dotted for dotted in (KEYS if shown.keys is None else shown.keys) if dotted not in shown.without]
+    for dotted in (*listed, *(dotted for dotted in KEYS if dotted not in listed)):
+        key = KEYS[dotted]
+        if key.section not in groups and dotted in listed:
+            groups[key.section] = parser.add_argument_group(f"{key.section}: {ABOUT[key.section]}")
+        text = _help(dotted, shown) if dotted in listed else None
+        alone, metavar = key.kind == "bool", _metavar(dotted)
+        _add(groups[key.section] if text else parser, dotted, [f"--{dotted}"], text, metavar, alone)
         _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
     for name in [
         *BARE,
@@ -89,6 +98,30 @@ def add_key_flags(parser: argparse.ArgumentParser) -> None:
         alone = name in STANDS_ALONE or (name in BARE and KEYS[BARE[name]].kind == "bool")
         if name not in ("debug", "data"):
             _add(parser, name, _spellings(name), None, None, alone)
+
+
+def _presets() -> str:
+    return f"where to begin: {', '.join(presets.ABOUT)}"
+
+
+def _help(dotted: str, shown: Shown) -> str:
+    key = KEYS[dotted]
+    default = "none" if key.default in ((), "") else key.text(key.default)
+    if shown.keys is not None:
+        return f"{key.spec.help} (default: {default if dotted not in DERIVED else 'by stage, model and data'})"
+    differs, more = presets.differing(dotted), shown.more(dotted)
+    return (
+        f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''}{f'; stages: {more}' if more else ''})"
+    )
+
+
+def _metavar(dotted: str) -> str | None:
+    key = KEYS[dotted]
+    if key.spec.metavar:
+        return key.spec.metavar
+    if key.spec.choices:
+        return "|".join(key.spec.choices)
+    return None if key.kind == "bool" else key.name.split("_")[-1].upper()
 
 
 def _spellings(name: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from stoker.contract import limits
 from stoker.contract.quantities import size
 from stoker.contract.shape import option, shape
 from stoker.training.checkpoint.config import CheckpointConfig
@@ -24,9 +25,13 @@ from stoker.training.tokenizer.config import TokenizerConfig
 
 @shape
 class NeedsConfig:
-    gpus: int = option("refuse to start on a machine with fewer GPUs", default=0)
+    gpus: int = option("refuse to start on a machine with fewer GPUs", default=0, limit=limits.COUNT)
     vram: int = option(
-        "refuse to start where GPUs with this much memory are missing, e.g. 40GB", default=0, parse=size, metavar="SIZE"
+        "refuse to start where GPUs with this much memory are missing, e.g. 40GB",
+        default=0,
+        parse=size,
+        metavar="SIZE",
+        limit=limits.NOT_NEGATIVE,
     )
 
 

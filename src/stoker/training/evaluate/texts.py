@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from stoker.contract.names import EX_DATAERR, Refusal
-from stoker.training.config.schema import Config
+from stoker.training.data.config import DataConfig
 from stoker.training.data.ours import own_cache
 from stoker.training.data.read import texts
 from stoker.training.data.sources import find_sources
@@ -18,23 +18,31 @@ from stoker.training.parallel.group import Group
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 
-def documents(c: Config, say: Callable[[str], None]) -> Iterator[bytes]:
+def documents(path: str, data: DataConfig, say: Callable[[str], None]) -> Iterator[bytes]:
     """Whole texts of jsonl, parquet or text files."""
-    sources = find_sources((c.evaluate.texts,), own_cache(c.data.cache, say), say, "evaluate.texts")
+    sources = find_sources((path,), own_cache(data.cache, say), say, "evaluate.texts")
     begun = b""
     for span in split(sources, 0.0)[0]:
-        for part, ends in texts(span, c.data.text_key):
+        for part, ends in texts(span, data.text_key):
             begun += part
             if ends:
                 yield begun
                 begun = b""
 
 
-def measure(c: Config, model: Decoder, tokenizer: Tokenizer, group: Group, say: Callable[[str], None]) -> float:
-    """Over `train.eval_tokens` tokens; ranks share the windows."""
-    rows, sizes = windows(tokenizer, documents(c, say), c.data.context_length, c.train.eval_tokens)
+def measure(
+    path: str,
+    data: DataConfig,
+    tokens: int,
+    model: Decoder,
+    tokenizer: Tokenizer,
+    group: Group,
+    say: Callable[[str], None],
+) -> float:
+    """Over `tokens` tokens; ranks share the windows."""
+    rows, sizes = windows(tokenizer, documents(path, data, say), data.context_length, tokens)
     if not rows:
-        raise Refusal(f"evaluate.texts {c.evaluate.texts} holds no text", EX_DATAERR)
+        raise Refusal(f"evaluate.texts {path} holds no text", EX_DATAERR)
     mine = range(group.rank, len(rows), group.world)
     found = sum(log_likelihoods(model, [rows[place] for place in mine]))
     totals = group.sum(

@@ -106,6 +106,12 @@ class Feeder:
                 raise found
             yield found
 
+    def __enter__(self) -> Feeder:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._stop.set()
         while self._thread.is_alive():

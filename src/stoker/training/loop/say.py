@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import stoker
 from stoker.contract import names, redact, terminal
 from stoker.contract.untrusted import printable_lines
-from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
-from stoker.training.config.resolve import flags
-from stoker.training.config.schema import Config
 from stoker.training.loop.evaluate import Validation
 from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
-from stoker.training.loop.step import Numbers
 from stoker.training.parallel.group import Group
 
 REDRAW_S = 0.5
-
-
-def where_runs_go(c: Config) -> str:
-    """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
-    given = os.environ.get(names.RUN_DIR)
-    if given:
-        return given
-    digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
-    return ownership.own_folder("runs", f"torchrun-{digest}")
 
 
 class Voice:
@@ -61,31 +47,22 @@ class Voice:
         if self._group.first:
             self.say(text)
 
-    def step(self, numbers: Numbers, rate: float, speed: Speed, tokens: int) -> None:
-        done = numbers.step + 1
+    def step(
+        self, step: int, loss: float, speed: Speed, line: Callable[[str], str], *, every_rank: bool, **values: Any
+    ) -> None:
+        """A step's line and its metrics, every `train.log_every` steps and at the last one. `line`: from the time left."""
+        done = step + 1
         per_step = speed.seconds_per_step
         left = per_step * (self._steps - done) if per_step is not None else None
         if self._bar:
-            self._draw(done, numbers.loss, left)
-        mfu, memory, fast = speed.mfu, speed.memory(), speed.tokens_per_s
-        self._last = dict(
-            loss=numbers.loss,
-            tokens=tokens,
-            grad_norm=numbers.norm,
-            lr=rate,
-            tokens_per_s=round(fast, 1) if fast else None,
-            mfu=round(mfu, 4) if mfu else None,
-            memory=memory,
-            seconds_per_step=round(per_step, 6) if per_step else None,
-        )
-        if numbers.step % self._every and done != self._steps:
+            self._draw(done, loss, left)
+        fast = speed.tokens_per_s
+        self._last = {"loss": loss, **values, "tokens_per_s": round(fast, 1) if fast else None}
+        if step % self._every and done != self._steps:
             return
-        self.say(
-            f"Step [{numbers.step}/{self._steps}] | Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm:"
-            f" {numbers.norm:.4f} | ETA: {clock(left)} | {f'{fast:,.0f}' if fast else '?'} tok/s | MFU:"
-            f" {f'{mfu:.1%}' if mfu else 'n/a'} | Mem: {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
-        )
-        self.metrics(numbers.step, **self._last)
+        if every_rank or self._group.first:
+            self.say(f"Step [{step}/{self._steps}] | {line(clock(left))}")
+        self.metrics(step, **self._last)
 
     def validation(self, done: int, found: Validation, best: float | None) -> None:
         lowest = "n/a" if best is None else f"{best:.4f}"

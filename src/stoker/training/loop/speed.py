@@ -1,7 +1,8 @@
-"""Tokens per second, MFU, memory, time left."""
+"""Tokens per second, MFU, memory, time left; and the time until the first step."""
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import deque
@@ -97,3 +98,21 @@ def clock(seconds: float | None) -> str:
     whole = max(int(seconds), 0)
     hours, rest = divmod(whole, 3600)
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+class Startup:
+    """Where the seconds before the first step went. Counted from the start of this process: Python and its imports are part of it."""
+
+    def __init__(self) -> None:
+        self._last = self._began = os.stat("/proc/self").st_ctime
+        self._parts: list[tuple[str, float]] = []
+
+    def done(self, name: str) -> None:
+        now = time.time()
+        self._parts.append((name, now - self._last))
+        self._last = now
+
+    def said(self) -> str:
+        return f"{self._last - self._began:.1f} s: " + ", ".join(
+            f"{name} {seconds:.1f}" for name, seconds in self._parts
+        )

@@ -143,7 +143,7 @@ class Stepper:
         for number, micro in enumerate(batch.micro_batches):
             self.set_seed(batch.step, number)
             with no_sync(self._wrapped, number == last):
-                total += self._micro(micro)
+                total += self._micro(micro) if self._micro.graphed else self._micro.eager(micro)
         if self._clock is not None:
             self._clock.end()
         self._after_backward()

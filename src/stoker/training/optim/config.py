@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.contract import limits
 from stoker.contract.shape import option, shape
 
 
@@ -22,22 +23,26 @@ class OptimConfig:
         default="adamw",
         choices=("adamw", "adamw8bit", "muon"),
     )
-    learning_rate: float = option("peak learning rate of AdamW", default=3e-4)
-    muon_learning_rate: float = option("peak learning rate of Muon's matrices", default=0.02)
-    min_ratio: float = option("the schedule ends at this share of the peak", default=0.1)
+    learning_rate: float = option("peak learning rate of AdamW", default=3e-4, limit=limits.POSITIVE)
+    muon_learning_rate: float = option("peak learning rate of Muon's matrices", default=0.02, limit=limits.POSITIVE)
+    min_ratio: float = option("the schedule ends at this share of the peak", default=0.1, limit=limits.SHARE)
     schedule: str = option(
         "cosine, linear, constant, or wsd (constant, then linear over the last `cooldown` of the run)",
         default="cosine",
         choices=("cosine", "linear", "constant", "wsd"),
     )
-    warmup_steps: int = option("steps of linear warm-up (0: `warmup_ratio` counts)", default=0)
-    warmup_ratio: float = option("share of the run that is warm-up", default=0.01)
-    cooldown: float = option("share of the run that wsd cools down", default=0.2)
-    weight_decay: float = option("decoupled weight decay of matrices; norms have none", default=0.1)
-    beta1: float = option("AdamW's first moment", default=0.9)
-    beta2: float = option("AdamW's second moment", default=0.95)
-    eps: float = option("AdamW's epsilon", default=1e-8)
-    max_grad_norm: float = option("gradients are scaled down to this norm (0: never)", default=1.0)
+    warmup_steps: int = option("steps of linear warm-up (0: `warmup_ratio` counts)", default=0, limit=limits.COUNT)
+    warmup_ratio: float = option("share of the run that is warm-up", default=0.01, limit=limits.LESS_THAN_ALL)
+    cooldown: float = option("share of the run that wsd cools down", default=0.2, limit=limits.SHARE)
+    weight_decay: float = option(
+        "decoupled weight decay of matrices; norms have none", default=0.1, limit=limits.NOT_NEGATIVE
+    )
+    beta1: float = option("AdamW's first moment", default=0.9, limit=limits.LESS_THAN_ALL)
+    beta2: float = option("AdamW's second moment", default=0.95, limit=limits.LESS_THAN_ALL)
+    eps: float = option("AdamW's epsilon", default=1e-8, limit=limits.POSITIVE)
+    max_grad_norm: float = option(
+        "gradients are scaled down to this norm (0: never)", default=1.0, limit=limits.NOT_NEGATIVE
+    )
 
 
 @shape
@@ -46,11 +51,13 @@ class BatchConfig:
         "tokens per optimizer step, all ranks together; any number of ranks may share them (0: micro × accumulation ×"
         " ranks × context)",
         default=0,
+        limit=limits.LARGE,
     )
     micro: int = option(
         "samples a rank computes at once: a number, or auto for the largest that fits",
         default=8,
         parse=micro,
         metavar="N|auto",
+        limit=limits.COUNT,
     )
-    accumulation: int = option("micro-batches per step and rank, where `tokens` is 0", default=1)
+    accumulation: int = option("micro-batches per step and rank, where `tokens` is 0", default=1, limit=limits.FROM_ONE)

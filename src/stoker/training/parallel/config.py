@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from stoker.contract import limits
 from stoker.contract.quantities import duration
 from stoker.contract.shape import option, shape
-from stoker.training.balance.words import comm as read_comm
+from stoker.training.parallel.words import comm as read_comm
 
 
 @shape
@@ -25,7 +26,13 @@ class ParallelConfig:
         parse=read_comm,
         metavar="HOW",
     )
-    timeout: float = option("a collective that takes longer has failed", default=600.0, parse=duration, metavar="TIME")
+    timeout: float = option(
+        "a collective that takes longer has failed",
+        default=600.0,
+        parse=duration,
+        metavar="TIME",
+        limit=limits.POSITIVE,
+    )
 
 
 @shape

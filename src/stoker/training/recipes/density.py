@@ -24,17 +24,25 @@ from stoker.training.density.points import Vectors, centred
 from stoker.training.density.weights import weights
 from stoker.training.evaluate.asking import Manner, prompt_ids
 from stoker.training.evaluate.tasks import Prompts, prompts_of
-from stoker.training.loop.say import where_runs_go
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.recipes.stage import (
+    finish,
+    from_rank_0,
+    open_model,
+    run,
+    settings,
+    tokenizer_of,
+    weights_of,
+    where_runs_go,
+)
 
 WEIGHTS = "weights.jsonl"
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv)
+    c = settings(argv, "density")
     prompts = prompts_of(c.density.prompts, "density.prompts")
     if prompts.skipped:
         from_rank_0(prompts.skipped)

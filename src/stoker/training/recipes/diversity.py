@@ -23,7 +23,6 @@ from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred
 from stoker.training.diversity.compare import compare, told
-from stoker.training.diversity.limits import check
 from stoker.training.diversity.metrics import Counted
 from stoker.training.diversity.report import report
 from stoker.training.evaluate.answering import sample
@@ -31,11 +30,19 @@ from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import prompts_of, spread
 from stoker.training.generate.engine import Engine
-from stoker.training.loop.say import where_runs_go
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.recipes.stage import (
+    finish,
+    from_rank_0,
+    open_model,
+    run,
+    settings,
+    tokenizer_of,
+    weights_of,
+    where_runs_go,
+)
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"
@@ -45,8 +52,7 @@ Answers = list[list[str]]
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv)
-    check(c)
+    c = settings(argv, "diversity")
     folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
     embedder = weights_of(c.model.load)
     questions = _questions(c, folders)

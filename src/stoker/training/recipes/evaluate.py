@@ -27,19 +27,27 @@ from stoker.training.evaluate.asking import Manner
 from stoker.training.evaluate.tasks import read_tasks
 from stoker.training.evaluate.texts import measure
 from stoker.training.generate.engine import Engine
-from stoker.training.loop.say import where_runs_go
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import finish, from_rank_0, open_model, run, settings, tokenizer_of, weights_of
+from stoker.training.recipes.stage import (
+    finish,
+    from_rank_0,
+    open_model,
+    run,
+    settings,
+    tokenizer_of,
+    weights_of,
+    where_runs_go,
+)
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 COMPLETIONS = "completions.jsonl"
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv)
+    c = settings(argv, "evaluate")
     if not c.evaluate.tasks and not c.evaluate.texts:
         raise Refusal(
             "nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE
@@ -60,7 +68,8 @@ def main(argv: list[str]) -> int:
         model = open_model(c, folder, group.device).eval()
         engine = _engine(c, tasks, model, tokenizer)
         mine = [one for asked in tasks for one in _answers(c, asked, model, engine, tokenizer, manner, group)]
-        per_byte = measure(c, model, tokenizer, group, from_rank_0) if c.evaluate.texts else None
+        texts, tokens = c.evaluate.texts, c.train.eval_tokens
+        per_byte = measure(texts, c.data, tokens, model, tokenizer, group, from_rank_0) if texts else None
 
     together = [one for part in group.all(mine) for one in part]
     if group.first:

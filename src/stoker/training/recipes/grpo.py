@@ -3,44 +3,48 @@
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
 
-Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: steps.py makes the steps, loss.py has the formula.
+Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: loss.py has the
+formula, update.py the learning, loop/run.py saves and stops.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 
+import torch
+
 import stoker
-from stoker.contract import redact
+from stoker.contract import names
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import as_json
-from stoker.contract.wholefile import write_whole
-from stoker.training.config.yamlform import as_yaml
-from stoker.training.loop import state
-from stoker.training.loop.say import Voice, where_runs_go
+from stoker.training.loop.keeping import Keeper, newest, tensors_of
+from stoker.training.loop.profiling import Profile
+from stoker.training.loop.run import Loop
+from stoker.training.loop.say import Voice
 from stoker.training.model import hf, ready
 from stoker.training.model.rows import with_rows
+from stoker.training.optim import schedule
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.rl import prompts as asking
+from stoker.training.rl.advantage import advantages
 from stoker.training.rl.breaker import Stopped
-from stoker.training.rl.keeping import Keeper, go_on
-from stoker.training.rl.limits import check, micro_batch, steps_of
 from stoker.training.rl.reward import reward, scorer_of
+from stoker.training.rl.rollout import outcome as outcome_of
 from stoker.training.rl.rollout import rollout_of
-from stoker.training.rl.steps import Steps, result
+from stoker.training.rl.task import GrpoTask, Launched, result, resumed
 from stoker.training.rl.update import Updater
 from stoker.training.tokenizer.tokenizer import Tokenizer
+
+MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
 
 def main(argv: list[str]) -> int:
     # Settings, refused here where they can't work.
     c = stage.settings(argv, "grpo")
-    check(c)
-    folder, micro = where_runs_go(c), micro_batch(c)
+    micro = max((c.batch.micro or MICRO) >> int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0")), 1)
     weights, tokenizer = stage.weights_of(c.model.load), stage.tokenizer_of(c)
 
     # Prompts as token ids, and how often each is sampled.
@@ -52,16 +56,15 @@ def main(argv: list[str]) -> int:
     draw = asking.draw_of(
         stage.rows_of(c.grpo.weights, "grpo.weights") if c.grpo.weights else None, prompts, len(rows), c.grpo.weights
     )
-    steps = steps_of(c, len(prompts))
+    # train.epochs counts prompts that were sampled.
+    steps = c.train.max_steps or max(-(-round(c.train.epochs * len(prompts)) // c.grpo.prompts_per_step), 1)
 
     # Ranks.
     group = Group(c.parallel)
     voice = Voice(group, c.train.log_every)
     for line in left_out:
         voice.say_once(line)
-    if group.first:
-        os.makedirs(folder, 0o700, exist_ok=True)
-        write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
+    folder = stage.run_directory(c, group)
 
     # Model and optimizer. The reference: the weights it all begins with, in the activations' dtype. The reward model,
     # where there is one.
@@ -73,57 +76,81 @@ def main(argv: list[str]) -> int:
     if c.grpo.kl > 0:
         reference = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
         ready.make_ready(reference, c.compute, group.device, voice.say_once)
-    rewarding = functools.partial(
-        reward, scorer=scorer_of(c, tokenizer, group.device, micro), weight=c.grpo.reward_weight
-    )
+    scorer = scorer_of(c.grpo.reward_model, c.data.context_length, c.compute, tokenizer, group.device, micro)
 
     # Where a checkpoint left them, if there is one.
-    kernels = ready.attention(c.compute, group.device)
+    found = newest(c.checkpoint, folder, group, voice)
+    position, history = resumed(found, c.optim.kind, c.grpo)
+    tensors = tensors_of(model, optimizer)
+    keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=False)
     updater = Updater(
-        model, reference, optimizer, group, c.grpo, temperature=c.generate.temperature, micro=micro, attention=kernels
+        model,
+        reference,
+        optimizer,
+        group,
+        c.grpo,
+        temperature=c.generate.temperature,
+        micro=micro,
+        attention=ready.attention(c.compute, group.device),
+        before_update=keeper.saver.before_update,
     )
     updater.settle()
-    tensors = state.tensors(model, optimizer)
-    position, history = go_on(c, group, voice, tensors)
+    if found is not None:
+        found.read_into(tensors)
+        voice.say_once(f"resumes at step {position.step} from {found.path}")
     updater.resume(position.updates)
     voice.begin(folder, steps, c.train.log_to, as_json(c), position.step)
 
-    # The steps.
-    rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c, group)
+    # The steps: sample prompts, write answers, judge them, learn.
+    rollout = rollout_of(model, tokenizer, max(len(prompt.ids) for prompt in prompts), c.generate, c.grpo, group)
     words = c.tokenizer.path or weights
     about = {
+        "optimizer": c.optim.kind,
         "model": as_json(model.config),
         "data": {"context": c.data.context_length},
         "tokenizer_digest": tokenizer.digest,
         "tokenizer": os.path.abspath(words) if os.path.isdir(words) else None,
     }
-    keeper = Keeper(c, group, voice, tensors, about)
-    updater.before_update = keeper.saver.before_update
-    loop = Steps(c, group, voice, prompts, draw, rollout, rewarding, updater, keeper, position, history, steps)
     voice.say_once(
         f"prompts: {len(prompts):,}, {c.grpo.prompts_per_step} a step with {c.grpo.group} answers each, {steps} steps"
     )
     for mark in ("CAN-HALVE-MICRO-BATCH",) * (micro > 1) + ("POST-MODEL",):
         stoker.mark(mark)
     stoker.phase("train")
-    stopped: str | None = None
+    task = GrpoTask(c.grpo, group, voice, position, history, about=about)
+    profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, group.device, voice.say)
+    loop = Loop(task, keeper, group, voice, profile, first=position.step, steps=steps)
+    code, stopped = 0, None
     try:
-        code = loop.run()
+        for step in loop.over(range(position.step, steps)):
+            asked = [prompts[index] for index in draw(step, c.train.seed, c.grpo.prompts_per_step)]
+            answers = rollout(asked, c.train.seed, step)
+            rewards, correct = reward(answers, scorer, c.grpo.reward_weight)
+            outcome = outcome_of(answers, rewards, correct, c.grpo.prompts_per_step * c.grpo.group, group)
+            above = advantages(
+                torch.tensor(rewards, dtype=torch.float64).view(-1, c.grpo.group), c.grpo.scale_by_deviation
+            )
+            share = schedule.share(c.optim, step, steps)
+            lengths = [int(length) for length in outcome.lengths.tolist()]
+            learned = updater.learn(answers, above.flatten().tolist(), lengths, share)
+            rollout.refresh()
+            rate = c.optim.learning_rate * share
+            loop.launched(Launched(step, outcome, learned, updater.done, rate, loop.words()))
+        code = loop.code
     except Stopped as broken:
-        code, stopped = EX_SOFTWARE, str(broken)
-        voice.say(
-            f"GRPO stopped itself: {stopped}"
-        )  # on every rank: whichever is judged, its last words name the cause
+        code, stopped = EX_SOFTWARE, f"{broken}; {keeper.last_good()}"
+        # On every rank: whichever is judged, its last words name the cause.
+        voice.say(f"GRPO stopped itself: {stopped}")
 
     # The model, and the result last.
-    exported = code == 0 and loop.whole and c.checkpoint.export
+    whole = loop.whole and code == 0
+    exported = whole and c.checkpoint.export
     if exported:
-        copied = _tokenizer_folder(c.tokenizer.path or weights, tokenizer, folder) if group.first else None
+        copied = _tokenizer_folder(words, tokenizer, folder) if group.first else None
         hf.save(model, os.path.join(folder, "hf"), tokenizer_folder=copied, say=voice.say_once, write=group.first)
-    if group.first and (stopped or (code == 0 and loop.whole)):
-        stage.finish(
-            c, "grpo", result(loop.history, loop.position, stopped, loop.solved), model="hf" if exported else None
-        )
+    if group.first and (stopped or whole):
+        metrics = result(task.history, task.position, stopped, task.solved)
+        stage.finish(c, "grpo", metrics, model="hf" if exported else None)
     voice.close()
     group.close()
     return code

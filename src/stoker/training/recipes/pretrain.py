@@ -3,8 +3,8 @@
     stoker train pretrain --data texts/ --preset small
     torchrun --nproc-per-node 2 -m stoker.training.recipes.pretrain --preset debug --data notes.txt      # works too
 
-Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; loop/job.py builds the parts, loop/steps.py makes the steps.
-Midtraining and fine-tuning are the same with other data: they call `learn`.
+Reads top to bottom: settings, data, ranks, model, steps. docs/config.yaml has every key; supervised.py makes the
+steps, build.py the parts they need. Midtraining and fine-tuning are the same with other data: they call `learn`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ import torch
 from stoker.training.config.check import check_data, check_ranks
 from stoker.training.config.lasting import with_tokenizer
 from stoker.training.config.resolve import recipe_settings
-from stoker.training.config.stages import STAGES
 from stoker.training.data.prepare import prepare
-from stoker.training.loop.job import Job
+from stoker.training.loop.learner import Learner
 from stoker.training.loop.loggers import check_loggers
 from stoker.training.loop.material import from_prepared
-from stoker.training.loop.stages import Stages
+from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Startup
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes import stage
+from stoker.training.recipes import stage, supervised
+from stoker.training.stages.registry import STAGES
 
 
 def learn(name: str, argv: list[str]) -> int:
-    stages = Stages()
-    stages.done("imports")
+    startup = Startup()
+    startup.done("imports")
     # Settings: a preset, a file, the environment, flags. Refused here, before anything is started, where they can't
     # work.
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
@@ -53,24 +54,22 @@ def learn(name: str, argv: list[str]) -> int:
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
     check_data(c, prepared.train_tokens, prepared.vocab_size)
     c = stage.with_stage_defaults(name, c, resolved.given, prepared)
-    stages.done("data")
+    startup.done("data")
 
     group = Group(c.parallel)
-    stages.done("ranks")
+    startup.done("ranks")
     if compiler is not None:
         compiler.join()
 
     # Model, optimizer, micro-batch, checkpoint; then the steps.
-    job = Job(c, from_prepared(prepared, c.data.context_length), group, stages)
+    material, voice = from_prepared(prepared, c.data.context_length), Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
-        job.build()
-        stages.done("model")
-        code = job.train_or_finish()
-    if group.first and job.whole:
-        stage.finish(c, name, stage.learned(job), model="hf" if c.checkpoint.export else None)
-    job.voice.close()
+        trained = supervised.train(c, material, Learner(), group, voice, startup)
+    if group.first and trained.whole:
+        stage.finish(c, name, trained.metrics, model="hf" if c.checkpoint.export else None)
+    voice.close()
     group.close()
-    return code
+    return trained.code
 
 
 def main(argv: list[str]) -> int:

@@ -12,16 +12,16 @@ import os
 import sys
 from typing import Any
 
-from stoker.contract.names import EX_CONFIG, EX_DATAERR, Refusal
+from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.training.config.check import check_ranks
 from stoker.training.evaluate.confidence import wilson
-from stoker.training.loop.job import Job
 from stoker.training.loop.material import Material
-from stoker.training.loop.stages import Stages
+from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Startup
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes import stage
+from stoker.training.recipes import stage, supervised
 from stoker.training.reward.calibration import calibration
 from stoker.training.reward.model import held_out_margins, learner
 from stoker.training.reward.pairs import Pair, PairRows, read_pairs
@@ -29,12 +29,10 @@ from stoker.training.tokenizer import chat
 
 
 def main(argv: list[str]) -> int:
-    stages = Stages()
-    stages.done("imports")
+    startup = Startup()
+    startup.done("imports")
     c = stage.settings(argv, "reward")
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
-    if c.compute.attention in ("flash", "cudnn"):
-        raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer = stage.tokenizer_of(c)
@@ -57,29 +55,27 @@ def main(argv: list[str]) -> int:
         kept = max(len(pairs) // 10, 1)
         pairs, held_out = pairs[:-kept], pairs[-kept:]
     train, other = (PairRows(some, c.data.context_length, chat.pad_id(tokenizer)) for some in (pairs, held_out))
-    stages.done("data")
+    startup.done("data")
 
     group = Group(c.parallel)
-    stages.done("ranks")
+    startup.done("ranks")
     folder = c.tokenizer.path or stage.weights_of(c.model.load)
     material = Material(train.digest(), tokenizer.vocab_size, folder, tokenizer.digest, train, other)
-    job = Job(c, material, group, stages, learner(c.reward.likelihood))
+    voice = Voice(group, c.train.log_every)
     with kernels(ready.attention(c.compute, group.device)):
-        job.build()
-        stages.done("model")
-        code = job.train_or_finish()
-        if job.whole:
-            margins = held_out_margins(job.wrapped, other, group, job.micro).tolist()
+        trained = supervised.train(c, material, learner(c.reward.likelihood), group, voice, startup)
+        if trained.whole:
+            margins = held_out_margins(trained.parts.wrapped, other, group, trained.parts.micro).tolist()
             if group.first:
                 told = measured(held_out, margins)
-                job.voice.say(
+                voice.say(
                     f"held-out pairs in the right order: {told['accuracy']:.1%} ({told['low']:.1%} –"
                     f" {told['high']:.1%}) of {told['total']}"
                 )
-                stage.finish(c, "reward", {**stage.learned(job), **told}, model="hf")
-    job.voice.close()
+                stage.finish(c, "reward", {**trained.metrics, **told}, model="hf")
+    voice.close()
     group.close()
-    return code
+    return trained.code
 
 
 def measured(pairs: list[Pair], margins: list[float]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ is known to be done.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -12,23 +13,25 @@ from typing import Any
 
 import torch
 
-from stoker.contract import redact
+from stoker.contract import names, redact
 from stoker.contract.names import EX_NOINPUT, EX_USAGE, Refusal
 from stoker.contract.untrusted import printable_lines, read_json
 from stoker.contract.wholefile import write_whole
+from stoker.control.record import ownership
 from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
-from stoker.training.config.resolve import on_cpu, recipe_settings
+from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.config.situation import situation, with_defaults
-from stoker.training.config.stages import STAGES
+from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.loop.job import BEFORE, Job
-from stoker.training.loop.say import where_runs_go
+from stoker.training.loop.supervised import BEFORE, Supervised
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.group import Group
+from stoker.training.stages.registry import STAGES
+from stoker.training.stages.situation import situation, with_defaults
 from stoker.training.tokenizer.tokenizer import Tokenizer
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
@@ -36,12 +39,24 @@ RESULT = "result.json"
 SCHEMA = 1
 
 
-def settings(argv: list[str], training: str = "") -> Config:
-    """`training`: the stage's name, of one that trains: what nobody gave is derived."""
+def where_runs_go(c: Config) -> str:
+    """The run directory; under plain torchrun, which has none, one that the same settings find again and others don't."""
+    given = os.environ.get(names.RUN_DIR)
+    if given:
+        return given
+    digest = hashlib.sha256(json.dumps(flags(c)).encode()).hexdigest()[:10]
+    return ownership.own_folder("runs", f"torchrun-{digest}")
+
+
+def settings(argv: list[str], name: str) -> Config:
+    """Checked by the stage's own rules; what nobody gave is derived where it trains."""
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0)
     c = resolved.config
     ready.environment(from_rank_0)
-    return with_stage_defaults(training, c, resolved.given) if training else c
+    if STAGES[name].learning is not None:
+        c = with_stage_defaults(name, c, resolved.given)
+    STAGES[name].check(c)
+    return c
 
 
 def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:
@@ -110,21 +125,34 @@ def finish(
     write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
 
 
-def learned(job: Job) -> dict[str, Any]:
-    """The numbers of a stage that trained; of one that had been trained before, those it left in its metrics."""
-    last, before = job.last, _before(job.folder)
-    if last is None or last.validation is None:
-        return {"steps": job.steps, "tokens": job.position.tokens, **_newest(job.folder), **before}
-    found = last.validation
+def run_directory(c: Config, group: Group) -> str:
+    """Rank 0 makes it, with the settings in it."""
+    folder = where_runs_go(c)
+    if group.first:
+        os.makedirs(folder, 0o700, exist_ok=True)
+        write_whole(os.path.join(folder, "config.yaml"), redact.whole(as_yaml(c)).encode())
+    return folder
+
+
+def learned(task: Supervised, done: int, folder: str) -> dict[str, Any]:
+    """The numbers of a stage that trained."""
+    found = task.validation
+    if found is None:
+        return learned_before(folder, done, task.tokens)
     return {
-        **before,
-        "steps": last.done,
-        "tokens": last.tokens,
-        "loss": last.loss,
+        **_before(folder),
+        "steps": done,
+        "tokens": task.tokens,
+        "loss": task.loss,
         "val_loss": found.loss,
         "val_bits_per_byte": found.bits_per_byte,
         "val_right": found.right,
     }
+
+
+def learned_before(folder: str, steps: int, tokens: int) -> dict[str, Any]:
+    """Of one that was trained in an earlier attempt, from the metrics it left."""
+    return {"steps": steps, "tokens": tokens, **_newest(folder), **_before(folder)}
 
 
 def _before(folder: str) -> dict[str, Any]:

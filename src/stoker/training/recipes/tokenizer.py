@@ -18,7 +18,6 @@ from stoker.contract.names import EX_DATAERR, EX_USAGE, Refusal
 from stoker.training.data.prepare import prepare
 from stoker.training.data.prepared import Prepared
 from stoker.training.data.reader import Samples
-from stoker.training.loop.say import where_runs_go
 from stoker.training.recipes import stage
 from stoker.training.tokenizer.tokenizer import Tokenizer, load
 
@@ -27,7 +26,7 @@ MOST = 1_000_000  # tokens that are measured
 
 
 def main(argv: list[str]) -> int:
-    c = stage.settings(argv)
+    c = stage.settings(argv, "tokenizer")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise Refusal("a tokenizer is trained by one process: --nproc-per-node 1", EX_USAGE)
     prepared = prepare(c.data, c.tokenizer, stage.from_rank_0)
@@ -38,8 +37,8 @@ def main(argv: list[str]) -> int:
         "bytes_per_token": len(text) / tokens,
         "words_bytes_per_token": len(text) / len(WORD.findall(text)),
     }
-    os.makedirs(where_runs_go(c), 0o700, exist_ok=True)
-    folder = os.path.join(where_runs_go(c), "tokenizer")
+    os.makedirs(stage.where_runs_go(c), 0o700, exist_ok=True)
+    folder = os.path.join(stage.where_runs_go(c), "tokenizer")
     os.makedirs(folder, exist_ok=True)
     words.save(folder)
     stage.from_rank_0(

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
-from stoker.training.config.schema import Config
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.evaluate import Validation, padded
 from stoker.training.loop.learner import Learner, Say
@@ -31,6 +30,7 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_write import SCORE as HEAD
 from stoker.training.model.logprobs import token_logprobs
+from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.reward.pairs import Prompt, answered, asked
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -181,13 +181,13 @@ def learner(likelihood: bool) -> Learner:
     return Learner(RewardModel if likelihood else _Plain, load, save, measure)
 
 
-def open_reward(c: Config, folder: str, device: torch.device) -> RewardModel:
+def open_reward(folder: str, context_length: int, compute: ComputeConfig, device: torch.device) -> RewardModel:
     folder = hf_hub.folder_of(folder, lambda line: None)
     if not os.path.exists(os.path.join(folder, HEAD)):
         raise Refusal(f"{folder} is no reward model: it has no {HEAD}; `stoker train reward` makes one", EX_NOINPUT)
     kind = RewardModel if "trust" in _head(folder) else _Plain
     with torch.device(device):
-        model = kind(hf_config.shape_of(folder), c.data.context_length, ready.dtype_of(c.compute, device))
+        model = kind(hf_config.shape_of(folder), context_length, ready.dtype_of(compute, device))
     model.place(device)
     load(model, folder, lambda line: None)
     model.eval()

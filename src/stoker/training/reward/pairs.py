@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
+from stoker.training.data import jsonl
 from stoker.training.data.reader import IGNORED, Batch
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -53,6 +54,19 @@ def asked(tokenizer: Tokenizer, prompt: Prompt) -> list[int]:
 def answered(tokenizer: Tokenizer, prompt: Prompt, answer: str) -> list[int]:
     """And up to the mark that ends it: there the score is read."""
     return [*asked(tokenizer, prompt), *tokenizer.array(answer.encode()).tolist(), tokenizer.special[chat.STOP]]
+
+
+def lengths_of(path: str, tokenizer: Tokenizer) -> list[int]:
+    """Tokens of each pair, both answers; rows that are no pairs are counted elsewhere."""
+    found = []
+    for _, line in jsonl.lines(path):
+        try:
+            row = jsonl.row(line)
+            texts = [row["chosen"], row["rejected"]]
+            found.append(sum(len(answered(tokenizer, row["prompt"], text)) for text in texts))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return found
 
 
 def read_pairs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.contract import limits
 from stoker.contract.shape import option, shape
 
 
@@ -20,20 +21,29 @@ class GrpoConfig:
     reward_model: str = option(
         "folder of the reward stage's model (empty: only the answer counts)", default="", metavar="DIR"
     )
-    reward_weight: float = option("how much the reward model's score adds to a right answer's 1", default=0.1)
-    prompts_per_step: int = option("prompts a step, all ranks together; any number of ranks may share them", default=32)
-    group: int = option("answers per prompt", default=8)
-    updates: int = option("optimizer steps per batch of answers", default=1)
-    clip_ratio: float = option("the ratio of new to old probability counts up to 1 ± this", default=0.2)
-    kl: float = option("weight of the divergence from the model it began with", default=0.02)
+    reward_weight: float = option(
+        "how much the reward model's score adds to a right answer's 1", default=0.1, limit=limits.NOT_NEGATIVE
+    )
+    prompts_per_step: int = option(
+        "prompts a step, all ranks together; any number of ranks may share them", default=32, limit=limits.FROM_ONE
+    )
+    group: int = option("answers per prompt", default=8, limit=limits.FROM_TWO)
+    updates: int = option("optimizer steps per batch of answers", default=1, limit=limits.FROM_ONE)
+    clip_ratio: float = option(
+        "the ratio of new to old probability counts up to 1 ± this", default=0.2, limit=limits.POSITIVE
+    )
+    kl: float = option("weight of the divergence from the model it began with", default=0.02, limit=limits.NOT_NEGATIVE)
     scale_by_deviation: bool = option("advantages are divided by the group's standard deviation", default=True)
     breaker_steps: int = option(
         "stop after so many steps of a constant reward, with no answer right, or with every answer cut; all right for"
         " so long ends it as done (0: never)",
         default=10,
+        limit=limits.COUNT,
     )
-    breaker_kl: float = option("stop where the divergence stays above this", default=10.0)
-    breaker_entropy: float = option("stop where the entropy per token stays below this", default=0.001)
+    breaker_kl: float = option("stop where the divergence stays above this", default=10.0, limit=limits.NOT_NEGATIVE)
+    breaker_entropy: float = option(
+        "stop where the entropy per token stays below this", default=0.001, limit=limits.NOT_NEGATIVE
+    )
     breaker_length: float = option(
-        "stop where answers stay shorter than this share of those at the beginning", default=0.1
+        "stop where answers stay shorter than this share of those at the beginning", default=0.1, limit=limits.SHARE
     )

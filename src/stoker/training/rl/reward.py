@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
 from stoker.training.model import hf_hub
+from stoker.training.parallel.config import ComputeConfig
 from stoker.training.reward.model import open_reward, scores
 from stoker.training.rl.rollout import Answer
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -21,18 +21,19 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
 
-def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int) -> Scorer | None:
+def scorer_of(
+    folder: str, context_length: int, compute: ComputeConfig, tokenizer: Tokenizer, device: torch.device, micro: int
+) -> Scorer | None:
     """The reward model, where one is given."""
-    if not c.grpo.reward_model:
+    if not folder:
         return None
-    folder = hf_hub.folder_of(c.grpo.reward_model, lambda line: None)
-    if load_tokenizer(folder).digest != tokenizer.digest:
+    if load_tokenizer(hf_hub.folder_of(folder, lambda line: None)).digest != tokenizer.digest:
         raise Refusal(
-            f"grpo.reward_model {c.grpo.reward_model} has another tokenizer than {c.model.load}: its scores would be of"
-            " other words",
+            f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
             EX_CONFIG,
         )
-    return functools.partial(scores, open_reward(c, c.grpo.reward_model, device), tokenizer, device=device, micro=micro)
+    model = open_reward(folder, context_length, compute, device)
+    return functools.partial(scores, model, tokenizer, device=device, micro=micro)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from stoker.contract.shape import shape
-from stoker.training.config.schema import Config
 from stoker.training.generate.config import GenerateConfig
 from stoker.training.generate.engine import Engine
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import split
+from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.prompts import Prompt, number_from
 from stoker.training.tokenizer.chat import STOP
 from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -67,16 +67,14 @@ class Rollout:
         return found
 
 
-def rollout_of(model: Decoder, tokenizer: Tokenizer, longest: int, c: Config, ranks: Group) -> Rollout:
+def rollout_of(
+    model: Decoder, tokenizer: Tokenizer, longest: int, c: GenerateConfig, grpo: GrpoConfig, ranks: Group
+) -> Rollout:
     """`longest`: tokens of the longest prompt: the cache need not be larger."""
-    share = -(-c.grpo.prompts_per_step // ranks.world)
-    engine = Engine(
-        model,
-        rows=min(c.generate.rows, share * c.grpo.group),
-        length=longest + c.generate.new_tokens,
-        vocab=tokenizer.vocab_size,
-    )
-    return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c.generate, c.grpo.group, ranks)
+    share = -(-grpo.prompts_per_step // ranks.world)
+    rows, length = min(c.rows, share * grpo.group), longest + c.new_tokens
+    engine = Engine(model, rows=rows, length=length, vocab=tokenizer.vocab_size)
+    return Rollout(engine, tokenizer, {tokenizer.special[STOP], tokenizer.end_id}, c, grpo.group, ranks)
 
 
 @shape

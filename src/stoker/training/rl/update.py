@@ -53,13 +53,13 @@ class Updater:
         temperature: float,
         micro: int,
         attention: str,
+        before_update: Callable[[], None] = lambda: None,
     ) -> None:
+        """`before_update`: a checkpoint's snapshot must be out before the weights change."""
         self._model, self._reference, self._optimizer, self._group, self._c = model, reference, optimizer, group, c
         self._temperature, self._micro, self._attention = temperature, micro, attention
         self._wrapped = wrap(Policy(model, temperature=temperature, clip_ratio=c.clip_ratio, kl=c.kl), group)
-        self.before_update: Callable[[], None] = lambda: (
-            None
-        )  # a checkpoint's snapshot must be out before the weights change
+        self._before_update = before_update
         self.done = 0  # updates that counted: what the optimizer counts
 
     def resume(self, done: int) -> None:
@@ -131,7 +131,7 @@ class Updater:
         # weights part.
         spoiled = (~(torch.isfinite(norm) & torch.isfinite(total[0]))).float()
         values = self._group.sum(torch.cat([total, spoiled[None]]))
-        self.before_update()
+        self._before_update()
         self._optimizer.step(share, norm, (values[3] > 0).float())
         self._optimizer.zero()
         loss, kl, entropy, bad, size = torch.cat([values, norm[None]]).tolist()

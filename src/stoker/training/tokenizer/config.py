@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from stoker.contract import limits
 from stoker.contract.shape import option, shape
 
 
@@ -13,5 +14,11 @@ class TokenizerConfig:
         default="",
         metavar="WHERE",
     )
-    vocab_size: int = option("size of a tokenizer that is trained here, special tokens included", default=32768)
-    train_megabytes: int = option("how much of the data a tokenizer is trained on, spread evenly over it", default=256)
+    vocab_size: int = option(
+        "size of a tokenizer that is trained here, special tokens included",
+        default=32768,
+        limit=limits.Range(260, limits.MANY),
+    )
+    train_megabytes: int = option(
+        "how much of the data a tokenizer is trained on, spread evenly over it", default=256, limit=limits.FROM_ONE
+    )

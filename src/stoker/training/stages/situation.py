@@ -9,15 +9,14 @@ from collections.abc import Collection
 from typing import Any
 
 from stoker.contract.shape import replace
-from stoker.training.config import summary
+from stoker.training.config import amount, summary
 from stoker.training.config.derived import Learning, Situation, settled
 from stoker.training.config.schema import Config
-from stoker.training.config.stages import STAGES
-from stoker.training.data import amount
 from stoker.training.data.prepared import Prepared
 from stoker.training.model import hf_config, hf_hub
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import with_rows
+from stoker.training.stages.registry import STAGES
 
 BYTES_VOCABULARY = 272
 UNKNOWN_VOCABULARY = 32_768  # of a tokenizer that is not read before the start

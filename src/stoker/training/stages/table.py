@@ -1,15 +1,15 @@
-"""The table of defaults in docs/pipeline.md, made from the rules themselves:   python -m stoker.training.config.table"""
+"""The table of defaults in docs/pipeline.md, made from the rules themselves:   python -m stoker.training.stages.table"""
 
 from __future__ import annotations
 
 from stoker.contract.shape import shape
+from stoker.training.config.amount import Amount
 from stoker.training.config.derived import Situation, samples_a_step, settled, steps_and_passes
 from stoker.training.config.keys import config_of
 from stoker.training.config.resolve import combine
-from stoker.training.config.stages import LEARNING
-from stoker.training.data.amount import Amount
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.rows import parameters, with_rows
+from stoker.training.stages.registry import learning
 
 BEGIN, END = "<!-- defaults: begin -->", "<!-- defaults: end -->"
 _CPU = ModelConfig(
@@ -62,17 +62,17 @@ def table() -> str:
 
 
 def _row(case: Case) -> str:
-    learning = LEARNING[case.stage]
+    rules = learning()[case.stage]
     config = config_of(case.preset, combine(case.preset, [{"model.load": "hf"} if case.model else {}]))
     context = config.data.context_length
-    samples = case.count if learning.prompts else max(case.count * case.each // context, 1)
+    samples = case.count if rules.prompts else max(case.count * case.each // context, 1)
     model = case.model or with_rows(config.model, config.tokenizer.vocab_size)
     at = Situation(model, Amount(samples, case.count, _UNITS[case.stage]), case.ranks)
-    config, _ = settled(learning, config, (), at)
-    steps, passes = steps_and_passes(learning, config, at)
+    config, _ = settled(rules, config, (), at)
+    steps, passes = steps_and_passes(rules, config, at)
     batch = (
         f"{config.grpo.prompts_per_step} prompts × {config.grpo.group}"
-        if learning.prompts
+        if rules.prompts
         else f"{samples_a_step(config, case.ranks) * context:,}"
     )
     cells = (

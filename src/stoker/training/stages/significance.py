@@ -5,7 +5,9 @@ Pure.
 from __future__ import annotations
 
 import math
+from typing import Any
 
+from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
 
 Z = 1.959964  # 95 %, two-sided
@@ -136,3 +138,33 @@ def number_and_interval(measured: Measured) -> tuple[str, str]:
     largest = max(abs(value), abs(low), abs(high))
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     return f"{value:,.{decimals}f}", f"{low:,.{decimals}f} to {high:,.{decimals}f}"
+
+
+@shape
+class Marks:
+    greedy: Measured = Measured()  # right by content, as `sampled`
+    sampled: Measured = Measured()
+    strict: Measured = Measured()  # right in the expected form
+    form: Measured = Measured()  # in that form, right or wrong
+    cut: Measured = Measured()  # at the token limit
+    sampled_cut: Measured = Measured()
+
+
+def marks(data: Any) -> Marks:
+    """Runs before the rename have `drawn_` for `sampled_`."""
+    sampled = "sampled_" if isinstance(data, dict) and "sampled_total" in data else "drawn_"
+    return Marks(*(_measured(data, prefix) for prefix in ("", sampled, "strict_", "form_", "cut_", "sampled_cut_")))
+
+
+def _measured(data: Any, prefix: str) -> Measured:
+    value, low, high = (number_at(data, prefix + key) for key in ("accuracy", "low", "high"))
+    right, total = number_at(data, prefix + "correct"), number_at(data, prefix + "total")
+    if right is not None and total and (value is None or low is None or high is None):
+        return share(right, total)
+    return Measured(value, low, high, None if total is None else int(total))
+
+
+def measured(data: Any, key: str) -> Measured:
+    """{"value", "low", "high"} under a metric's name."""
+    inside = data.get(key) if isinstance(data, dict) else None
+    return Measured(number_at(inside, "value"), number_at(inside, "low"), number_at(inside, "high"))

@@ -1,4 +1,4 @@
-"""docs/config.yaml, made from the keys themselves:   python -m stoker.training.config.docs > docs/config.yaml"""
+"""docs/config.yaml, made from the keys themselves:   python -m stoker.training.stages.docs > docs/config.yaml"""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from stoker.training.config import presets
 from stoker.training.config.derived import about
 from stoker.training.config.keys import DEFAULTS, KEYS
 from stoker.training.config.schema import ABOUT
-from stoker.training.config.stages import LEARNING
 from stoker.training.config.yamlform import scalar
+from stoker.training.stages.registry import learning
 
 _HEAD = """# Every key of `stoker train`, with its meaning and its default.
-# Made from the code by `python -m stoker.training.config.docs`; a test keeps it current.
+# Made from the code by `python -m stoker.training.stages.docs`; a test keeps it current.
 #
 # This is a config file: `stoker train pretrain --config config.yaml` reads it, or JSON with the same keys, // and /* */ comments allowed.
 # Keep the lines you change and delete the rest: a key that is not given comes from the stage or the preset.
@@ -41,7 +41,7 @@ def page() -> str:
             says.append("choices: " + ", ".join(key.spec.choices))
         if differs := presets.differing(name):
             says.append("presets: " + differs)
-        if derived := about(name, LEARNING):
+        if derived := about(name, learning()):
             says.append("stages: " + derived)
         for text in says:
             parts += [f"  # {line}\n" for line in textwrap.wrap(text, 140)]

@@ -1,0 +1,157 @@
+"""Which checkpoint a run resumes from, when it saves, and saving. Every stage that trains shares this."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from stoker.contract import layout
+from stoker.contract.names import EX_DATAERR, Refusal
+from stoker.training.checkpoint import folders
+from stoker.training.checkpoint.config import CheckpointConfig
+from stoker.training.checkpoint.reading import Checkpoint, find, open_checkpoint, verify
+from stoker.training.checkpoint.saver import Saver
+from stoker.training.loop.resume import located, run_of
+from stoker.training.loop.say import Voice
+from stoker.training.optim.optimizer import Optimizer
+from stoker.training.parallel.group import Group
+
+BUSY, BROKEN = "busy", "broken"  # why a checkpoint is left out
+
+
+def folder_of(c: CheckpointConfig, run: str) -> str:
+    return os.path.abspath(c.folder or os.path.join(run, layout.CHECKPOINTS))
+
+
+def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpoint | None:
+    """Rank 0 looks and checks every byte; the others use its answer, or refuse with it. `run`: the run directory."""
+    folder = folder_of(c, run)
+    # What an earlier attempt of this run saved comes first: `never` or another run's folder only says how it began.
+    again = bool(c.folder) and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    of_run = run_of(run) if again and c.resume != "auto" else ""  # other runs may save into the same folder
+
+    def look() -> str | None:
+        if (c.resume == "auto" or again or not c.folder) and os.path.isdir(folder):
+            best = find(folder, voice.say, of_run=of_run)
+            if best is not None:
+                return best.path
+            if not of_run and folders.steps_in(folder):
+                voice.say(f"no sound checkpoint in {folder}: it begins anew")
+        if c.resume in ("auto", "never"):
+            return None
+        path = located(c.resume)
+        wrong = verify(path)
+        if wrong:
+            raise Refusal(f"checkpoint.resume {path} is damaged: {wrong[0]}", EX_DATAERR)
+        return path
+
+    path = group.agreed(look)
+    return open_checkpoint(path) if path else None
+
+
+class Keeper:
+    """Saves a run's tensors into its folder."""
+
+    def __init__(
+        self,
+        c: CheckpointConfig,
+        run: str,
+        group: Group,
+        voice: Voice,
+        tensors: Mapping[str, Tensor],
+        *,
+        keep_best: bool,
+    ) -> None:
+        self._c, self._run, self._group, self._voice, self.tensors = c, run, group, voice, tensors
+        self.folder = folder_of(c, run)
+        self.saver = self._saver(c.keep, keep_best)
+        self.saved_step: int | None = None
+        self._saved_at = time.monotonic()
+        self._reported: set[str] = set()  # why checkpoints were left out
+
+    @property
+    def wanted(self) -> bool:
+        return self._c.every > 0 or self._c.every_steps > 0 or self._c.at_end
+
+    def time_due(self) -> bool:
+        """By rank 0's clock."""
+        every = self._c.every
+        return self._group.first and every > 0 and not self.saver.busy() and time.monotonic() - self._saved_at >= every
+
+    def step_due(self, done: int, steps: int) -> bool:
+        """The last step's checkpoint comes after its validation, at the end."""
+        every = self._c.every_steps
+        return every > 0 and done % every == 0 and not (done == steps and self._c.at_end)
+
+    def end_due(self, whole: bool) -> bool:
+        return self._c.at_end or not whole
+
+    def skip(self, why: str, line: str) -> None:
+        """Reported once for each reason; a broken step again after one that was saved."""
+        if why not in self._reported:
+            self._reported.add(why)
+            self._voice.say_once(line)
+
+    def save(self, step: int, meta: Mapping[str, Any], score: float | None, *, wait: bool) -> bool:
+        """At a step that all ranks know. `wait`: until it is on the disk; False where that failed."""
+        taken = self.saver.save(step, self.tensors, {**meta, "run": run_of(self._run)}, score, wait=wait)
+        self._saved_at, self.saved_step = time.monotonic(), step
+        self._reported.discard(BROKEN)
+        return taken
+
+    def last_good(self) -> str:
+        """For somebody whose run was stopped. Waits for a save under way."""
+        self.saver.close()
+        steps = folders.steps_in(self.folder)
+        return f"the last good checkpoint is {steps[max(steps)]}" if steps else "no checkpoint was saved before it"
+
+    def _saver(self, keep: int, keep_best: bool) -> Saver:
+        """Rank 0 takes the folder first: if it can't, all refuse with its line, and nobody waits for anybody."""
+        group = self._group
+        token = group.from_first(os.urandom(4).hex())
+        made: list[Saver] = []
+
+        def make() -> None:
+            made.append(
+                Saver(
+                    self.folder,
+                    rank=group.rank,
+                    world=group.world,
+                    token=token,
+                    say=self._voice.say,
+                    keep=keep,
+                    keep_best=keep_best,
+                )
+            )
+
+        group.agreed(make)
+        if not group.first:
+            make()
+        return made[0]
+
+
+def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """What a checkpoint holds: parameters and optimizer state under names that do not depend on ranks or strategy."""
+    found: dict[str, Tensor] = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+    for name, tensor, like in optimizer.state():
+        found[f"optim.{name}"] = _sharded_like(tensor, like)
+    return found
+
+
+def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Optimizer state is made of local pieces; with its parameter's mesh around it, a checkpoint knows which piece it
+    is.
+    """
+    if not hasattr(parameter, "device_mesh") or hasattr(tensor, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    like: Any = parameter
+    wrapped: Tensor = DTensor.from_local(
+        tensor, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return wrapped

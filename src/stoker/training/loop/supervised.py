@@ -1,0 +1,256 @@
+"""Learning from rows that are there before the run: pretraining, midtraining, fine-tuning, the reward model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from typing import Any
+
+from torch import nn
+
+import stoker
+from stoker.contract import layout
+from stoker.contract.shape import shape
+from stoker.contract.wholefile import APPEND, write_whole
+from stoker.training.balance.balancer import Balancer
+from stoker.training.balance.clock import StepClock
+from stoker.training.balance.comm import Meeting
+from stoker.training.balance.plan import Plans
+from stoker.training.checkpoint.saver import Saver
+from stoker.training.forensics.inject import Drill
+from stoker.training.loop import resume, trip
+from stoker.training.loop.config import TrainConfig
+from stoker.training.loop.evaluate import Validation
+from stoker.training.loop.feeder import CUT_AHEAD, Course, StepBatch
+from stoker.training.loop.learner import Learner
+from stoker.training.loop.material import Material, Rows
+from stoker.training.loop.run import Task
+from stoker.training.loop.say import Voice
+from stoker.training.loop.speed import Speed, Startup
+from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.rows import flops_per_token
+from stoker.training.optim.config import OptimConfig
+from stoker.training.optim.optimizer import Optimizer
+from stoker.training.parallel.group import Group
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+BEFORE = "before.json"
+
+
+@shape
+class Launched:
+    pending: Pending
+    batch: StepBatch
+    rate: float
+
+
+@shape
+class Parts:
+    """A run's finished parts, as recipes/build.py makes them."""
+
+    group: Group
+    material: Material
+    learner: Learner
+    model: Decoder
+    wrapped: nn.Module  # the module to call: the model, or DDP around it
+    optimizer: Optimizer
+    own_micro: int  # samples that fit this rank at once
+    micro: int  # that fit every rank
+    batch: int  # samples of a step, all ranks together
+    plans: Plans | None  # who computes how many of them; None: all alike
+    meeting: Meeting | None  # ranks that learn alone for some steps
+    clock: StepClock | None
+    drill: Drill
+    graph: bool  # small models: a step is one CUDA graph
+
+
+@shape
+class Start:
+    """Where a run begins: at its first step, or where a checkpoint left it."""
+
+    position: resume.Position
+    data: resume.Data
+    course: Course
+    steps: int  # of the whole run
+
+
+@shape
+class Settings:
+    """Those that the task looks at."""
+
+    folder: str  # the run directory
+    train: TrainConfig
+    optim: OptimConfig
+    comm: str
+    dump: bool  # write what explains a non-finite step
+    keep_best: bool  # a validation that is the best so far is worth a checkpoint
+
+
+class Supervised(Task):
+    def __init__(
+        self, parts: Parts, start: Start, c: Settings, stepper: Stepper, saver: Saver, voice: Voice, startup: Startup
+    ) -> None:
+        self._parts, self._start, self._c = parts, start, c
+        self._stepper, self._saver, self._voice, self._startup = stepper, saver, voice, startup
+        self._group, self._material = parts.group, parts.material
+        self.loss = float("nan")
+        self.tokens = start.position.tokens  # since the beginning of the run
+        self.best = start.position.best
+        self.validation: Validation | None = None  # the newest
+        per_token = flops_per_token(parts.model.config, parts.model.context_length)
+        self._speed = Speed(per_token, self._group.world, self._group.device)
+        self._balancer = self._make_balancer()
+        logged = c.train.log_samples
+        self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
+
+    def begin(self) -> None:
+        """Right before the first step. train.eval_first is kept in a file of its own: the run may go on in another
+        attempt, which can't measure it any more.
+        """
+        if self._c.train.eval_first and not self._start.position.step and self._material.held_out is not None:
+            found = self._measure(self._material.held_out)
+            self._voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
+            if self._group.first:
+                before = {"val_loss_before": found.loss, "val_bits_per_byte_before": found.bits_per_byte}
+                text = json.dumps({"schema": layout.SCHEMA, **before})
+                write_whole(os.path.join(self._c.folder, BEFORE), text.encode())
+        stoker.mark("POST-MODEL")
+        stoker.phase("train")
+        self._speed.begin()
+
+    def _make_balancer(self) -> Balancer | None:
+        parts = self._parts
+        if parts.clock is None:
+            return None
+        return Balancer(
+            parts.batch,
+            self._group.world,
+            parts.plans,
+            ahead=CUT_AHEAD,
+            lag=parts.clock.lag,
+            comm=self._c.comm,
+            say=self._voice.say_once,
+            tell=self._voice.plan,
+        )
+
+    def hear(self, launched: Launched) -> Numbers:
+        pending, batch = launched.pending, launched.batch
+        numbers = pending.read()
+        if batch.step == self._start.position.step:
+            self._startup.done("first step")
+            self._voice.say_once(f"first step after {self._startup.said()}")
+        if numbers.bad:
+            found = trip.explain(
+                numbers,
+                batch,
+                self._stepper,
+                self._parts.model,
+                self._parts.wrapped,
+                self._parts.drill,
+                self._group,
+                self._voice,
+                folder=self._c.folder if self._c.dump else None,
+                decode=load_tokenizer(self._material.tokenizer).decode,
+            )
+            self._saver.close()  # a save under way is of finite steps: it is the one to go back to
+            raise found
+        self.loss = numbers.loss
+        self.tokens += batch.tokens
+        self._speed.step(batch.tokens, pending.when)
+        stoker.beat(step=numbers.step + 1, loss=numbers.loss, tokens=self.tokens)
+        if self._samples is not None:
+            self._samples.write(batch.step, batch.ids)
+        if self._balancer is not None:
+            self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
+        self._report(numbers, launched.rate)
+        return numbers
+
+    def _report(self, numbers: Numbers, rate: float) -> None:
+        speed = self._speed
+        mfu, memory, fast, per_step = speed.mfu, speed.memory(), speed.tokens_per_s, speed.seconds_per_step
+        self._voice.step(
+            numbers.step,
+            numbers.loss,
+            speed,
+            lambda left: (
+                f"Loss: {numbers.loss:.4f} | LR: {rate:.2e} | Grad Norm: {numbers.norm:.4f} | ETA: {left} |"
+                f" {f'{fast:,.0f}' if fast else '?'} tok/s | MFU: {f'{mfu:.1%}' if mfu else 'n/a'} | Mem:"
+                f" {f'{memory / 2**30:.1f} GiB' if memory else 'n/a'}"
+            ),
+            every_rank=True,
+            tokens=self.tokens,
+            grad_norm=numbers.norm,
+            lr=rate,
+            mfu=round(mfu, 4) if mfu else None,
+            memory=memory,
+            seconds_per_step=round(per_step, 6) if per_step else None,
+        )
+
+    def validation_due(self, done: int) -> bool:
+        every = self._c.train.eval_every
+        return every > 0 and done % every == 0 and done < self._start.steps and self._material.held_out is not None
+
+    def validate(self, done: int) -> bool:
+        if self._material.held_out is None:
+            return False
+        stoker.phase("eval")
+        self.meet()
+        found = self._measure(self._material.held_out)
+        self.validation = found
+        better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
+        self.score = found.loss
+        if better:
+            self.best = found.loss
+        self._voice.validation(done, found, self.best)
+        self._speed.begin()
+        stoker.phase("train")
+        return better and self._c.keep_best
+
+    def _measure(self, rows: Rows) -> Validation:
+        parts, tokens = self._parts, self._c.train.eval_tokens
+        return parts.learner.measure(parts.wrapped, rows, self._group, tokens=tokens, micro=parts.micro)
+
+    def meet(self, whole: bool = False) -> None:
+        if self._parts.meeting is not None:
+            optimizer = self._parts.optimizer
+            state = [tensor for _, tensor, _ in optimizer.state()] if whole else []
+            self._saver.before_update()  # a snapshot of the step before must be out first
+            self._parts.meeting.meet(optimizer.parameters, state)
+
+    def meta(self, done: int) -> dict[str, Any]:
+        start, material = self._start, self._material
+        samples = start.course.of_step(done - start.position.step - 1)[1]
+        position = resume.Position(done, samples, self.tokens, self.best)
+        found = resume.meta(position, start.data, self._parts.model.config, material, self._c.optim.kind)
+        found["batch"] = [self._parts.batch, self._group.world]
+        if self._parts.plans is not None:
+            found["balance"] = self._parts.plans.told(done)
+        return found
+
+    def summary(self) -> str:
+        return f"loss {self.loss:.4f}" + (f", best validation {self.best:.4f}" if self.best is not None else "")
+
+    def close(self) -> None:
+        if self._samples is not None:
+            self._samples.close()
+
+
+class SampleLog:
+    """train.log_samples: which samples a rank learned at which step, to prove that none is missed and none comes twice."""
+
+    def __init__(self, folder: str, rank: int, resumed_at: int) -> None:
+        os.makedirs(folder, exist_ok=True)
+        handle = os.open(os.path.join(folder, f"samples-rank-{rank}.jsonl"), APPEND, 0o644)
+        self._file = os.fdopen(handle, "a", encoding="utf-8", buffering=1)
+        self._from = resumed_at
+
+    def write(self, step: int, ids: list[int]) -> None:
+        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from`
+        counts.
+        """
+        self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
+
+    def close(self) -> None:
+        self._file.close()

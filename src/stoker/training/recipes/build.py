@@ -1,0 +1,229 @@
+"""The parts of a run that learns from rows, each built by a function that returns it finished."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import stoker
+from stoker.contract import names
+from stoker.contract.shape import replace
+from stoker.training.balance import comm
+from stoker.training.balance.clock import StepClock
+from stoker.training.balance.plan import Plans
+from stoker.training.checkpoint.reading import Checkpoint
+from stoker.training.config.schema import Config
+from stoker.training.data.order import Order
+from stoker.training.forensics.inject import Drill, parse
+from stoker.training.loop import resume
+from stoker.training.loop.feeder import Course
+from stoker.training.loop.fit import largest_micro
+from stoker.training.loop.learner import Learner
+from stoker.training.loop.material import Material
+from stoker.training.loop.say import Voice
+from stoker.training.loop.supervised import Parts, Start
+from stoker.training.model import hf_config, hf_hub, ready
+from stoker.training.model.config import ModelConfig
+from stoker.training.model.decoder import Decoder
+from stoker.training.model.rows import with_rows
+from stoker.training.optim.optimizer import Optimizer, local
+from stoker.training.parallel.group import Group, shard
+from stoker.training.parallel.split import even_micro, largest_share
+from stoker.training.parallel.words import local_steps
+
+GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
+MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
+
+
+def parts_of(
+    c: Config, material: Material, learner: Learner, group: Group, voice: Voice, found: Checkpoint | None
+) -> Parts:
+    """Model, optimizer, micro-batch and the exchange between ranks. `found`: the checkpoint that the run resumes from."""
+    dtype = ready.dtype_of(c.compute, group.device)
+    ready.arithmetic(c.compute, dtype)
+    spoils = parse(c.nan.inject)
+    if spoils:
+        if c.compute.compile != "off" and group.device.type == "cuda":
+            voice.say_once("nan.inject: blocks run as plain torch, so that the drill can reach into them")
+        c = replace(c, compute=replace(c.compute, compile="off", cuda_graphs="off"))
+    model = model_of(c, material.vocab_size, learner, dtype, group, voice, fresh=found is None)
+    optimizer = Optimizer(model, c.optim)
+    own_micro = micro_batch(c, model, optimizer, group, voice, chat=material.train.chat)
+    fits = group.all(own_micro)
+    micro = min(fits)
+    if len(set(fits)) > 1:
+        voice.say_once(f"micro-batches of {', '.join(map(str, fits))} samples at most fit the ranks")
+    batch = samples_per_step(c, micro, group.world, found)
+    every = local_steps(c.parallel.comm) if group.world > 1 else 0
+    return Parts(
+        group=group,
+        material=material,
+        learner=learner,
+        model=model,
+        wrapped=comm.wrapped(model, group, c.parallel.comm),
+        optimizer=optimizer,
+        own_micro=own_micro,
+        micro=micro,
+        batch=batch,
+        plans=Plans(batch, group.world) if balanced(c, group) else None,
+        meeting=comm.Meeting(group, every) if every else None,
+        clock=StepClock(model, group.device) if group.world > 1 and group.strategy == "ddp" else None,
+        drill=Drill(spoils, model, group.rank),
+        graph=graphed(c, model, group, voice, chat=material.train.chat),
+    )
+
+
+def model_of(
+    c: Config, vocab_size: int, learner: Learner, dtype: torch.dtype, group: Group, voice: Voice, *, fresh: bool
+) -> Decoder:
+    """On its device, ready to run there. `fresh`: with the weights it begins with; a checkpoint has others."""
+    weights, shape = model_shape(c.model, vocab_size, voice)
+    sharded = group.strategy == "fsdp"
+    with torch.device("meta" if sharded else group.device):  # sharded: no rank ever holds the whole model
+        model = learner.kind(shape, c.data.context_length, dtype)
+    ready.make_ready(model, c.compute, group.device, voice.say_once)
+    if sharded:
+        shard(model, group, dtype)
+    model.place(group.device)
+    if fresh:
+        model.start(c.train.seed)
+        if weights:
+            learner.load(model, weights, voice.say_once)
+    return model
+
+
+def model_shape(c: ModelConfig, vocab_size: int, voice: Voice) -> tuple[str, ModelConfig]:
+    """(folder of the weights to begin with or nothing, shape)."""
+    if not c.load:
+        return "", with_rows(c, vocab_size)
+    weights = hf_hub.folder_of(c.load, voice.say_once)
+    loaded = hf_config.shape_of(weights)
+    given = replace(loaded, vocab_size=c.vocab_size or loaded.vocab_size, dropout=c.dropout)
+    return weights, with_rows(given, vocab_size)
+
+
+def balanced(c: Config, group: Group) -> bool:
+    return c.parallel.balance == "auto" and group.world > 1
+
+
+def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, chat: bool) -> int:
+    """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
+    tokens, micro = c.batch.tokens, c.batch.micro
+    share = (
+        largest_share(tokens // c.data.context_length, group.world) if tokens else micro * c.batch.accumulation or MANY
+    )
+    halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
+    sharded = group.strategy == "fsdp"
+    if not micro:
+
+        def forward_backward(inputs: torch.Tensor) -> None:
+            segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
+            # None is left out, and a reward model's targets are places in their row.
+            targets = inputs % inputs.shape[1]
+            model(inputs, targets, torch.zeros((), device=group.device), segments).backward()
+
+        micro = largest_micro(
+            forward_backward,
+            optimizer,
+            group,
+            share=share,
+            context=c.data.context_length,
+            vocabulary=model.config.vocab_size,
+            say=voice.say_once,
+            own=balanced(c, group),
+            halvings=halvings if sharded else 0,
+        )
+    if halvings:
+        micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
+        voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
+    if not balanced(c, group):  # else a plan makes it even for the share it gives; this is the most that fits here
+        micro = group.smallest(even_micro(share, min(micro, share)))
+    if micro > 1:
+        stoker.mark("CAN-HALVE-MICRO-BATCH")
+    return micro
+
+
+def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None) -> int:
+    """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make it
+    another run.
+    """
+    b = c.batch
+    if b.tokens or b.micro:
+        return b.tokens // c.data.context_length if b.tokens else b.micro * b.accumulation * world
+    stored = found.meta.get("batch") if found is not None else None
+    if isinstance(stored, list) and len(stored) == 2 and stored[1] == world:
+        return int(stored[0])
+    return (micro << int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))) * b.accumulation * world
+
+
+def graphed(c: Config, model: Decoder, group: Group, voice: Voice, *, chat: bool) -> bool:
+    asked = c.compute.cuda_graphs
+    possible = group.device.type == "cuda" and group.world == 1 and group.strategy == "ddp" and not chat
+    # Before torch 2.10 or so the random state that dropout needs again in a recomputation can't be asked for in a
+    # capture.
+    possible = possible and not (model.config.dropout and c.compute.recompute in ("selective", "full"))
+    possible = possible and model.loss != "liger"  # counts its labels on the host, which no capture can hold
+    if asked == "on" and not possible:
+        line = (
+            "compute.cuda_graphs on: not with several ranks, fsdp, chat data, a drill, liger's loss, or dropout that is"
+            " recomputed"
+        )
+        voice.say_once(f"{line}; steps are launched kernel by kernel")
+    return possible and (asked == "on" or (asked == "auto" and ready.parameters(model) < GRAPH_PARAMETERS))
+
+
+def start_of(
+    c: Config, parts: Parts, order: Order, tensors: dict[str, torch.Tensor], found: Checkpoint | None, voice: Voice
+) -> Start:
+    """The first step; or the weights and the step of the checkpoint."""
+    data = resume.Data(parts.material.key, c.data.seed, c.data.context_length, order.count)
+    position = resume.Position(0, 0, 0, None)
+    if found is not None:
+        resume.check(found.meta, found.path, parts.model.config, parts.material, c.optim.kind)
+        position, line = resume.position(found.meta, data)
+        voice.say_once(f"resumes at step {position.step} from {found.path}")
+        if line:
+            voice.say_once(line)
+        if parts.plans is not None and parts.plans.go_on(found.meta.get("balance")):
+            shares = ", ".join(map(str, parts.plans.at(position.step).shares))
+            voice.say_once(f"balance: goes on with {shares} of {parts.batch} samples")
+        found.read_into(tensors)
+        parts.optimizer.set_count(position.step)
+    total = 0 if c.train.max_steps else max(round(c.train.epochs * order.count), 1)
+    left = max(total - position.samples, 0)
+    steps = c.train.max_steps or position.step + -(-left // parts.batch)
+    return Start(position, data, Course(parts.batch, position.samples, total), steps)
+
+
+def settle(c: Config, parts: Parts) -> None:
+    """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume
+    would add in another order.
+    """
+    group = parts.group
+    if not c.compute.deterministic or group.world < 3 or group.strategy != "ddp":
+        return
+    inputs = torch.zeros(parts.micro, c.data.context_length, dtype=torch.int64, device=group.device)
+    for _ in range(2):
+        parts.wrapped(inputs, inputs, torch.zeros((), device=group.device)).backward()
+    parts.optimizer.zero()
+
+
+def debug_line(model: Decoder, voice: Voice) -> Callable[[int], None]:
+    """train.debug: where the largest gradient and weight are, at every step. It waits for the GPU."""
+    named = dict(model.named_parameters())
+
+    def largest(of: Callable[[Any], torch.Tensor]) -> str:
+        found = {name: float(of(p).abs().max()) for name, p in named.items() if p.grad is not None and of(p).numel()}
+        name = max(found, key=lambda one: found[one])
+        return f"{found[name]:.3e} in {name}"
+
+    def look(step: int) -> None:
+        voice.say(
+            f"Debug [{step}] | largest gradient {largest(lambda p: local(p.grad))} | largest weight"
+            f" {largest(lambda p: local(p.detach()))}"
+        )
+
+    return look

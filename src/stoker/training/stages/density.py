@@ -1,0 +1,39 @@
+"""Weights of prompts by how crowded their neighbourhood is."""
+
+from __future__ import annotations
+
+from stoker.contract.quantities import number_at
+from stoker.training.stages import estimate
+from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined
+
+
+def headline(metrics: Metrics) -> str:
+    return joined(
+        ("{:.0f} prompts", number_at(metrics, "prompts")),
+        ("weights from {:.2f}", number_at(metrics, "weight_min")),
+        ("to {:.2f}", number_at(metrics, "weight_max")),
+    )
+
+
+STAGE = Stage(
+    name="density",
+    about="weights of prompts by how crowded their neighbourhood is",
+    recipe="stoker.training.recipes.density",
+    sections=RUNS | {"density"},
+    inputs=("model.load", "density.prompts"),
+    outputs=("weights.jsonl",),
+    common=(
+        "model.load",
+        "density.prompts",
+        "density.neighbours",
+        "density.power",
+        "density.most",
+        "density.clusters",
+        "evaluate.chat",
+        "generate.system",
+        *RUN_KEYS,
+    ),
+    links=(Link("density", {"model.load": From("sft", "hf"), "density.prompts": Rows("prompts")}, "reward"),),
+    estimate=estimate.asking,
+    headline=headline,
+)

@@ -1,0 +1,85 @@
+"""Questions with answers, and held-out text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from stoker.contract.quantities import number_at
+from stoker.training.config.schema import Config
+from stoker.training.stages import estimate
+from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Rows, Stage, joined
+
+if TYPE_CHECKING:
+    from stoker.training.tokenizer.tokenizer import Tokenizer
+
+PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
+
+
+def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+    from stoker.training.evaluate.asking import Manner, as_asked
+    from stoker.training.evaluate.tasks import read_tasks
+
+    manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
+    return [
+        (
+            f"questions of {task.name} with room for the answer",
+            [length for _, length in as_asked(task.questions, words, manner, c.generate.new_tokens)],
+        )
+        for task in read_tasks(c.evaluate.tasks, c.evaluate.most)
+    ]
+
+
+def lengths_of_prompts(c: Config, words: Tokenizer, path: str, key: str, *, chat: bool) -> list[tuple[str, list[int]]]:
+    from stoker.training.evaluate.asking import Manner, as_asked
+    from stoker.training.evaluate.tasks import prompts_of
+
+    questions = prompts_of(path, key).questions
+    asked = as_asked(questions, words, Manner(chat, system=c.generate.system), c.generate.new_tokens)
+    return [(f"prompts of {path} with room for the answer", [length for _, length in asked])]
+
+
+def headline(metrics: Metrics) -> str:
+    return joined(
+        ("{:.1%} of held-out questions right", number_at(metrics, "all", "accuracy")),
+        ("{:.1%} of sampled answers", number_at(metrics, "all", "sampled_accuracy")),
+        ("{:.1%} cut at the token limit", number_at(metrics, "all", "cut_accuracy") or None),  # 0: nothing to report
+    )
+
+
+def _link(model: str) -> Link:
+    asked = {
+        "model.load": From(model, "hf"),
+        "evaluate.tasks": (Rows("questions", many=True), Rows(PROMPTS, many=True, task=PROMPTS)),
+        "evaluate.texts": Rows("base-held-out"),
+    }
+    return Link(f"eval-{model}", asked, model)
+
+
+STAGE = Stage(
+    name="evaluate",
+    about="questions with answers",
+    recipe="stoker.training.recipes.evaluate",
+    sections=RUNS | {"generate", "evaluate"},
+    inputs=("model.load",),
+    outputs=("completions.jsonl",),
+    measures=True,
+    common=(
+        "model.load",
+        "evaluate.tasks",
+        "evaluate.texts",
+        "evaluate.chat",
+        "evaluate.shots",
+        "evaluate.draws",
+        "evaluate.most",
+        "generate.new_tokens",
+        "generate.temperature",
+        "generate.system",
+        "generate.rows",
+        "data.context_length",
+        *RUN_KEYS,
+    ),
+    links=tuple(_link(model) for model in ("base", "midtrain", "sft", "grpo-uniform", "grpo-density")),
+    estimate=estimate.evaluate,
+    headline=headline,
+    lengths=lengths,
+)

@@ -1,0 +1,87 @@
+"""A model that scores answers, learned from pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from stoker.contract.names import EX_CONFIG, Refusal
+from stoker.contract.quantities import number_at
+from stoker.training.config.derived import Learning
+from stoker.training.config.schema import Config
+from stoker.training.stages import estimate
+from stoker.training.stages.blocks import Block, Cell, Figure, Heading, Table, Text
+from stoker.training.stages.significance import between, marks, number, percent, share_with_interval
+from stoker.training.stages.stage import LEARN_KEYS, LEARNS, RUN_KEYS, From, Link, Metrics, Rows, Stage, joined
+
+if TYPE_CHECKING:
+    from stoker.training.tokenizer.tokenizer import Tokenizer
+
+
+def check(c: Config) -> None:
+    if c.compute.attention in ("flash", "cudnn"):
+        raise Refusal(f"compute.attention {c.compute.attention} does not take packed pairs: use auto", EX_CONFIG)
+
+
+def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:
+    """Both answers of a pair lie in one row."""
+    from stoker.training.reward.pairs import lengths_of
+
+    files = [path for path in (c.reward.pairs, c.reward.held_out) if path]
+    return [(f"pairs of {path} with both answers", lengths_of(path, words)) for path in files]
+
+
+def report(metrics: Metrics) -> Iterator[Block]:
+    yield Heading("Reward model")
+    right = marks(metrics).greedy
+    of = f" of {right.total:,}" if right.total else ""
+    yield Text(
+        f"It ranks the better answer first in {share_with_interval(right)}{of} held-out pairs; a coin toss would in"
+        " 50 %."
+    )
+    kinds = metrics.get("by_kind")
+    if isinstance(kinds, dict) and kinds:
+        rows = []
+        for kind, value in kinds.items():
+            share = marks(value).greedy
+            shown = Cell(percent(share.value), between(share))
+            rows.append((Cell(str(kind)), shown, Cell(number(number_at(value, "total")))))
+        yield Table(("Pairs", "Right order", "Count"), tuple(rows))
+        if set(kinds) <= {"form", "right"}:
+            yield Text(
+                "right: a right answer against a wrong one in the same form. form: good form against poor form of the"
+                " same answer."
+            )
+    yield Figure(
+        "calibration",
+        "How confident the reward model is of a pair, and how often it is right. On the dashed line both agree."
+        " Numbers: pairs",
+    )
+
+
+STAGE = Stage(
+    name="reward",
+    about="a model that scores answers, from pairs",
+    recipe="stoker.training.recipes.reward",
+    sections=LEARNS | {"reward"},
+    inputs=("model.load", "reward.pairs"),
+    outputs=("hf",),
+    common=("model.load", "reward.pairs", "reward.held_out", "reward.likelihood", *LEARN_KEYS, *RUN_KEYS),
+    learning=Learning(rate=0.5, passes=1, samples=32, steps_a_pass=32),
+    links=(
+        Link(
+            "reward",
+            {
+                "model.load": From("sft", "hf"),
+                "reward.pairs": Rows("pairs"),
+                "reward.held_out": Rows("pairs-held-out"),
+            },
+            "sft",
+        ),
+    ),
+    check=check,
+    estimate=estimate.training,
+    headline=lambda metrics: joined(("{:.1%} of held-out pairs right", number_at(metrics, "accuracy"))),
+    report=report,
+    lengths=lengths,
+)

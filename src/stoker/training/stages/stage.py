@@ -1,0 +1,98 @@
+"""What a stage is: what it needs, what it makes, which settings it reads, what it costs, and how it is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from stoker.contract.shape import shape
+from stoker.training.config.derived import Learning
+from stoker.training.config.schema import Config
+from stoker.training.stages.blocks import Block
+from stoker.training.stages.estimate import Estimate, Job
+
+if TYPE_CHECKING:
+    from stoker.training.tokenizer.tokenizer import Tokenizer
+
+Metrics = Mapping[str, Any]  # of a stage's result.json
+
+# The sections of the configuration that a stage reads.
+RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
+LEARNS = RUNS | {"optim", "checkpoint", "nan"}
+# The keys people set most, first in --help.
+RUN_KEYS = ("parallel.device", "compute.dtype", "train.seed")
+LEARN_KEYS = (
+    "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
+    "data.context_length", "train.eval_every", "train.log_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
+)  # fmt: skip
+
+
+@shape
+class From:
+    """A path in the run directory of another link of the chain."""
+
+    stage: str
+    path: str
+
+
+@shape
+class Rows:
+    """The chain's data for a role: `base`, `midtrain`, `sft`, `pairs`, `prompts`, `questions`, or one of these with
+    `-held-out`. Left out where there is none.
+    """
+
+    role: str
+    many: bool = False  # all files of the role; else the first
+    otherwise: str | None = None  # the value where there is none
+    task: str = ""  # the name that an evaluation gives it
+
+
+@shape
+class Link:
+    """A stage's place in the chain: `stoker speedrun` runs it there."""
+
+    name: str
+    keys: Mapping[str, Any]  # values may be From, Rows, or several of them in a tuple
+    after: str = ""  # the link that it follows
+    title: str = ""  # in the report, of one that makes a model
+
+
+@shape
+class Stage:
+    name: str = ""
+    about: str = ""  # one line for `stoker train --help`
+    recipe: str = ""  # the module that trains, or the path of a script
+    sections: frozenset[str] = frozenset()
+    inputs: tuple[str, ...] = ()  # keys that must name something
+    outputs: tuple[str, ...] = ()  # what later stages take from its run directory
+    common: tuple[str, ...] = ()  # keys people set most
+    links: tuple[Link, ...] = ()
+    learning: Learning | None = None  # how it trains where nobody says otherwise; None: it does not
+    defaults: Mapping[str, Any] = {}  # over a preset's, below all that was given
+    prepares: bool = False  # `data.path` becomes tokens before ranks start
+    measures: bool = False  # a model that is there: in the chain right behind the link that made it
+    one_process: bool = False  # whatever the number of GPUs
+    check: Callable[[Config], None] = lambda config: None  # raises Refusal for settings that can't work
+    estimate: Callable[[Job], Estimate] = lambda job: Estimate(job.pace.start)
+    headline: Callable[[Metrics], str] = lambda metrics: ""  # its most important numbers
+    report: Callable[[Metrics], Iterable[Block]] = lambda metrics: ()  # its section of the report
+    # (what, tokens of each row with its answer): rows that are longer than data.context_length would be refused
+    lengths: Callable[[Config, Tokenizer], Sequence[tuple[str, list[int]]]] | None = None
+    source: str = ""  # the file that defines it; the registry fills it in
+
+    def files(self, values: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """(key, path) of what must be there, data.path and a model's hub id aside."""
+        return [
+            (key, values[key])
+            for key in self.inputs
+            if key not in ("data.path", "model.load") and isinstance(values[key], str)
+        ]
+
+    @property
+    def is_script(self) -> bool:
+        return self.recipe.endswith(".py")
+
+
+def joined(*parts: tuple[str, float | None]) -> str:
+    """A headline of those numbers that there are."""
+    return ", ".join(text.format(value) for text, value in parts if value is not None)

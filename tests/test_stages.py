@@ -1,0 +1,186 @@
+"""A stage is one object: one from outside the package, in a file of its own, trains and takes its place in the chain."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from conftest import Stoker
+from stoker.contract.names import Refusal
+from stoker.contract.shape import replace
+from stoker.training.stages import registry
+from stoker.training.stages.registry import STAGES, load
+from stoker.training.stages.stage import Stage
+
+TOY = """
+import sys
+
+from stoker.training.stages.blocks import Heading, Text
+from stoker.training.stages.stage import RUNS, From, Link, Stage
+
+STAGE = Stage(
+    name="toy",
+    about="counts the letters of a prompt",
+    recipe="toy.py",
+    sections=RUNS,
+    inputs=("model.load",),
+    outputs=("letters.txt",),
+    common=("model.load", "generate.system"),
+    links=(Link("toy", {"model.load": From("sft", "hf")}, "sft"),),
+    headline=lambda metrics: f"{metrics['letters']} letters",
+    report=lambda metrics: (Heading("Toy"), Text(f"It counted {metrics['letters']} letters.")),
+)
+
+
+def main(argv):
+    from stoker.training.recipes import stage
+
+    c = stage.settings(argv, "toy")
+    stage.finish(c, "toy", {"letters": len(c.generate.system)})
+    return 0
+
+
+if __name__ == "__main__":
+    from stoker.training.recipes import stage
+
+    sys.exit(stage.run(main))
+"""
+
+
+@pytest.fixture
+def toy(stoker: Stoker) -> dict[str, str]:
+    stoker.script("toy.py", TOY)
+    (stoker.cwd / "model").mkdir()
+    return {"STOKER_STAGES": str(stoker.cwd / "toy.py")}
+
+
+def test_a_stage_in_a_file_of_its_own_trains(stoker: Stoker, toy: dict[str, str]) -> None:
+    pytest.importorskip("torch")
+    listed = stoker("train", "--help", env=toy)
+    assert "  toy        counts the letters of a prompt" in listed.out
+    words = (
+        "--model.load",
+        "model",
+        "--tokenizer",
+        "bytes",
+        "--generate.system",
+        "four",
+        "--nproc-per-node",
+        "1",
+        "--device",
+        "cpu",
+    )
+    done = stoker("train", "toy", *words, "--name", "first", env=toy)
+    assert done.code == 0, done.err
+    (run,) = (stoker.cwd / "runs").glob("*-first")
+    assert json.loads((run / "result.json").read_text())["metrics"] == {"letters": 4}
+    missing = stoker("train", "toy", env=toy)
+    assert missing.code == 64 and "no model: stage toy begins with one" in missing.err
+
+
+def test_it_takes_its_place_in_the_chain_and_runs_there(stoker: Stoker, toy: dict[str, str]) -> None:
+    pytest.importorskip("torch")
+    plan = json.loads(stoker("speedrun", "--preset", "cpu", "--plan", "--json", env=toy).out)
+    (row,) = (row for row in plan["stages"] if row["name"] == "toy")
+    assert row["inputs"] == ["sft"] and row["outputs"] == ["letters.txt"]
+    names = [row["name"] for row in plan["stages"]]
+    assert names.index("sft") < names.index("toy") < names.index("report")
+    given = ("--set", "toy:model.load=model", "--set", "toy:tokenizer.path=bytes", "--set", "toy:generate.system=four")
+    done = stoker("speedrun", "--preset", "cpu", "--only", "toy", *given, env=toy)
+    assert done.code == 0 and "toy ✓" in done.out and "4 letters" in done.out, done.out + done.err
+    report = stoker("speedrun", "--preset", "cpu", "--only", "report", env=toy)
+    assert report.code == 0, report.out + report.err
+    assert "It counted 4 letters." in (stoker.cwd / "runs/speedrun-cpu/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (TOY.replace('name="toy"', 'name="sft"'), "there is a stage sft already, in "),
+        (TOY.replace('name="toy"', 'name="world"'), "the name world is reserved"),
+        (TOY.replace('    about="counts the letters of a prompt",\n', ""), "its stage toy lacks about"),
+        (TOY.replace("sections=RUNS", 'sections=RUNS | {"toys"}'), "sections that no configuration has: toys"),
+        (TOY.replace('Link("toy"', 'Link("sft"'), "its link sft of the chain is there already"),
+        ("STAGE = 1\n", "it defines no STAGE = Stage(...)"),
+        ("import absent_module\n", "it can't be loaded: ModuleNotFoundError: No module named 'absent_module'"),
+    ],
+)
+def test_a_stage_that_can_not_be_is_one_line_that_names_its_file(stoker: Stoker, text: str, says: str) -> None:
+    stoker.script("toy.py", text)
+    path = stoker.cwd / "toy.py"
+    done = stoker("train", "pretrain", "--data", "absent", env={"STOKER_STAGES": str(path)})
+    (line,) = done.err.splitlines()
+    assert done.code == 78 and line.startswith(f"stoker: stage file {path}: ") and says in line
+
+
+RESERVING = """
+import os, subprocess, sys
+from stoker.cli.sight import look
+from stoker.speedrun.reserve import Reserved
+
+reserved = Reserved("speedrun-toy", look(), "1", os.environ, print)
+run = [sys.executable, "-m", "stoker", "run", "--nproc-per-node", "1"]
+for _ in range(2):  # two stages
+    lent = {**os.environ, **reserved.environment}
+    stage = subprocess.run([*run, "--gpus", "0", "ok.py"], env=lent, capture_output=True, text=True)
+    print(stage.returncode, stage.stderr)
+    other = subprocess.run([*run, "--gpus", "0", "ok.py"], capture_output=True, text=True)
+    print(other.returncode, other.stderr)
+reserved.close()
+after = subprocess.run([*run, "--gpus", "0", "ok.py"], capture_output=True, text=True)
+print(after.returncode, after.stderr)
+"""
+
+
+def test_a_chains_gpus_are_its_stages_and_nobody_elses(stoker: Stoker, box: Callable[..., dict[str, str]]) -> None:
+    stoker.script("ok.py", "import os; print('on', os.environ['CUDA_VISIBLE_DEVICES'])")
+    env = {**stoker.env, **box(2), "STOKER_GPU_LOCKS": str(stoker.cwd / "locks")}
+    done = subprocess.run(
+        [sys.executable, "-c", RESERVING],
+        cwd=stoker.cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    codes = [line.split()[0] for line in done.stdout.splitlines() if line[:2].strip().isdigit()]
+    assert codes == ["0", "69", "0", "69", "0"], done.stdout + done.stderr
+    assert done.stdout.count("GPU 0 is in use by run speedrun-toy (agent pid ") == 2
+
+
+def test_every_built_in_stage_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, stage in STAGES.items():
+        assert stage.name == name and stage.links and stage.common and stage.source.endswith(f"{name}.py")
+    with pytest.raises(Refusal, match="is reserved"):
+        registry.register(load(""), replace(STAGES["sft"], name="report"), "here.py")
+    assert not isinstance(STAGES, Stage)
+
+
+@pytest.mark.parametrize("stage", list(STAGES))
+def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) -> None:
+    short, whole = stoker("train", stage, "--help"), stoker("train", stage, "--help-all")
+    assert short.code == whole.code == 0
+    lines = short.out.splitlines()
+    assert len(lines) <= 100 and max(map(len, lines)) <= 140
+    for key in STAGES[stage].common:
+        assert f"--{key}" in short.out
+    for name in {"reward", "density", "grpo", "diversity"} - STAGES[stage].sections:
+        assert f"  --{name}." not in whole.out, "another stage's keys"
+    assert "--optim.beta2" in whole.out and "--optim.beta2" not in short.out
+
+
+def test_a_flag_of_another_stage_is_refused_and_a_shared_config_file_is_not(stoker: Stoker, tmp_path: Path) -> None:
+    refused = stoker("train", "tokenizer", "--data", "absent.txt", "--grpo.kl", "0.1")
+    (line,) = refused.err.splitlines()
+    assert (
+        refused.code == 64 and line == "stoker: --grpo.kl: stage tokenizer does not read grpo.kl; it is for stage grpo"
+    )
+    (tmp_path / "shared.yaml").write_text("grpo: {kl: 0.1}\n")
+    shared = stoker("train", "tokenizer", "--data", "absent.txt", "--config", str(tmp_path / "shared.yaml"))
+    assert shared.code == 66 and "absent.txt is not there" in shared.err
