@@ -34,8 +34,8 @@ from stoker.training.data.read import _did_you_mean, _names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
-from stoker.training.loop.samplelog import SampleLog
-from stoker.training.loop.say import where_runs_go
+from stoker.training.loop.supervised import SampleLog
+from stoker.training.recipes.stage import where_runs_go
 from stoker.training.model import hf_config, hf_files
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
