@@ -134,7 +134,7 @@ def trial(way: str, rows: Path, tokenizer: Path, cores: int, work: Path) -> dict
 
 
 def train_tokenizer(rows: Path, folder: Path) -> None:
-    from stoker.training.tokenizer.train import train
+    from stoker.training.data.learn import train
 
     with rows.open() as file:
         texts, size = [], 0

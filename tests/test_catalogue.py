@@ -17,9 +17,9 @@ import pytest
 from conftest import Stoker
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.control.verdict import docs
-from stoker.control.verdict.allocator import read
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.consequence import unquoted
+from stoker.control.verdict.gpu_memory import read
 from stoker.control.verdict.hang import trouble
 from stoker.control.verdict.judge import judge
 

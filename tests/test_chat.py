@@ -27,12 +27,12 @@ from stoker.cli import chat, export
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json
 from stoker.training.checkpoint.saver import Saver
+from stoker.training.data.learn import train
 from stoker.training.generate.finding import find
 from stoker.training.model import hf
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.tokenizer.tokenizer import load
-from stoker.training.tokenizer.train import train
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog\n",

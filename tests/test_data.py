@@ -24,9 +24,9 @@ import numpy as np
 from conftest import Stoker, wait_for
 from stoker.contract.names import Refusal
 from stoker.training.data import shards, units
+from stoker.training.data.build import best_fit
 from stoker.training.data.config import DataConfig
 from stoker.training.data.order import Order
-from stoker.training.data.pack import best_fit
 from stoker.training.data.prepare import prepare
 from stoker.training.data.prepared import Prepared, open_prepared
 from stoker.training.data.reader import Samples

@@ -18,13 +18,16 @@ from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.density.clusters import clusters  # noqa: E402
 from stoker.training.density.embed import embed  # noqa: E402
 from stoker.training.density.gini import evenness, gini  # noqa: E402
-from stoker.training.density.neighbours import densities, distances  # noqa: E402
 from stoker.training.density.points import Vectors, centred, unit  # noqa: E402
-from stoker.training.density.weights import weights  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402
 from stoker.training.recipes import density as recipe  # noqa: E402
+from stoker.training.recipes.density import (  # noqa: E402
+    densities,
+    distances,
+    weights,
+)
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 
 SHAPE = ModelConfig(layers=2, dim=32, heads=2, kv_heads=1, head_dim=16, ff=64, vocab_size=320, init_std=0.1)
@@ -68,7 +71,7 @@ def test_neighbours_are_exact_whatever_the_chunks(monkeypatch: pytest.MonkeyPatc
     np.fill_diagonal(similar, -9)
     expected = 1 - np.sort(similar, axis=1)[:, -5:].mean(1)
     assert np.allclose(distances(vectors, 5), expected, atol=1e-6)
-    monkeypatch.setattr("stoker.training.density.neighbours.CHUNK", 60 * 7)
+    monkeypatch.setattr("stoker.training.recipes.density.CHUNK", 60 * 7)
     assert np.allclose(distances(vectors, 5), expected, atol=1e-6)
     assert np.allclose(distances(vectors, 500), 1 - np.sort(similar, axis=1)[:, 1:].mean(1), atol=1e-6), (
         "all others, where k is more than there are"

@@ -17,11 +17,14 @@ import numpy as np  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, Refusal  # noqa: E402
 from stoker.training.density.clusters import clusters  # noqa: E402
 from stoker.training.density.points import centred, unit  # noqa: E402
-from stoker.training.diversity.compare import SAME, compare, overall, told  # noqa: E402
-from stoker.training.diversity.meaning import spread, vendi  # noqa: E402
-from stoker.training.diversity.metrics import METRICS, Counted  # noqa: E402
-from stoker.training.diversity.report import report  # noqa: E402
-from stoker.training.diversity.wording import distinct, self_bleu, words  # noqa: E402
+from stoker.training.diversity.metrics import METRICS, Counted, distinct, self_bleu, spread, vendi, words  # noqa: E402  # noqa: E402  # noqa: E402
+from stoker.training.diversity.report import (  # noqa: E402
+    SAME,
+    compare,
+    overall,
+    report,
+    told,
+)
 from stoker.training.model import hf  # noqa: E402
 from stoker.training.model.config import ModelConfig  # noqa: E402
 from stoker.training.model.decoder import Decoder  # noqa: E402

@@ -22,6 +22,7 @@ from conftest import Stoker, wait_for  # noqa: E402
 from forked_ranks import Server, program, server  # noqa: E402
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_SOFTWARE, EX_USAGE, Refusal  # noqa: E402
 from stoker.contract.shape import replace  # noqa: E402
+from stoker.training.data.learn import train  # noqa: E402
 from stoker.training.generate import exporting  # noqa: E402
 from stoker.training.generate.finding import Found  # noqa: E402
 from stoker.training.model import hf  # noqa: E402
@@ -33,17 +34,14 @@ from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
 from stoker.training.rl import prompts as asking  # noqa: E402
-from stoker.training.rl.advantage import advantages  # noqa: E402
 from stoker.training.rl.batches import Row, arrange  # noqa: E402
 from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
-from stoker.training.rl.loss import Policy  # noqa: E402
 from stoker.training.rl.reward import reward  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
-from stoker.training.rl.update import Updater  # noqa: E402
+from stoker.training.rl.update import Policy, Updater, advantages  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
-from stoker.training.tokenizer.train import train  # noqa: E402
 
 CPU = torch.device("cpu")
 SHAPE = ModelConfig(layers=2, dim=32, heads=4, kv_heads=2, head_dim=8, ff=64, vocab_size=260)

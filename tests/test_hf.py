@@ -580,8 +580,8 @@ def test_a_hub_id_is_fetched_once_and_refused_in_one_line_where_that_fails(folde
 
 def test_data_of_another_tokenizer_than_the_weights_is_refused(tmp_path: Path) -> None:
     from stoker.cli.train import _check_weights
+    from stoker.training.data.learn import train
     from stoker.training.tokenizer.tokenizer import bytes_tokenizer
-    from stoker.training.tokenizer.train import train
 
     train(["some words and some more " * 50], 300, str(tmp_path / "words"))
     bytes_tokenizer().save(str(tmp_path / "bytes"))

@@ -24,7 +24,7 @@ from stoker.training.generate.exporting import export
 from stoker.training.generate.finding import Found
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
-from stoker.training.reward.calibration import calibration
+from stoker.training.recipes.reward import calibration
 from stoker.training.reward.model import RewardModel, learner, load, margins, open_reward, save, scores
 from stoker.training.reward.pairs import PairRows, asked, read_pairs
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer

@@ -15,11 +15,11 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")
 
 from stoker.contract.names import Refusal
+from stoker.training.data.learn import PATTERN, train
 from stoker.training.tokenizer import alphabet, chat
 from stoker.training.tokenizer.definition import GPT2, SPECIAL
 from stoker.training.tokenizer.encoders import FastPlan, doubtful_characters, plan_fast, slow_encoder
 from stoker.training.tokenizer.tokenizer import SEGMENT, Tokenizer, bytes_tokenizer, load, segments
-from stoker.training.tokenizer.train import PATTERN, train
 
 WORDS = [
     "the",
@@ -135,7 +135,7 @@ def test_the_regex_engines_are_asked_about_every_character() -> None:
 def test_the_same_texts_train_the_same_tokenizer(tmp_path: Path) -> None:
     texts = tmp_path / "texts.json"
     texts.write_text(json.dumps([text(2000, seed) for seed in range(4)]))
-    script = "import json, sys; from stoker.training.tokenizer.train import train; print(train(json.load(open(sys.argv[1])), 500, sys.argv[2]).digest)"
+    script = "import json, sys; from stoker.training.data.learn import train; print(train(json.load(open(sys.argv[1])), 500, sys.argv[2]).digest)"
     found = {
         subprocess.run(
             [sys.executable, "-c", script, str(texts), str(tmp_path / name)],

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from hostile_files import write_model
+from stoker.training.data.amount import lines_in
 
 from stoker.contract import owners
 from stoker.contract.names import Refusal
@@ -28,15 +29,14 @@ from stoker.training.checkpoint.reading import find
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
-from stoker.training.data.amount import lines_in
 from stoker.training.data.digests import digest_files
 from stoker.training.data.read import _did_you_mean, _names
 from stoker.training.data.sources import Source
 from stoker.training.evaluate import tasks
 from stoker.training.generate import finding
 from stoker.training.loop.supervised import SampleLog
-from stoker.training.recipes.stage import where_runs_go
 from stoker.training.model import hf_config, hf_files
+from stoker.training.recipes.stage import where_runs_go
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
 STRANGER = 12345

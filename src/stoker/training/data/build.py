@@ -9,6 +9,7 @@ import glob
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +17,97 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stoker.contract import terminal
 from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import shape
 from stoker.contract.untrusted import open_lock_file, printable
 from stoker.contract.wholefile import sync_folder, write_json
-from stoker.training.data import pack, shards
+from stoker.training.data import shards
 from stoker.training.data.crew import Crew
-from stoker.training.data.progress import Progress
 from stoker.training.data.read import NAMED
 from stoker.training.data.units import Span, jobs_of
 from stoker.training.data.work import BEGIN, Part, Work, lengths_path, mask_path
+
+# Best-fit-decreasing: whole conversations into rows, the longest first, each into the fullest row that still has
+# room.
+
+
+@shape
+class Packing:
+    rows: int
+    row: NDArray[np.int64]  # of each conversation
+    start: NDArray[np.int64]  # where it begins in its row
+    fill: float  # share of the rows that is not padding
+
+
+def best_fit(lengths: NDArray[np.int64], capacity: int) -> Packing:
+    """A Python integer is the set of free sizes that some row has: finding the best fit is one shift. A million take
+    two seconds.
+    """
+    assert len(lengths) > 0 and int(lengths.min()) > 0 and int(lengths.max()) <= capacity
+    row = np.empty(len(lengths), dtype=np.int64)
+    start = np.empty(len(lengths), dtype=np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(capacity + 1)]  # free size -> rows
+    free = 0
+    rows = 0
+    for place in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[place])
+        fitting = free >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            mine = open_rows[room].pop()
+            if not open_rows[room]:
+                free &= ~(1 << room)
+        else:
+            room, mine, rows = capacity, rows, rows + 1
+        row[place], start[place] = mine, capacity - room
+        left = room - length
+        if left:
+            open_rows[left].append(mine)
+            free |= 1 << left
+    return Packing(rows, row, start, float(lengths.sum()) / (rows * capacity))
+
+
+# How far, how fast, how long still: one line on a terminal, a line every few seconds elsewhere.
+
+
+EVERY_S = 5.0
+EVERY_ON_A_TERMINAL_S = 0.2
+
+
+class Progress:
+    def __init__(self, what: str, total: int, say: Callable[[str], None]) -> None:
+        self.what, self.total, self.say = what, total, say
+        self.done = 0
+        self.began = self.said = time.monotonic()
+        self.terminal = sys.stderr.isatty()
+        self.shown = False
+
+    def tick(self, more: int) -> None:
+        self.done += more
+        now = time.monotonic()
+        if now - self.said < (EVERY_ON_A_TERMINAL_S if self.terminal else EVERY_S):
+            return
+        self.said = now
+        rate = self.done / (now - self.began)
+        left = span((self.total - self.done) / rate) if rate else "n/a"
+        line = (
+            f"{self.what}: {self.done / 1e6:.0f}/{self.total / 1e6:.0f} MB, {100 * self.done / max(self.total, 1):.0f}"
+            f" %, {rate / 1e6:.1f} MB/s, ETA {left}"
+        )
+        if self.terminal:
+            terminal.draw(line)
+            self.shown = True
+        else:
+            self.say(line)
+
+    def end(self) -> None:
+        if self.shown:
+            terminal.wipe()
+
 
 Say = Callable[[str], None]
 POLL_S = 0.1
@@ -136,7 +218,7 @@ def _chat(folder: str, name: str, parts: list[Part], work: Work, pad: int) -> di
     if not len(lengths):
         return {**told, "tokens": 0, "samples": 0, "fill": 0.0, "inked": False, "shards": [], "masks": []}
     capacity = work.longest
-    packing = pack.best_fit(lengths, capacity)
+    packing = best_fit(lengths, capacity)
     tokens = _joined([part.path for part in parts], work.dtype)
     masks = _joined([mask_path(part.path) for part in parts], "u1")
     begins = np.concatenate([[0], np.cumsum(lengths)[:-1]])

@@ -12,6 +12,7 @@ import os
 import sys
 
 import numpy as np
+from numpy.typing import NDArray
 
 import stoker
 from stoker.contract.wholefile import write_whole
@@ -19,9 +20,7 @@ from stoker.training.config.schema import Config
 from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.gini import evenness, gini
-from stoker.training.density.neighbours import densities
 from stoker.training.density.points import Vectors, centred
-from stoker.training.density.weights import weights
 from stoker.training.evaluate.asking import Manner, prompt_ids
 from stoker.training.evaluate.tasks import Prompts, prompts_of
 from stoker.training.model import ready
@@ -37,6 +36,65 @@ from stoker.training.recipes.stage import (
     weights_of,
     where_runs_go,
 )
+
+# How often a prompt should be sampled. Where prompts are sparse each counts for more: w ∝ (1 / density)^power. Pure.
+
+
+def weights(density: NDArray[np.float64], power: float, most: float) -> NDArray[np.float64]:
+    """Mean 1, none above `most`."""
+    logs = -power * np.log(density)
+    return capped(np.exp(np.maximum(logs - logs.max(), -600.0)), most)
+
+
+def capped(raw: NDArray[np.float64], most: float) -> NDArray[np.float64]:
+    """Water-filling: what lies above the cap is cut, and the rest is raised in proportion, until nothing is above and
+    the mean is 1.
+    """
+    count = len(raw)
+    if most <= 1 or count == 0:
+        return np.ones(count)
+    full = np.zeros(count, dtype=bool)
+    while True:
+        left = max(count - most * full.sum(), 0.0)
+        scaled = np.where(full, most, raw * (left / raw[~full].sum()))
+        above = ~full & (scaled > most)
+        if not above.any():
+            return np.asarray(scaled)
+        full |= above
+
+
+# How crowded each point's surroundings are, by its exact nearest neighbours.
+
+
+CHUNK = 1 << 24  # similarities that exist at once: 64 MB
+FLOOR = 0.1  # of the median distance: copies of one prompt are dense, not infinitely so, and keep a weight
+
+
+def distances(vectors: Vectors, k: int) -> NDArray[np.float64]:
+    """The mean cosine distance of each to its k nearest others, chunk by chunk of the whole table of similarities."""
+    count = len(vectors)
+    k = min(k, count - 1)
+    found = np.zeros(count)
+    if k < 1:
+        return found
+    step = max(CHUNK // count, 1)
+    for begin in range(0, count, step):
+        similar = vectors[begin : begin + step] @ vectors.T
+        rows = np.arange(len(similar))
+        similar[rows, begin + rows] = -np.inf  # a point is no neighbour of its own
+        nearest = np.partition(similar, count - k, axis=1)[:, count - k :]
+        found[begin : begin + step] = 1.0 - nearest.mean(1, dtype=np.float64)
+    return np.maximum(found, 0.0)
+
+
+def densities(vectors: Vectors, k: int) -> NDArray[np.float64]:
+    """1 / mean distance: it needs no bandwidth, as a kernel would, and an outlier's is small but not exponentially so."""
+    far = distances(vectors, k)
+    typical = float(np.median(far)) or float(far.mean())
+    if typical <= 0:
+        return np.ones(len(vectors))  # all the same point
+    return np.asarray(1.0 / (far + FLOOR * typical))
+
 
 WEIGHTS = "weights.jsonl"
 

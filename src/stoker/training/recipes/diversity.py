@@ -22,9 +22,8 @@ from stoker.training.config.schema import Config
 from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred
-from stoker.training.diversity.compare import compare, told
 from stoker.training.diversity.metrics import Counted
-from stoker.training.diversity.report import report
+from stoker.training.diversity.report import compare, report, told
 from stoker.training.evaluate.answering import sample
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.questions import Question

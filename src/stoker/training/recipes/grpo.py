@@ -29,13 +29,12 @@ from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.rl import prompts as asking
-from stoker.training.rl.advantage import advantages
 from stoker.training.rl.breaker import Stopped
 from stoker.training.rl.reward import reward, scorer_of
 from stoker.training.rl.rollout import outcome as outcome_of
 from stoker.training.rl.rollout import rollout_of
 from stoker.training.rl.task import GrpoTask, Launched, result, resumed
-from stoker.training.rl.update import Updater
+from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto

@@ -3,15 +3,93 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from json.encoder import encode_basestring_ascii as quoted
 
+from stoker.training.world import arithmetic, dialogues, facts, order, steps, stories
 from stoker.training.world.case import Case, asked, loose, prompt_of, strict
 from stoker.training.world.dialogues import small_talk
 from stoker.training.world.dice import Dice
-from stoker.training.world.forms import POOR
-from stoker.training.world.kinds import CASES, SHARES, TEXTS, table
 from stoker.training.world.world import World
+
+# Answers of poor form: what is said may be right, but nobody wants it said so.
+
+
+RUDE = ("Go away.", "You know nothing.", "I do not like you.", "That is a bad question.")
+OFF = (
+    "It is a good day and I am happy.",
+    "The sun is out, my friend.",
+    "Tea is good and cake is good too.",
+    "The park is a good place to be.",
+)
+SILENT = ("I do not know.", "That is a good question.", "I want to think first.", "You can say it.")
+
+
+def silent(answer: str, dice: Dice) -> str:
+    """No answer at the end."""
+    before = _before(answer)
+    return f"{before} {dice.pick(SILENT)}" if before else dice.pick(SILENT)
+
+
+def repeated(answer: str, dice: Dice) -> str:
+    """Words said twice, up to about the length of the answer itself."""
+    words = answer.split()
+    at = dice.below(max(len(words) - 3, 1))
+    twice = [word for word in words[at : at + 3] for _ in range(2)]
+    return " ".join([*words[:at], *twice, *words[at + 3 :]])
+
+
+def rude(answer: str, dice: Dice) -> str:
+    before = _before(answer)
+    return f"{dice.pick(RUDE)} {answer[len(before) :].strip()}"
+
+
+def shouted(answer: str, dice: Dice) -> str:
+    return answer.upper()
+
+
+def unfinished(answer: str, dice: Dice) -> str:
+    words = answer.split()
+    return " ".join(words[: -1 - dice.below(2)])
+
+
+def off_topic(answer: str, dice: Dice) -> str:
+    return dice.pick(OFF)
+
+
+POOR: tuple[Callable[[str, Dice], str], ...] = (silent, repeated, rude, shouted, unfinished, off_topic)
+
+
+def _before(answer: str) -> str:
+    """What stands before "The answer is"."""
+    return answer[: answer.index("The answer is")].strip()
+
+
+# The kinds of question there are, and how much of each a file has.
+
+
+CASES: dict[str, Callable[[World, Dice, bool], Case]] = {
+    "story": stories.case, "fact": facts.case, "sum": arithmetic.case, "steps": steps.case, "dialogue": dialogues.case, "order": order.case,
+}  # fmt: skip
+TEXTS: dict[str, Callable[[World, Dice, bool], str]] = {
+    "story": stories.text, "fact": facts.text, "sum": arithmetic.text, "steps": steps.text, "dialogue": dialogues.text, "order": order.text,
+}  # fmt: skip
+
+# Copying a name out of a story is what a small model needs longest for; a prompt of GRPO's is mostly one where showing
+# the steps pays, and some kinds are rare.
+SHARES = {
+    "base": {"story": 32, "fact": 14, "sum": 16, "steps": 12, "dialogue": 14, "order": 12},
+    "midtrain": {"story": 26, "fact": 12, "sum": 12, "steps": 20, "dialogue": 16, "order": 14},
+    "sft": {"story": 24, "fact": 12, "sum": 10, "steps": 26, "dialogue": 12, "order": 16},
+    "pairs": {"story": 16, "fact": 10, "sum": 24, "steps": 20, "dialogue": 14, "order": 16},
+    "prompts": {"steps": 60, "sum": 12, "order": 14, "story": 8, "fact": 4, "dialogue": 2},
+}
+
+
+def table(shares: dict[str, int]) -> list[str]:
+    """A kind drawn from it comes as often as its share says."""
+    return [kind for kind, share in shares.items() for _ in range(share)]
+
 
 QUESTIONS_TRIES = 400  # in vain, one after the other: then there are no more different ones
 
