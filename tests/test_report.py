@@ -19,7 +19,7 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
-from stoker.training.diversity import report as diversity
+from stoker.training.diversity import report as comparing
 from stoker.training.diversity.metrics import METRICS, Counted
 from stoker.training.diversity.report import report as diversity_report
 from stoker.training.stages.significance import (
@@ -483,7 +483,7 @@ def test_the_report_shows_as_many_measures_as_the_verdict_counts(tmp_path: Path)
     counted = Counted(
         [["a b c", "a b d"], ["x y", "z z"]], [np.eye(2, 4, dtype=np.float32)] * 2, [np.array([0, 1])] * 2, 2, 0
     )
-    found = diversity.told(diversity.compare(counted, counted, 50, 0))
+    found = comparing.told(comparing.compare(counted, counted, 50, 0))
     folder = speedrun(tmp_path)
     path = folder / "stages" / "diversity-1a2b3c4d" / "result.json"
     put(path, {**json.loads(path.read_text()), "metrics": found})
