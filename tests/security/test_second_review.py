@@ -18,6 +18,7 @@ import pytest
 
 from conftest import Stoker, wait_for
 from stoker.contract import checkpoints, untrusted
+from stoker.contract.names import Refusal
 from stoker.control.agent import probe_net, probe_ready
 from stoker.control.agent import receiving as receiving_end
 from stoker.control.cluster import listing
@@ -26,6 +27,7 @@ from stoker.control.launch.nodes import Meeting
 from stoker.control.machine import processes
 from stoker.control.scheduler import slurm_submit as submit
 from stoker.training.config import files
+from stoker.training.data import digests
 
 OTHER = 65534
 
@@ -493,3 +495,12 @@ def test_code_is_not_copied_into_anothers_folder(tmp_path: Path) -> None:
     with pytest.raises(receiving_end.Refused, match="belongs to"):
         receiving_end.Receiver().offer(str(folder), "inside", [], "here")
     assert receiving_end.Receiver().offer(str(folder), "", [], "here") == []
+
+
+def test_the_lock_of_known_hashes_is_not_written_through_a_link(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    (tmp_path / "index.json.lock").symlink_to(precious)
+    with pytest.raises(Refusal, match="lock file"):
+        digests._remember(str(tmp_path / "index.json"), {})
+    assert precious.read_text() == "kept"

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from stoker.contract.untrusted import read_json
+from stoker.contract.names import EX_CANTCREAT, Refusal
+from stoker.contract.untrusted import open_lock_file, read_json
 from stoker.contract.wholefile import write_json
 
 BLOCK = 32 << 20
@@ -74,6 +75,11 @@ def _read(index: str) -> dict[str, list[object]]:
 
 def _remember(index: str, settled: dict[str, list[object]]) -> None:
     os.makedirs(os.path.dirname(index) or ".", exist_ok=True)
-    with open(index + ".lock", "w") as lock:
+    try:
+        handle = open_lock_file(index + ".lock")  # a link there would lead to a file elsewhere
+    except OSError as problem:
+        line = f"the lock file {index}.lock can't be used: {problem.strerror}; remove it"
+        raise Refusal(line, EX_CANTCREAT) from problem
+    with os.fdopen(handle, "rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         write_json(index, {"schema": SCHEMA, "files": {**_read(index), **settled}})
