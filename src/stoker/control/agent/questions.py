@@ -13,7 +13,6 @@ import os
 import selectors
 import signal
 from collections.abc import Callable, Iterable, Iterator
-from importlib import import_module
 from typing import Any
 
 from stoker.contract import protocol
@@ -199,5 +198,7 @@ PROBES = {
 
 
 def find(name: str) -> Callable[..., Any]:
+    from importlib import import_module  # in the child: the agent itself does without
+
     found: Callable[..., Any] = getattr(import_module(f"stoker.control.agent.{PROBES[name]}"), name)
     return found

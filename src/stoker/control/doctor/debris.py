@@ -30,7 +30,7 @@ _AGENT_FILE = re.compile(r"s|\d+-\d+(" + "|".join(map(re.escape, layout.scratch_
 
 @shape
 class Lock:
-    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see agent/locks.py."""
+    """A lock file of a GPU. The kernel frees it when its holder dies, and it is never unlinked: see agent/reservations.py."""
 
     gpu: str
     held: bool

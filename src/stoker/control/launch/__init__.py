@@ -1,1 +1,1 @@
-"""Request and machine become a plan; the coordinator carries it out: attempts, members, when to stop."""
+"""Request and machine become a plan; the live run carries it out: agents, attempts, when to stop (docs/launching.md)."""
