@@ -239,7 +239,8 @@ def test_a_command_of_the_readme(stoker: Stoker, material: Path, row: Row, reque
         texts = [f"line {number} of a page" for number in range(3000)]
         parquet.write_table(arrow.table({"content": texts}), stoker.cwd / "web" / "a.parquet")
     if row.gpus:
-        (stoker.cwd / "machine.json").write_text(json.dumps(machine_json(row.gpus)))
+        stoker.env["STOKER_MACHINE"] = str(stoker.cwd / "box.json")
+        (stoker.cwd / "box.json").write_text(json.dumps(machine_json(row.gpus)))
     (stoker.cwd / "bin").mkdir()
     command = stoker.cwd / "bin" / "stoker"
     command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m stoker "$@"\n')
