@@ -397,7 +397,7 @@ def test_tables_samples_restarts_and_the_way_on_are_there(whole: Path) -> None:
         "| gini<br>no difference |",
         "restarted as attempt 1 after rank.killed (rank 0)",
         "stages/grpo-density-1a2b3c4d/hf",
-        "bash speedrun.sh --preset gpu",
+        "stoker speedrun --preset gpu",
         "torch 2.13.0",
         "| all | 7 min",
         "| base | 1 min",

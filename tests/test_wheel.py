@@ -140,7 +140,7 @@ def test_it_trains_a_tiny_model(installed: Installed) -> None:
 
 def test_doctor_completion_and_docs(installed: Installed) -> None:
     checked = installed("doctor", "--json")
-    assert checked.code in (0, 1) and json.loads(checked.out), checked.err
+    assert checked.code in (0, 1, 2) and json.loads(checked.out), checked.err
     if importlib.util.find_spec("shtab"):
         assert "_stoker" in installed("completion", "bash").out
     named = installed("train", "grpo", "--config", "gsm8k_1GPU", "--dry-run")

@@ -163,7 +163,7 @@ def going_on(chain: Chain) -> Iterator[Block]:
         lines.append(f"stoker speedrun --preset {chain.preset or 'cpu'}        # continues where this stopped")
     bigger = BIGGER.get(chain.preset)
     if bigger:
-        lines.append(f"bash speedrun.sh --preset {bigger}" + (" --data FOLDER" if bigger.startswith("d") else ""))
+        lines.append(f"stoker speedrun --preset {bigger}" + (" --data FOLDER" if bigger.startswith("d") else ""))
     lines.append(
         "stoker speedrun --set grpo-density:grpo.kl=0.05 --plan        # which stages a changed setting would run again"
     )

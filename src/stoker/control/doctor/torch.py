@@ -21,7 +21,9 @@ def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
     torch = found.torch
     assert torch is not None
     if torch.error:
-        yield fail(f"import torch fails: {torch.error}", "is it the right environment? bash setup.sh makes one")
+        yield fail(
+            f"import torch fails: {torch.error}", "is this the right environment? pip install 'torch>=2.9' adds it"
+        )
 
 
 @check("torch.cuda-build", "torch")
