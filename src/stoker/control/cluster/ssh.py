@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
+from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster.agentzip import DAMAGED, NOT_WRITTEN, OLDEST_PYTHON, TOO_OLD, UNSAFE
 
@@ -52,6 +53,12 @@ def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
     # ssh takes the first value it is given: what a user told stands before what we would like.
     argv += [*hosts.ssh_options, *_ALIVE, f"-oConnectTimeout={CONNECT_S}", *_shared()]
     return [*argv, "--", host.target, remote_line(words)]
+
+
+def afresh(hosts: Hosts) -> Hosts:
+    """By connections that nothing shares, and soon given up."""
+    options = ("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *hosts.ssh_options)
+    return replace(hosts, ssh_options=options)
 
 
 def remote_line(words: Sequence[str]) -> str:

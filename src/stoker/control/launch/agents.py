@@ -70,11 +70,10 @@ class Agents:
     @property
     def afresh(self) -> Hosts:
         """The hosts, by connections that nothing shares."""
+        from stoker.control.cluster.ssh import afresh
+
         assert self.hosts is not None
-        return replace(
-            self.hosts,
-            ssh_options=("-oControlMaster=no", "-oControlPath=none", "-oConnectTimeout=4", *self.hosts.ssh_options),
-        )
+        return afresh(self.hosts)
 
     @property
     def run_id(self) -> str:
