@@ -43,7 +43,7 @@ def turn(
             normed = F.rms_norm(wide, (head_dim,), None, eps)
         wide = (normed * qk_norm).to(qkv.dtype).float()
     width = cos.shape[-1]
-    part = wide[..., :width]
+    part = wide if width == head_dim else wide[..., :width]
     turned = torch.addcmul(part * cos[:, None], part.roll(width // 2, -1), sin[:, None])
     if width < head_dim:
         turned = torch.cat([turned, wide[..., width:]], -1)
