@@ -72,6 +72,7 @@ class GrpoTask(Task):
         about: Mapping[str, Any],
     ) -> None:
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
+        super().__init__()
         self._c, self._group, self._voice, self._about = c, group, voice, about
         self.position, self.history = position, history
         self.solved: Finding | None = None
