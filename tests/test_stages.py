@@ -211,3 +211,18 @@ def test_no_object_of_the_training_loop_gets_attributes_after_it_was_made() -> N
                     f"{path.name}: {made.name}.{name} in {where}" for name, where in later.items() if name not in early
                 ]
     assert not late
+
+
+def test_a_chain_whose_gpus_are_in_use_is_refused_before_its_first_stage(
+    stoker: Stoker, box: Callable[..., dict[str, str]]
+) -> None:
+    env = {**stoker.env, **box(1), "STOKER_GPU_LOCKS": str(stoker.cwd / "locks")}
+    holding = RESERVING.partition("run = [")[0] + "print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], cwd=stoker.cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == b"held\n"
+        done = stoker("speedrun", "--preset", "gpu", env=env)
+        other.stdin.close()
+    assert done.code == 69 and "GPU 0 is in use by run speedrun-toy (agent pid " in done.err
+    assert done.err.strip().endswith("; start again when they are free") and "world …" not in done.out
