@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -184,3 +185,44 @@ def test_a_flag_of_another_stage_is_refused_and_a_shared_config_file_is_not(stok
     (tmp_path / "shared.yaml").write_text("grpo: {kl: 0.1}\n")
     shared = stoker("train", "tokenizer", "--data", "absent.txt", "--config", str(tmp_path / "shared.yaml"))
     assert shared.code == 66 and "absent.txt is not there" in shared.err
+
+
+def test_no_object_of_the_training_loop_gets_attributes_after_it_was_made() -> None:
+    """Set in __init__, of the class or of the one it inherits from."""
+    late = []
+    for package in ("loop", "rl", "recipes", "stages"):
+        for path in (Path(registry.__file__).parents[1] / package).glob("*.py"):
+            for made in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)):
+                early: set[str] = (
+                    {"finished", "score"} if any(ast.unparse(base) == "Task" for base in made.bases) else set()
+                )
+                later: dict[str, str] = {}
+                for method in (node for node in made.body if isinstance(node, ast.FunctionDef)):
+                    for node in ast.walk(method):
+                        if (
+                            isinstance(node, ast.Attribute)
+                            and isinstance(node.ctx, ast.Store)
+                            and ast.unparse(node.value) == "self"
+                        ):
+                            early.add(node.attr) if method.name == "__init__" else later.setdefault(
+                                node.attr, method.name
+                            )
+                late += [
+                    f"{path.name}: {made.name}.{name} in {where}" for name, where in later.items() if name not in early
+                ]
+    assert not late
+
+
+def test_a_chain_whose_gpus_are_in_use_is_refused_before_its_first_stage(
+    stoker: Stoker, box: Callable[..., dict[str, str]]
+) -> None:
+    env = {**stoker.env, **box(1), "STOKER_GPU_LOCKS": str(stoker.cwd / "locks")}
+    holding = RESERVING.partition("run = [")[0] + "print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", holding], cwd=stoker.cwd, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == b"held\n"
+        done = stoker("speedrun", "--preset", "gpu", env=env)
+        other.stdin.close()
+    assert done.code == 69 and "GPU 0 is in use by run speedrun-toy (agent pid " in done.err
+    assert done.err.strip().endswith("; start again when they are free") and "world …" not in done.out

@@ -17,6 +17,7 @@ from stoker.control.record import reader
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN, RESULT
 from stoker.training.stages.evaluate import PROMPTS
+from stoker.training.stages.registry import STAGES
 from stoker.training.stages.significance import Marks, marks
 
 COMPLETIONS = "completions.jsonl"
@@ -164,7 +165,7 @@ def _stage(folder: str, row: dict[str, Any], price: float | None) -> StageRecord
         metrics=metrics,
         steps=tuple(_lines(os.path.join(where, layout.METRICS))) if where else (),
         troubles=tuple(_troubles(where, row, metrics)),
-        evaluation=_evaluation(where, result, metrics) if kind == "evaluate" and result else None,
+        evaluation=_evaluation(where, result, metrics) if kind in STAGES and STAGES[kind].measures and result else None,
         versions=versions if isinstance(versions, dict) else {},
     )
 

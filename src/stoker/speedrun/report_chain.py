@@ -13,7 +13,8 @@ from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, He
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import ABSENT, number
 
-EXPECTED = tuple(link.name for link, _ in links())
+# What makes something first, then what measures it.
+EXPECTED = tuple(link.name for link, _ in sorted(links(), key=lambda pair: pair[1].measures))
 BIGGER = {"cpu": "gpu", "gpu": "d20", "d20": "d32"}
 _HARDWARE_KEYS = (
     "schema",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from stoker.contract import names
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.control.agent.reservations import GpuLocks, held
-from stoker.control.launch.gpus import choose
+from stoker.control.launch.gpus import NotFree, choose
 from stoker.control.launch.options import RunOptions
 from stoker.control.machine.lockfiles import CHAIN
 from stoker.control.machine.model import Machine
@@ -32,7 +32,12 @@ class Reserved:
         if run_we_are_in(environment):
             return  # that run holds them
         holders = held([gpu.uuid for gpu in machine.gpus])
-        chosen = choose(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
+        try:
+            chosen = choose(RunOptions(nproc_per_node=ranks), environment, machine, holders).gpus
+        except NotFree as busy:  # its last part names a flag of `stoker run`
+            raise Refusal(
+                f"{busy.line.rpartition('; ')[0]}; start again when they are free", busy.code, cause="gpu.busy"
+            ) from busy
         uuids = list(dict.fromkeys(gpu.uuid for gpu in chosen))
         if not uuids:
             return

@@ -40,7 +40,7 @@ def newest(c: CheckpointConfig, run: str, group: Group, voice: Voice) -> Checkpo
             if best is not None:
                 return best.path
             if not of_run and folders.steps_in(folder):
-                voice.say(f"no sound checkpoint in {folder}: it begins anew")
+                voice.say(f"no valid checkpoint in {folder}; starting from scratch")
         if c.resume in ("auto", "never"):
             return None
         path = located(c.resume)

@@ -63,8 +63,10 @@ class Task:
     """What a kind of training adds to the loop: its numbers, its validation, what its checkpoints hold."""
 
     at_once = False  # each step's numbers are read before the next one is launched
-    finished = False  # nothing is left to learn, though steps are left
-    score: float | None = None  # the validation loss of this very step
+
+    def __init__(self) -> None:
+        self.finished = False  # nothing is left to learn, though steps are left
+        self.score: float | None = None  # the validation loss of this very step
 
     def hear(self, launched: Any) -> Agreed:
         """Reads a step's numbers and reports them. Raises where they end the run."""

@@ -92,6 +92,7 @@ class Supervised(Task):
     def __init__(
         self, parts: Parts, start: Start, c: Settings, stepper: Stepper, saver: Saver, voice: Voice, startup: Startup
     ) -> None:
+        super().__init__()
         self._parts, self._start, self._c = parts, start, c
         self._stepper, self._saver, self._voice, self._startup = stepper, saver, voice, startup
         self._group, self._material = parts.group, parts.material

@@ -37,6 +37,7 @@ def learn(name: str, argv: list[str]) -> int:
     # work.
     resolved = recipe_settings(argv, torch.cuda.is_available(), say=stage.from_rank_0, defaults=STAGES[name].defaults)
     c = resolved.config
+    STAGES[name].check(c)
     check_ranks(c, int(os.environ.get("WORLD_SIZE", "1")))
     check_loggers(c.train.log_to)
     ready.environment(stage.from_rank_0)

@@ -50,12 +50,13 @@ def where_runs_go(c: Config) -> str:
 
 def settings(argv: list[str], name: str) -> Config:
     """Checked by the stage's own rules; what nobody gave is derived where it trains."""
-    resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0)
+    kind = STAGES[name]
+    resolved = recipe_settings(argv, torch.cuda.is_available(), say=from_rank_0, defaults=kind.defaults)
     c = resolved.config
     ready.environment(from_rank_0)
-    if STAGES[name].learning is not None:
+    if kind.learning is not None:
         c = with_stage_defaults(name, c, resolved.given)
-    STAGES[name].check(c)
+    kind.check(c)
     return c
 
 

@@ -72,6 +72,7 @@ class GrpoTask(Task):
         about: Mapping[str, Any],
     ) -> None:
         """`about`: what `stoker export` and a resumed run need to know of a checkpoint."""
+        super().__init__()
         self._c, self._group, self._voice, self._about = c, group, voice, about
         self.position, self.history = position, history
         self.solved: Finding | None = None
@@ -123,12 +124,11 @@ class GrpoTask(Task):
         )
         self.history.add(seen)
         self._speed.step(tokens, None)
-        # A loss that is no number was skipped: told, it would be taken for a run that goes on with it.
+        # A non-finite loss was skipped: reported, it would look like a run that trains on with it.
         stoker.beat(step=step + 1, loss=learned.loss if learned.finite else None, tokens=self.position.tokens)
         if not learned.finite:
             self._voice.say_once(
-                f"step {step}: the loss or its gradient is no number (loss {learned.loss:g}, norm {learned.norm:g}): it"
-                " changes nothing"
+                f"step {step}: non-finite loss or gradient (loss {learned.loss:g}, norm {learned.norm:g}); update skipped"
             )
         self._voice.step(
             step,
