@@ -49,7 +49,7 @@ _EPILOG = """a key's name that is clear without its section may stand alone, wit
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
 < flags. `stoker docs config` prints every key.
 exit codes: those of `stoker run`; 64 a flag that can't be, 78 a config file or variable that can't be, 65 and 66 data, 69 GPUs that are needed and missing."""
-_SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; docs/config.yaml has every key in one file.
+_SHORT = """--help-all lists the other {more} keys and every option of `stoker run`; `stoker docs config` prints every key.
 A name that is clear without its section may stand alone, with - or _: --max-steps 10.
 preset < the stage's defaults (printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE) < flags"""
 _RUN_MOST = ("nproc_per_node", "gpus", "hosts", "name", "max_restarts", "detach", "dry_run")

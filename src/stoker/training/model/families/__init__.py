@@ -85,4 +85,4 @@ def family_of(c: ModelConfig) -> Family:
     for family in families.values():
         if family.takes(c):
             return family
-    raise Refusal("no family can write a model of this shape: see docs/families.md", EX_CONFIG)
+    raise Refusal("no family can write a model of this shape: `stoker docs families` says how to add one", EX_CONFIG)
