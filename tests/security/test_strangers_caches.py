@@ -15,12 +15,17 @@ from typing import Any
 
 import pytest
 from hostile_files import write_model
-from stoker.training.data.amount import lines_in
+from stoker.training.config.amount import lines_in
 
 from stoker.contract import owners
 from stoker.contract.names import Refusal
+from stoker.contract.shape import as_json, replace
+from stoker.contract.shapes import RankEnd, RankError
+from stoker.control.doctor.caches import cache_roots, find_caches
+from stoker.control.launch.attempt import read_error
 from stoker.control.record import ownership
 from stoker.control.record.metrics import Metrics
+from stoker.control.verdict.consequence import is_consequence
 from stoker.speedrun import state
 from stoker.speedrun.stages import Stage
 from stoker.training.checkpoint import folders, manifest
@@ -37,6 +42,8 @@ from stoker.training.generate import finding
 from stoker.training.loop.supervised import SampleLog
 from stoker.training.model import hf_config, hf_files
 from stoker.training.recipes.stage import where_runs_go
+from stoker.training.tokenizer import patterns
+from stoker.training.tokenizer.definition import GPT2, KNOWN_PATTERNS, OURS
 from stoker.training.tokenizer.tokenizer import Tokenizer, bytes_tokenizer
 
 STRANGER = 12345
@@ -79,8 +86,9 @@ def test_a_compile_cache_that_others_can_write_is_not_used(tmp_path: Path, monke
 
 
 @needs_root
-def test_prepared_data_of_another_user_is_not_used(tmp_path: Path) -> None:
-    for number, (uid, mode, own) in enumerate(((0, 0o755, True), (STRANGER, 0o755, False), (0, 0o777, False))):
+def test_prepared_data_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for number, (uid, mode, own) in enumerate(((0, 0o755, True), (0, 0o1777, False))):
         cache = tmp_path / f"cache{number}"
         cache.mkdir()
         cache.chmod(mode)
@@ -94,7 +102,7 @@ def test_prepared_data_of_another_user_is_not_used(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "cache0")
     assert ours.own_cache(str(link), quiet) == str(link), "a link of one's own to a larger disk is fine"
     os.lchown(link, STRANGER, STRANGER)
-    assert ours.own_cache(str(link), quiet) != str(link)
+    assert ours.own_cache(str(link), quiet) == str(tmp_path / "home" / "stoker" / "data")
 
 
 def test_a_link_in_place_of_a_lock_empties_nothing(tmp_path: Path) -> None:
@@ -271,16 +279,12 @@ def with_pattern(pattern: str) -> Tokenizer:
     return Tokenizer(json.dumps(told).encode(), {}, "x")
 
 
-def test_a_pattern_that_tries_a_million_ways_at_every_character() -> None:
+def test_a_pattern_that_is_slow_is_stopped_early() -> None:
     assert with_pattern(r"\w+|[\s\S]").encode("aab c")
-    for pattern in (
-        r"(?:.|.){21}\x00|[\s\S]",
-        r"(?=[^\x00]*hello)(?:[a-z ]|[a-z ]){21}\x01|[^\x00]",  # slow only where a text has that word
-    ):
-        slow = with_pattern(pattern)
-        slow.use(None)  # `tokenizers`, whose engine tries them all
-        with pytest.raises(Refusal, match="too slow"):
-            slow.encode("hello there my friend what a day " * 20)
+    slow = with_pattern(r"[\s\S]{0,1400}[\s\S]{0,1400}\x01|[\s\S]")  # two open ends: bounded, and slow
+    slow.use(None)  # `tokenizers`, whose engine tries them all
+    with pytest.raises(Refusal, match="too slow"):
+        slow.encode("hello there my friend what a day " * 2000)
 
 
 # ---- plain torchrun ----
@@ -358,3 +362,72 @@ def test_a_footer_that_claims_a_terabyte_is_cut_into_few_parts(tmp_path: Path, m
     monkeypatch.setattr(units, "open_parquet", lambda _path: SimpleNamespace(metadata=metadata))
     train, held = units.split([Source(str(tmp_path / "x"), "parquet", 820_000)], 0.1)
     assert len(train) + len(held) < 1100
+
+
+# ---- folders whose owner can exchange what is in them ----
+
+
+@needs_root
+def test_a_cache_whose_owner_can_exchange_it_is_not_written_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    cache = tmp_path / "cache"
+    for uid, mode in ((STRANGER, 0o1777), (0, 0o777)):
+        cache.mkdir()
+        cache.chmod(mode)
+        os.chown(cache, uid, uid)
+        assert ours.own_cache(str(cache), quiet) == str(tmp_path / "home" / "stoker" / "data")
+        with pytest.raises(Refusal, match="exchange your folders"):
+            ownership.own_folder(str(cache), "torchrun-x")
+        assert os.listdir(cache) == []
+        cache.rmdir()
+
+
+def test_cleaning_caches_leaves_what_is_not_stokers(tmp_path: Path) -> None:
+    """A checkout may hold a link `cache -> ..` beside which the user keeps data of their own."""
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    (checkout / "cache").symlink_to("..")
+    mine, prepared = tmp_path / "datasets" / "imagenet", tmp_path / "datasets" / ("0" * 32)
+    mine.mkdir(parents=True)
+    prepared.mkdir()
+
+    def found() -> list[str]:
+        return [one.path for one in find_caches(cache_roots({}, str(checkout))) if one.kind == "data"]
+
+    assert found() == []
+    ours.tag(str(tmp_path))
+    assert found() == [str(prepared)]
+
+
+def test_a_long_message_of_a_host_is_judged_at_once() -> None:
+    error = RankError(type="ValueError", module="builtins", message="bad row: " + "[" * 20_000)
+    began = time.process_time()
+    is_consequence(RankEnd(0, "h", "GPU0", 1, 1, 0.0, error=error))
+    assert time.process_time() - began < 2, "its time grows with the square of the message"
+    assert len(read_error(as_json(replace(error, message="[" * 1_000_000))).message) == 20_000  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("pattern", [GPT2, OURS, *KNOWN_PATTERNS, r"\p{N}{1,3}", r"[一-龥]+"])
+def test_patterns_of_published_tokenizers_are_bounded(pattern: str) -> None:
+    assert patterns.is_bounded(pattern)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?:.|.)+\x00",
+        r"(?:.|.){21}\x00|x",
+        r"(?=[^\x00]*hello)a",
+        r"(?=[\s\S]{5000})x",
+        "(a+)+b",
+        "a*a*a*b",
+        r"(.*)\1x",
+        "[[",
+    ],
+)
+def test_patterns_that_can_take_hours_are_refused(pattern: str) -> None:
+    assert not patterns.is_bounded(pattern)
+    with pytest.raises(Refusal, match="can take hours"):
+        with_pattern(pattern).encode("a")

@@ -18,6 +18,12 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 CONSOLE = "stoker.log"  # Stoker's own lines, so that `attach` can show them again
 LATEST = "latest"
+# Of the cache directory tagging specification: backups leave such a folder out, too.
+CACHE_TAG = "CACHEDIR.TAG"
+CACHE_SIGNATURE = (
+    "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of Stoker's: prepared data, tokenizers and compiled code."
+    " It may be removed.\n"
+)
 
 
 def attempt_dir(run_dir: str, attempt: int) -> str:

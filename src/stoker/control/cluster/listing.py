@@ -16,6 +16,7 @@ from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
 
 # Not copied, unless git tracks it.
+GIT_S = 120.0
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
 # The user's own settings, such as safe.directory in a container, and where git may look. Options on the command line
 # win over them.
@@ -136,7 +137,12 @@ def _ask_git(root: str, *words: str) -> subprocess.CompletedProcess[bytes]:
     }
     env.update(GIT_OPTIONAL_LOCKS="0", GIT_TERMINAL_PROMPT="0", GIT_ALLOW_PROTOCOL="none")  # none: it fetches nothing
     safe = ("--no-pager", "-c", "core.fsmonitor=false", "-c", f"core.hooksPath={os.devnull}", "-C", root)
-    return subprocess.run(["git", *safe, *words], capture_output=True, check=False, env=env, stdin=subprocess.DEVNULL)
+    try:
+        return subprocess.run(
+            ["git", *safe, *words], capture_output=True, check=False, env=env, stdin=subprocess.DEVNULL, timeout=GIT_S
+        )
+    except subprocess.TimeoutExpired as problem:
+        raise Refusal(f"git in {root} did not answer within {GIT_S:.0f} s", EX_NOINPUT) from problem
 
 
 def _git_files(root: str) -> Iterator[str]:
@@ -170,7 +176,10 @@ def _git_list(root: str, *which: str) -> list[str]:
     if done.returncode:
         complaint = printable(done.stderr.decode("utf-8", "replace").strip())
         raise Refusal(f"git can't list {root}: {complaint}", EX_NOINPUT)
-    return [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
+    paths = [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
+    return [
+        path for path in paths if not path.startswith("/") and ".." not in path.split("/")
+    ]  # an index may name anything
 
 
 def _walk(root: str) -> Iterator[str]:

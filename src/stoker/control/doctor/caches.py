@@ -8,7 +8,9 @@ import stat
 import time
 from collections.abc import Mapping
 
+from stoker.contract import layout
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import read_text
 from stoker.control.doctor.debris import paths_in_use, walk
 from stoker.control.doctor.leftovers import AGENTS
 from stoker.control.machine import processes
@@ -25,6 +27,17 @@ class Cache:
     kept: str = ""  # why it must not be pruned
 
 
+_KEY = r"[0-9a-f]{32}(\..*)?"  # what prepared data is called: nothing else in such a folder is ours
+
+
+def _is_tagged(folder: str) -> bool:
+    """It has our tag: a link named `cache`, in a checkout of somebody's, may lead to any folder of the user's."""
+    try:
+        return read_text(os.path.join(folder, layout.CACHE_TAG)) == layout.CACHE_SIGNATURE
+    except (OSError, ValueError):
+        return False
+
+
 def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str, str]]:
     """(kind, folder, pattern of the entries in it)."""
     home = os.path.expanduser("~")
@@ -33,7 +46,7 @@ def cache_roots(environment: Mapping[str, str], cwd: str) -> list[tuple[str, str
     if environment.get("STOKER_CACHE"):
         data.append(os.path.abspath(environment["STOKER_CACHE"]))
     return [
-        *(("data", os.path.join(folder, "datasets"), ".*") for folder in dict.fromkeys(data)),
+        *(("data", os.path.join(folder, "datasets"), _KEY) for folder in dict.fromkeys(data) if _is_tagged(folder)),
         ("compile", f"/tmp/torchinductor_{user}", ".*"),
         ("compile", os.path.join(home, ".triton", "cache"), ".*"),
         ("compile", os.path.join(cache_home(environment), "compile"), ".*"),

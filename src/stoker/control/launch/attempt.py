@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.shape import fields_of
+from stoker.contract.shape import fields_of, replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 LOOK_S = 15.0  # at most, for a look at the ranks that outlived an echo
 CHECKPOINT = "CHECKPOINT"  # rank 0's mark: one has been saved whole, the run may be ended and go on from there
 ASKS = 1_000_000  # inspections an attempt may number: an answer that comes late is nobody else's
+
+
+_MESSAGE, _TRACEBACK = 20_000, 100_000  # characters, as a rank's shim cuts them
 
 
 class Attempt:
@@ -158,9 +161,11 @@ class Attempt:
 def read_error(data: Any) -> RankError | None:
     """None: the rank wrote none, or one that is not to be read."""
     try:
-        return unquoted(_known(RankError, data))
+        error = _known(RankError, data)
     except ValueError:
         return None
+    # A host may send megabytes, and every cause looks through them.
+    return unquoted(replace(error, message=error.message[:_MESSAGE], traceback=error.traceback[-_TRACEBACK:]))
 
 
 def read_around(data: Any) -> Around:

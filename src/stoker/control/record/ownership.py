@@ -19,6 +19,9 @@ def own_folder(root: str, name: str) -> str:
     Closed to others' writing.
     """
     path = os.path.join(root, name)
+    problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
+    if problem:
+        raise Refusal(f"{root}: {problem}, and could exchange your folders there: choose another place", EX_NOPERM)
     for candidate in (path, *(f"{path}-{os.geteuid()}" + (f"-{n}" if n > 1 else "") for n in range(1, 100))):
         try:
             about = os.lstat(candidate)
@@ -26,7 +29,7 @@ def own_folder(root: str, name: str) -> str:
             return candidate
         if stat.S_ISDIR(about.st_mode) and is_mine(about.st_uid, root) and not why_not_ours_alone(candidate):
             return candidate
-    raise Refusal(f"{path} and its like belong to other users; choose another folder with --runs-dir", EX_NOPERM)
+    raise Refusal(f"{path} and its like belong to other users: choose another place", EX_NOPERM)
 
 
 def cache_home(environment: Mapping[str, str]) -> str:
@@ -36,8 +39,9 @@ def cache_home(environment: Mapping[str, str]) -> str:
 
 
 def private_cache(name: str, say: Callable[[str], None]) -> str:
-    """A folder of code that will be executed (compiled kernels): ours, and closed to everybody else. Never in a project,
-    whose folder may come from a stranger. Where there is no such place, a new one for this process alone.
+    """A folder in this user's own cache, closed to everybody else: for code that will be executed (compiled kernels),
+    which never lies in a project's folder, and for data where the folder asked for is not safe. Where there is no such
+    place, a new one for this process alone.
     """
     path = os.path.join(cache_home(os.environ), name)
     try:
@@ -51,7 +55,7 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
     import tempfile
 
     fresh = tempfile.mkdtemp(prefix=f"stoker-{name}-")
-    say(f"{path} can't be used ({problem}): compiled kernels are kept in {fresh}, for this start only")
+    say(f"{path} can't be used ({problem}): {name} is kept in {fresh}, for this start only")
     return fresh
 
 

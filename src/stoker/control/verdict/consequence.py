@@ -10,7 +10,7 @@ from stoker.contract.stacktext import is_library
 
 _LOST_PEER = (
     r"(?i)Connection (reset|closed|aborted|refused) by peer|Connection reset|Broken pipe|Connection closed|"
-    r"\[.*gloo/transport/.*\]|Application timeout caused pair closure|"
+    r"\[[^\]\n]{0,400}gloo/transport/|Application timeout caused pair closure|"
     r"failed to recv, got 0 bytes|recvValue failed|sendBytes failed|Failed to recv|wait timeout after|Timed out after"
     r" \d+ seconds waiting for clients|"
     r"Socket Timeout|socket timeout|The client socket has (failed|timed out)|store->(get|wait)|"

@@ -14,7 +14,7 @@ from stoker.contract.collectives import kind_of, numbers_in, sizes_must_agree
 from stoker.contract.shape import shape
 from stoker.control.watch.snapshot import Group, Op, Snapshot
 
-_PEER = re.compile(r"(\d+)\s*(->|<-)\s*(\d+)")
+_PEER = re.compile(r"(?<!\d)(\d{1,9})\s{0,9}(->|<-)\s{0,9}(\d{1,9})")
 
 
 @shape

@@ -10,11 +10,7 @@ from stoker.contract.owners import why_not_ours_alone
 from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
 
-TAG = "CACHEDIR.TAG"  # of the cache directory tagging specification: backups leave such a folder out, too
-_SIGNATURE = (
-    "Signature: 8a477f597d28d172789f06886806bc55\n# A cache of Stoker's: prepared data, tokenizers and compiled code."
-    " It may be removed.\n"
-)
+TAG = layout.CACHE_TAG
 _MARKS = (TAG, layout.RUN, "chain.json")
 
 
@@ -23,7 +19,7 @@ def tag(cache: str) -> None:
     os.makedirs(cache, exist_ok=True)
     path = os.path.join(cache, TAG)
     if not os.path.lexists(path):
-        write_whole(path, _SIGNATURE, durable=False)
+        write_whole(path, layout.CACHE_SIGNATURE, durable=False)
 
 
 def own_cache(cache: str, say: Callable[[str], None]) -> str:
@@ -36,8 +32,13 @@ def own_cache(cache: str, say: Callable[[str], None]) -> str:
         return cache
     if not problem:
         return cache
-    own = ownership.own_folder(cache, f"user-{os.geteuid()}")
-    os.makedirs(own, 0o700, exist_ok=True)
+    if why_not_ours_alone(cache, sticky=True):  # who owns the folder can exchange everything in it
+        own = ownership.private_cache("data", say)
+    else:
+        own = ownership.own_folder(cache, f"user-{os.geteuid()}")
+        os.makedirs(own, 0o700, exist_ok=True)
+        if ownership.own_folder(cache, f"user-{os.geteuid()}") != own:  # somebody was quicker
+            return own_cache(cache, say)
     say(f"data.cache {cache}: {problem}; yours is {own}")
     return own
 

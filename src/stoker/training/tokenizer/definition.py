@@ -6,8 +6,8 @@ from typing import Any
 
 from stoker.contract.names import EX_DATAERR, Refusal
 from stoker.contract.shape import shape
-from stoker.contract.untrusted import parse_json
-from stoker.training.tokenizer import alphabet
+from stoker.contract.untrusted import parse_json, printable
+from stoker.training.tokenizer import alphabet, patterns
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")  # which of its special tokens ends a document, best first
@@ -67,6 +67,10 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
         ) from problem
+    if slow := patterns.unbounded(splitter):
+        raise refuse(
+            f"its pattern {printable(slow, 60)!r} can take hours for some texts (repeats within repeats, far looks ahead)"
+        )
     for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(name):
             raise refuse(f"its model has {name}: the same text would not always come back")

@@ -92,25 +92,25 @@ class Tokenizer:
         return encode if self.told.pattern in KNOWN_PATTERNS else self._watched(encode)
 
     def _watched(self, encode: Encoder) -> Encoder:
-        """A stranger's pattern may try a million ways at every character, and nothing can stop it once it has begun: the
-        beginning of each text is encoded first, longer and longer.
+        """A stranger's pattern may be slow, and nothing can stop it once it has begun: the beginning of each text is
+        encoded first, longer and longer.
         """
 
         def watched(text: str) -> Ids:
             for length in (8, 64, 512, 4096):
-                if length >= len(text):
-                    break
-                began = time.thread_time()
-                encode(text[:length])
-                if (seconds := time.thread_time() - began) > 0.5:
-                    raise Refusal(
-                        f"tokenizer {self.where}: its pattern is too slow to be used: {length} characters took"
-                        f" {seconds:.1f} s",
-                        EX_DATAERR,
-                    )
-            return encode(text)
+                if length < len(text):
+                    self._timed(encode, text[:length], 0.5)
+            return self._timed(encode, text, 10.0)
 
         return watched
+
+    def _timed(self, encode: Encoder, text: str, most: float) -> Ids:
+        began = time.thread_time()
+        ids = encode(text)
+        if (seconds := time.thread_time() - began) > most:
+            what = f"{len(text)} characters took {seconds:.1f} s"
+            raise Refusal(f"tokenizer {self.where}: its pattern is too slow to be used: {what}", EX_DATAERR)
+        return ids
 
     def _made(self, make: Callable[[], T]) -> T:
         """What tokenizers or tiktoken make of the file. Both raise whatever they like where it is not what they expect."""
