@@ -240,7 +240,7 @@ def test_a_host_that_is_back_and_can_not_be_planned_with_is_sent_away_again() ->
 
     membership = Members()
 
-    def plan_again(argv: Any) -> Any:
+    def plan_again() -> Any:
         if membership.joined:
             raise Refusal("host b: the NVIDIA driver is not loaded", EX_UNAVAILABLE)
         return plan
