@@ -270,6 +270,16 @@ def test_packed_rows_compute_what_their_texts_compute_alone(folder: Path) -> Non
         torch.testing.assert_close(model(TOKENS, segments=segments), alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("folder", ["gemma2", "olmo2", "llama with biases"], indirect=True)
+def test_a_block_is_one_graph_for_the_compiler(folder: Path) -> None:
+    model = opened(folder)
+    with torch.no_grad():
+        want = model(TOKENS)
+        for block in model.layers:
+            block.compile(fullgraph=True, dynamic=False, backend="aot_eager")
+        torch.testing.assert_close(model(TOKENS), want)
+
+
 def test_capped_log_probabilities_have_autograds_gradients() -> None:
     x, weight = torch.randn(20, 8, generator=torch.Generator().manual_seed(1)), torch.eye(8)[:, :] * 3
     targets = torch.arange(20) % 8

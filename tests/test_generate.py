@@ -333,7 +333,12 @@ WIDE = {
     "llama": replace(LLAMA, head_dim=16),
     "qwen3": SHAPES["qwen3"],
     "no power of two": replace(SHAPES["qwen3"], head_dim=24),
-}
+    "what the kernels have": replace(
+        LLAMA, head_dim=16, qkv_bias=True, out_bias=True, mlp_bias=True, norm_offset=0.5, activation="gelu_tanh", attention_scale=0.3, embedding_scale=3.0,
+        final_cap=4.0, rope_kind="linear", rope_factor=2.0, unrotated=(1,),
+    ),
+    "what they lack": replace(LLAMA, head_dim=16, norms="both", attention_cap=2.0, windows=(0, 9), rope_share=0.5, qk_norm=True, qk_norm_whole=True),
+}  # fmt: skip
 
 
 @gpu

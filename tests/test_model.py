@@ -319,8 +319,22 @@ def _norm_gradient(
     return dx if onward is None else dx + onward, unit * weight, (g * unit).sum(0)
 
 
+# Options that the fused blocks have as well (ready.FUSED), for three layers.
+FUSED: dict[str, Any] = {
+    "attention_scale": 0.2, "embedding_scale": 3.0, "final_cap": 4.0, "windows": (0, 9, 5), "unrotated": (0,), "window_theta": 50.0, "rope_kind": "linear",
+    "rope_factor": 2.0,
+}  # fmt: skip
+
+
+def test_the_options_that_fused_blocks_are_tested_with_are_those_they_claim() -> None:
+    assert set(ready.FUSED) == set(FUSED) - {"rope_factor"}
+
+
+@pytest.mark.parametrize("options", [{}, FUSED], ids=["no options", "options"])
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
-def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPatch, recompute: str) -> None:
+def test_recomputed_blocks_have_the_same_gradients(
+    monkeypatch: pytest.MonkeyPatch, recompute: str, options: dict[str, Any]
+) -> None:
     """Plain blocks, and fused ones with stand-ins for the kernels that no CPU can run."""
     kernels_ = types.SimpleNamespace(
         add_norm=_added_norm, norm_backward=_norm_gradient, rotate_in_place=_turned, swiglu=swiglu.swiglu
@@ -339,7 +353,7 @@ def test_recomputed_blocks_have_the_same_gradients(monkeypatch: pytest.MonkeyPat
     inputs = tokens(2, 16, seed=3)
     found = []
     for fused, how in ((False, "off"), (False, recompute), (True, recompute)):
-        model = made(replace(SMALL, kv_heads=4))
+        model = made(replace(SMALL, kv_heads=4, layers=3, **options))
         model.fuse(fused)
         for block in model.layers if how != "off" else ():
             ready.checkpoint_block(block, how == "selective", False)
@@ -364,9 +378,13 @@ def test_no_stand_in_is_left_behind() -> None:
 @pytest.mark.parametrize("recompute", ["off", "full", "selective"])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(qk_norm: bool, packed: bool, recompute: str) -> None:
+@pytest.mark.parametrize("options", [{}, FUSED], ids=["no options", "options"])
+def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(
+    qk_norm: bool, packed: bool, recompute: str, options: dict[str, Any]
+) -> None:
     device = torch.device("cuda")
-    c = ModelConfig(layers=3, dim=192, heads=6, kv_heads=2, head_dim=64, ff=320, vocab_size=512, qk_norm=qk_norm)
+    size = ModelConfig(layers=3, dim=192, heads=6, kv_heads=2, head_dim=64, ff=320, vocab_size=512, qk_norm=qk_norm)
+    c = replace(size, **options)
     with torch.device(device):
         model = Decoder(c, 128)
     model.start(0)
