@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from hostile_files import write_model
-from stoker.training.config.amount import lines_in
 
 from stoker.contract import owners
 from stoker.contract.names import Refusal
@@ -31,6 +30,7 @@ from stoker.speedrun.stages import Stage
 from stoker.training.checkpoint import folders, manifest
 from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
 from stoker.training.checkpoint.reading import find
+from stoker.training.config.amount import lines_in
 from stoker.training.config.layers import gather
 from stoker.training.config.resolve import settle
 from stoker.training.data import ours, reader, shards, units
