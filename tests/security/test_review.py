@@ -18,6 +18,7 @@ import pytest
 from conftest import Stoker
 from localuser import ATTACKER, VICTIM, do_as, start_as, wait
 from stoker.contract import layout, redact
+from stoker.contract.names import Refusal
 from stoker.contract.shapes import Verdict
 from stoker.contract.yamltext import NotYaml, parse_yaml
 from stoker.control.agent.reservations import GpuLocks
@@ -217,7 +218,12 @@ def test_the_record_is_not_written_through_links(public: Path) -> None:
         record = RunRecord(str(run_dir), "host", reopened=False)
         while not swapped.exists():
             time.sleep(0.01)
-        record.attempt(0)
+        try:
+            record.attempt(0)
+        except Refusal as refusal:
+            assert "moved or replaced" in refusal.line
+        else:
+            raise AssertionError("ranks would be started in the attacker's folder")
         record.output(layout.rank_log(str(run_dir), 0, 0), b"a line\n")
         record.save(layout.rank_stack(str(run_dir), 0, 0), "a stack")
         assert precious.read_text() == "precious"

@@ -268,7 +268,7 @@ def test_another_user_reads_nothing_until_the_owner_says_so(stoker: Stoker, umas
             folder.chmod(_mode(folder) | 0o011)  # the way there is open
     runs = stoker.cwd / "runs"
     runs.mkdir()
-    runs.chmod(0o777)
+    runs.chmod(0o1777)
     done = stoker("run", stoker.script("ok.py", "print('ok')"), umask=umask)
     read = ["setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups", "cat"]
     files = [str(done.run_dir / name) for name in ("run.json", "events.jsonl", "stoker.log", "attempt-0/rank-0.log")]

@@ -4,6 +4,7 @@ the coordinator's own?
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import stat
@@ -44,7 +45,10 @@ def _make(run_dir: str) -> str:
     would resume from what they put there.
     """
     root = os.path.dirname(run_dir)
-    os.makedirs(root, 0o700, exist_ok=True)
+    try:
+        os.makedirs(root, 0o700, exist_ok=True)
+    except FileExistsError as problem:  # a file where a folder should be
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), root) from problem
     why = layout.why_not_for_runs(root)
     if why:
         return f"the runs folder {root} can't be used: {why}; choose another with --runs-dir"
