@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -35,9 +38,12 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.fixture
 def real(stoker: Stoker) -> Iterator[Stoker]:
+    """One test at a time, of all workers: a run locks the card, and refuses one that another run has."""
     stoker.env.pop("STOKER_MACHINE")
-    yield stoker
-    assert wait_for(lambda: True if not _pids() & _mine(stoker) else None, 5)
+    with open(os.path.join(tempfile.gettempdir(), f"stoker-tests-card-{os.getuid()}"), "w") as card:
+        fcntl.flock(card, fcntl.LOCK_EX)
+        yield stoker
+        assert wait_for(lambda: True if not _pids() & _mine(stoker) else None, 5)
 
 
 def _mine(stoker: Stoker) -> set[int]:

@@ -15,9 +15,9 @@ pytest.importorskip("tokenizers")
 pytest.importorskip("tiktoken")
 
 from stoker.contract.names import Refusal
-from stoker.training.data.learn import PATTERN, train
+from stoker.training.data.learn import train
 from stoker.training.tokenizer import alphabet, chat
-from stoker.training.tokenizer.definition import GPT2, SPECIAL
+from stoker.training.tokenizer.definition import GPT2, OURS, SPECIAL
 from stoker.training.tokenizer.encoders import FastPlan, doubtful_characters, plan_fast, slow_encoder
 from stoker.training.tokenizer.tokenizer import SEGMENT, Tokenizer, bytes_tokenizer, load, segments
 
@@ -128,7 +128,7 @@ def test_a_token_that_its_own_bytes_do_not_make_is_kept_from_tiktoken() -> None:
 
 
 def test_the_regex_engines_are_asked_about_every_character() -> None:
-    assert doubtful_characters(PATTERN) == "" or doubtful_characters(PATTERN).startswith("\\U")
+    assert doubtful_characters(OURS) == "" or doubtful_characters(OURS).startswith("\\U")
     assert "0000017f" in doubtful_characters("(?i:'s)")
 
 
