@@ -267,7 +267,9 @@ class _Result:
 
 
 def _number(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    if value is None:
+        return "n/a"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _table(rows: list[tuple[str, ...]]) -> Iterator[str]:

@@ -112,13 +112,8 @@ def main(argv: list[str]) -> int:
 def _print(found: Examination, findings: list[Finding], count: int) -> None:
     machine = found.machine
     cards = f"{len(machine.gpus)} GPU(s)" + (f", driver {machine.driver}" if machine.driver else "")
-    torch = (
-        found.torch.version
-        if found.torch and found.torch.version
-        else "not looked at"
-        if (found.missing or {}).get("torch") == NOT_ASKED
-        else "none"
-    )
+    unasked = (found.missing or {}).get("torch") == NOT_ASKED
+    torch = (found.torch and found.torch.version) or ("not looked at" if unasked else "none")
     memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
     print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:

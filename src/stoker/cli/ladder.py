@@ -140,13 +140,9 @@ def report(climb: ladder.Climb) -> list[str]:
 
 def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     first = span(rung.first_step_s) if rung.first_step_s is not None else "n/a"
-    share = (
-        "100%"
-        if rung.ranks == 1 and rung.steps_per_s
-        else f"{found.efficiency:.0%}"
-        if found.efficiency is not None
-        else "n/a"
-    )
+    share = f"{found.efficiency:.0%}" if found.efficiency is not None else "n/a"
+    if rung.ranks == 1 and rung.steps_per_s:
+        share = "100%"
     card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
     return (
         f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9}"

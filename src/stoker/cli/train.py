@@ -210,7 +210,9 @@ def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: boo
         or (asked and not is_count(asked))
     ):
         return None
-    return int(asked) if asked else 1 if on_cpu(config, gpus) else len(machine.gpus) or None
+    if asked:
+        return int(asked)
+    return 1 if on_cpu(config, gpus) else len(machine.gpus) or None
 
 
 def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, machine: Machine, gpus: bool) -> None:

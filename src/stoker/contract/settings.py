@@ -85,7 +85,8 @@ def read(spec: Option, kind: str, value: Any) -> Any:
         return truth(value)
     text = str(value)
     if isinstance(value, bool):  # YAML reads a bare on or off so
-        text = ("on" if value else "off") if spec.choices else text.lower()
+        switch = "on" if value else "off"
+        text = switch if spec.choices else text.lower()
         if kind == "str" and not spec.choices:
             raise ValueError(f"{text} is not a text here; in quotes it is one")
     found = _number_or_text(spec, kind, text)

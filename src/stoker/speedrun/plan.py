@@ -115,14 +115,12 @@ def _table(rows: Sequence[Sequence[str]], columns: int | None) -> list[str]:
 def _count(number: int, what: str) -> str:
     if not number:
         return ""
-    return (
-        f"{number / 1e9:.1f} G {what}"
-        if number >= 1e9
-        else f"{number / 1e6:.1f} M {what}"
-        if number >= 1e5
-        else f"{number:,} {what}"
-    )
+    if number < 1e5:
+        return f"{number:,} {what}"
+    return f"{number / 1e9:.1f} G {what}" if number >= 1e9 else f"{number / 1e6:.1f} M {what}"
 
 
 def _bytes(count: float) -> str:
-    return gb(count) if count >= 1e9 else f"{count / 1e6:.0f} MB" if count else "-"
+    if not count:
+        return "-"
+    return gb(count) if count >= 1e9 else f"{count / 1e6:.0f} MB"

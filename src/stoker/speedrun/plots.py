@@ -292,7 +292,8 @@ def time(chain: Chain) -> Figure | None:
         return None
     figure, (axes,) = _panels(1, 0.9 + 0.3 * len(rows))
     longest = max(seconds for _, seconds in rows)
-    unit, per = ("hours", 3600) if longest >= 7200 else ("minutes", 60) if longest >= 120 else ("seconds", 1)
+    units = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+    unit, per = next((unit, per) for unit, per in units if longest >= 2 * per or per == 1)
     bars = axes.barh(range(len(rows)), [seconds / per for _, seconds in rows], color=BLUE, height=0.65)
     axes.bar_label(bars, [span(seconds) for _, seconds in rows], padding=3, fontsize=10)
     axes.set_yticks(range(len(rows)), [name for name, _ in rows])

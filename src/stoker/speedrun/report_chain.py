@@ -133,7 +133,7 @@ def _bill_row(
         Cell(span(seconds) if seconds else ABSENT),
         Cell(str(attempts) if attempts else ABSENT),
         Cell(ABSENT if energy is None else f"{number(energy)} Wh"),
-        Cell(ABSENT if cost is None else f"{cost:,.3f}" if cost < 1 else f"{cost:,.2f}"),
+        Cell(ABSENT if cost is None else f"{cost:,.{3 if cost < 1 else 2}f}"),
     )
 
 

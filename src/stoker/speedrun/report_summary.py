@@ -82,7 +82,9 @@ def _compared(now: Measured, before: Measured, higher_is_better: bool = True) ->
     verdict = judged(found, higher_is_better)
     if now.value is None or not found.tested or found.difference is None:
         return Cell(percent(now.value))
-    arrow = "≈" if not found.beyond_noise else "▲" if found.difference > 0 else "▼"
+    arrow = "▲" if found.difference > 0 else "▼"
+    if not found.beyond_noise:
+        arrow = "≈"
     return Cell(percent(now.value), f"{arrow} {100 * found.difference:+.1f}", tone_of(verdict))
 
 

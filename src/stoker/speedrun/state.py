@@ -98,7 +98,9 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
             entry = replace(
                 entry, seconds=round(entry.seconds + _lost_seconds(run, entry.began), 2), began=None, status=STOPPED
             )
-        status = DONE if done else WAITING if entry.status == DONE else entry.status
+        status = WAITING if entry.status == DONE else entry.status
+        if done:
+            status = DONE
         noted = entry.status == status
         entry = replace(
             entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""

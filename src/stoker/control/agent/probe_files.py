@@ -18,13 +18,9 @@ def files(
     """
     where = os.path.abspath(os.path.expanduser(workdir))
     at = os.path.join(where, os.path.expanduser(script))
-    found = (
-        module_files(script, where, os.path.expanduser(python))
-        if module
-        else script_files(at)
-        if os.path.exists(at)
-        else {}
-    )
+    found = script_files(at) if os.path.exists(at) and not module else {}
+    if module:
+        found = module_files(script, where, os.path.expanduser(python))
     names = hashes_of(found) if script else {}
     own = "__main__.py" if os.path.isdir(at) else os.path.basename(at)
     data = {path: os.path.join(where, os.path.expanduser(path)) for path in paths or []}

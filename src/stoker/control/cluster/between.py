@@ -88,13 +88,11 @@ def port_blocked(facts: Facts) -> Iterator[Finding]:
         return
     for pair in shut:
         back = facts.pair(pair.target, pair.source)
-        way = (
-            " (the other direction works)"
-            if back and not back.closed
-            else " (nor does the other direction)"
-            if back and not _open(back)
-            else ""
-        )
+        way = ""
+        if back and not back.closed:
+            way = " (the other direction works)"
+        elif back and not _open(back):
+            way = " (nor does the other direction)"
         some = ", while port " + listed([str(port) for port in _open(pair)]) + " does" if _open(pair) else ""
         refused = all(why == "is refused" for why in pair.closed.values())
         fix = (
@@ -199,13 +197,9 @@ def hostname(facts: Facts) -> Iterator[Finding]:
     lost = {name: seekers for name, seekers in lost.items() if seekers}
     if lost:
         everywhere = all(len(seekers) == len(there) for seekers in lost.values()) and len(there) > 1
-        where = (
-            "on any host"
-            if everywhere
-            else f"on {listed(next(iter(lost.values())))}"
-            if len(lost) == 1
-            else "on all hosts"
-        )
+        where = f"on {listed(next(iter(lost.values())))}" if len(lost) == 1 else "on all hosts"
+        if everywhere:
+            where = "on any host"
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
         many = len(lost) > 1
         yield _note(
@@ -247,13 +241,9 @@ def clock(facts: Facts) -> Iterator[Finding]:
 
 
 def _span(seconds: float) -> str:
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 90
-        else f"{seconds / 60:.1f} minutes"
-        if seconds < 5400
-        else f"{seconds / 3600:.1f} hours"
-    )
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} minutes" if seconds < 5400 else f"{seconds / 3600:.1f} hours"
 
 
 @between("between.slow-link")

@@ -48,13 +48,9 @@ class Answer:
         cards = " + ".join(f"{self.gpus.count(kind)} × {kind}" for kind in sorted(set(self.gpus)))
         if not cards:
             cards = f"GPUs unknown: {self.gpu_error}" if self.gpu_error else "no GPU: one CPU rank"
-        torch = (
-            f"torch {self.torch} (Python {self.python_version})"
-            if self.torch
-            else f"no torch in {self.python}"
-            if self.python
-            else "no Python"
-        )
+        torch = f"no torch in {self.python}" if self.python else "no Python"
+        if self.torch:
+            torch = f"torch {self.torch} (Python {self.python_version})"
         return redact.whole(" ".join(f"{cards}, {torch}".split()))
 
 

@@ -40,7 +40,9 @@ def sentence(parameters: float, world: int, bandwidth: float) -> str:
 def short(seconds: float) -> str:
     if seconds < 0.01:
         return f"{seconds * 1000:.2g} ms"
-    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
+    if seconds < 1:
+        return f"{seconds:.2g} s"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def counted(parameters: float) -> str:

@@ -23,26 +23,21 @@ def _gpus(one: OneHost) -> str:
 
 
 def _of_torch(part: str) -> Callable[[OneHost], str]:
-    return lambda one: (
-        "missing"
-        if part == "version" and one.torch and one.torch.error
-        else str(getattr(one.torch, part, None) or "")
-        if one.torch
-        else ""
-    )
+    def shown(one: OneHost) -> str:
+        if part == "version" and one.torch and one.torch.error:
+            return "missing"
+        return str(getattr(one.torch, part, None) or "")
+
+    return shown
 
 
 def _clock(one: OneHost) -> str:
     if one.skew is None:
         return ""
     exact = max(one.skew_error or 0.0, 0.0005)
-    return (
-        f"within {1000 * exact:.0f} ms"
-        if abs(one.skew) <= exact * 2
-        else f"{one.skew:+.1f} s"
-        if abs(one.skew) >= 0.5
-        else f"{1000 * one.skew:+.0f} ms"
-    )
+    if abs(one.skew) <= exact * 2:
+        return f"within {1000 * exact:.0f} ms"
+    return f"{one.skew:+.1f} s" if abs(one.skew) >= 0.5 else f"{1000 * one.skew:+.0f} ms"
 
 
 def _link(one: OneHost) -> str:

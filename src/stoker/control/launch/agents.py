@@ -145,10 +145,8 @@ class Agents:
                 _exit_code(told["code"]),
             )
         slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
-        why = {
-            one.host: one.answers["refused"]["line"] if one in refused else f"is gone: {one.gone}" if one.gone else slow
-            for one in waiting
-        }
+        why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
+        why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
         return Unusable(why, max(len(self.by_name), 1))
 
     def probe(self, what: str, args: Mapping[str, dict[str, Any]], seconds: float) -> dict[str, Any]:

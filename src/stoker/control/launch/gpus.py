@@ -49,7 +49,9 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
                 EX_UNAVAILABLE,
                 cause="gpu.too-few",
             )
-        ranks = machine.cores if count == "auto" else count if isinstance(count, int) else 1
+        ranks = count if isinstance(count, int) else 1
+        if count == "auto":
+            ranks = machine.cores
         return _cpu(ranks, machine, "CUDA_VISIBLE_DEVICES hides the GPUs" if machine.gpus else "no GPU found")
     visible = _visible(hidden, machine.gpus)
     wanted = _asked(options, visible, hidden)

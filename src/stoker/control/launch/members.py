@@ -314,7 +314,9 @@ def _exit_code(member: Member) -> int | None:
         ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     ) is None and time.monotonic() < deadline:
         time.sleep(0.005)  # its stdout is closed: it is on its way out
-    return None if ended is None else ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
 # ---- hosts that can't be used ----

@@ -91,13 +91,9 @@ class Output:
         )
         show = options.show
         self._only_errors = show == "errors"
-        shown = set(
-            plan.ranks
-            if show in ("all", "errors")
-            else ()
-            if show == "none"
-            else {int(word) for word in show.split(",")}
-        )
+        shown = set(plan.ranks) if show in ("all", "errors") else set()
+        if show not in ("all", "errors", "none"):
+            shown = {int(word) for word in show.split(",")}
         if show == "all" and options.local_ranks_filter:
             wanted = {int(word) for word in options.local_ranks_filter.split(",")}
             shown = {rank for rank, local in self._locals.items() if local in wanted}

@@ -116,7 +116,8 @@ class Supervision:
         """Everything the ranks left behind goes; on success it first gets the time to end by itself."""
         attempt = self._attempt
         clean = all(end.code == 0 for end in attempt.ends.values()) and not attempt.stopping
-        grace = (GRACE_FAILURE_S if self._options.grace is None else self._options.grace) if clean else 0.0
+        asked = GRACE_FAILURE_S if self._options.grace is None else self._options.grace
+        grace = asked if clean else 0.0
         self._members.say({"do": "finish", "grace": grace})
         deadline = time.monotonic() + grace + 15.0
         while any(not member.gone and member.host not in attempt.finished for member in self._members.all):

@@ -30,7 +30,9 @@ def rank_report(kept: Any) -> dict[str, Any] | None:
     if not isinstance(kept, dict):
         return None
     own = kept.get("torchelastic")
-    return own if isinstance(own, dict) else torch_form(kept) if "type" in kept else None
+    if isinstance(own, dict):
+        return own
+    return torch_form(kept) if "type" in kept else None
 
 
 def root_cause(verdict: Verdict, run_dir: str) -> dict[str, Any]:

@@ -142,8 +142,8 @@ class Nvml:
             memory_total=int(memory.total) if memory else None,
             memory_used=int(memory.used) if memory else None,
             utilization=int(use.gpu) if use else None,
-            compute_mode=parent.compute_mode if parent else _MODES.get(mode) if mode is not None else None,
-            pci=_text(pci.busId) if pci else parent.pci if parent else None,
+            compute_mode=parent.compute_mode if parent else _MODES.get(mode),
+            pci=_text(pci.busId) if pci else parent and parent.pci,
             holders=self._holders(handle),
         )
 

@@ -450,4 +450,4 @@ def status(run: Run) -> str:
     living = alive(run)
     if run.verdict is not None and not living:
         return run.verdict.status
-    return "running" if living else "unknown" if living is None else "lost"
+    return {True: "running", None: "unknown", False: "lost"}[living]

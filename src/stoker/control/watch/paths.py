@@ -195,13 +195,9 @@ def decided(parties: list[Party]) -> Parting:
     usual = [party for party in parties if party.op is not None and party.op.usual]
     unusual = [party for party in parties if party.op is not None and party.op.usual is False]
     unknown = [party for party in parties if party.op is None]
-    left = (
-        unusual
-        if unusual and (usual or unknown)
-        else unknown
-        if usual and len(usual) + len(unknown) == len(parties)
-        else []
-    )
+    left = unknown if usual and len(usual) + len(unknown) == len(parties) else []
+    if unusual and (usual or unknown):
+        left = unusual
     if left and len(left) < len(parties):
         stayed = [party for party in parties if party not in left]
         how = (

@@ -31,15 +31,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     worker = _stuck_worker(one)
     if worker is not None:
         inner = stacks.users_frame(worker.frames)
-        how = (
-            "is stopped"
-            if worker.state in "Tt"
-            else "is in uninterruptible sleep"
-            if worker.state == "D"
-            else "spins"
-            if worker.cpu > BUSY
-            else "is stuck"
-        )
+        how = "spins" if worker.cpu > BUSY else "is stuck"
+        how = {"T": "is stopped", "t": "is stopped", "D": "is in uninterruptible sleep"}.get(worker.state, how)
         return (
             "worker",
             inner or frame,

@@ -60,7 +60,9 @@ def _no_name(value: Any) -> str | None:
     """Nesting is bounded by now."""
     if isinstance(value, str):
         return value if any(sign == "\0" or "\ud800" <= sign <= "\udfff" for sign in value) else None
-    inside = (*value.keys(), *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+    inside = value if isinstance(value, list) else ()
+    if isinstance(value, dict):
+        inside = [*value.keys(), *value.values()]
     return next((bad for one in inside if (bad := _no_name(one)) is not None), None)
 
 

@@ -179,7 +179,9 @@ def _table(found: dict[str, Any], names: Sequence[str]) -> list[str]:
 
 def _number(value: float, sign: bool = False) -> str:
     size = abs(value)
-    digits = 3 if size < 10 else 1 if size < 1000 else 0
+    digits = 1 if size < 1000 else 0
+    if size < 10:
+        digits = 3
     return f"{value:{'+' if sign else ''},.{digits}f}"
 
 

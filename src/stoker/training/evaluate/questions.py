@@ -136,17 +136,13 @@ def _answer(value: Any) -> str:
 
 def _text(value: Any, what: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise Unusable(
-            f"{what} is {'empty' if isinstance(value, str) else 'null' if value is None else type(value).__name__}, not"
-            " text"
-        )
+        kind = "null" if value is None else type(value).__name__
+        raise Unusable(f"{what} is {'empty' if isinstance(value, str) else kind}, not text")
     return value
 
 
 def _list(value: Any, what: str) -> list[Any]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise Unusable(
-            f"{what} is {'empty' if value in ([], ()) else 'missing' if value is None else type(value).__name__}, not a"
-            " list"
-        )
+        kind = "missing" if value is None else type(value).__name__
+        raise Unusable(f"{what} is {'empty' if value in ([], ()) else kind}, not a list")
     return list(value)

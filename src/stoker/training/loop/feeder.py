@@ -159,7 +159,8 @@ class Feeder:
     def _micro_batch(self, ids: NDArray[np.int64], share: Share, number: int) -> MicroBatch:
         begin, end = share.rows(number)
         mine = ids[begin - share.begin : end - share.begin]
-        batch = self._samples.batch(mine if len(mine) else ids[:1] if len(ids) else np.zeros(1, dtype=np.int64))
+        some = ids[:1] if len(ids) else np.zeros(1, dtype=np.int64)
+        batch = self._samples.batch(mine if len(mine) else some)
         rows = share.micro
         inputs = self._padded(batch.inputs, rows, 0)
         targets = self._padded(batch.targets, rows, IGNORED)

@@ -41,15 +41,9 @@ def read(
     wrong: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         made = _prompt(number, row, tokenizer, system)
-        problem = (
-            made
-            if isinstance(made, str)
-            else (
-                "longer than data.context_length less generate.new_tokens leaves room for"
-                if len(made.ids) > room
-                else ""
-            )
-        )
+        problem = made if isinstance(made, str) else ""
+        if not isinstance(made, str) and len(made.ids) > room:
+            problem = "longer than data.context_length less generate.new_tokens leaves room for"
         if problem:
             wrong.setdefault(problem, []).append(number + 1)
         elif isinstance(made, Prompt):

@@ -58,12 +58,5 @@ Block = Heading | Text | Bullets | Code | Table | Figure
 
 
 def tone_of(judgement: str) -> str:
-    return (
-        GOOD
-        if judgement.startswith("better")
-        else BAD
-        if judgement.startswith("worse")
-        else SAME
-        if judgement.startswith("no ")
-        else ""
-    )
+    tones = {"better": GOOD, "worse": BAD, "no ": SAME}
+    return next((tone for begins, tone in tones.items() if judgement.startswith(begins)), "")
