@@ -143,7 +143,7 @@ class Nvml:
             memory_used=int(memory.used) if memory else None,
             utilization=int(use.gpu) if use else None,
             compute_mode=parent.compute_mode if parent else _MODES.get(mode),
-            pci=_text(pci.busId) if pci else parent and parent.pci,
+            pci=_text(pci.busId) if pci else getattr(parent, "pci", None),
             holders=self._holders(handle),
         )
 
