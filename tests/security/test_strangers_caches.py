@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hostile_files import write_model
 
+from conftest import Stoker
 from stoker.contract import owners
 from stoker.contract.names import Refusal
 from stoker.contract.shape import as_json, replace
@@ -281,9 +282,9 @@ def with_pattern(pattern: str) -> Tokenizer:
 
 def test_a_pattern_that_is_slow_is_stopped_early() -> None:
     assert with_pattern(r"\w+|[\s\S]").encode("aab c")
-    slow = with_pattern(r"[\s\S]{0,1400}[\s\S]{0,1400}\x01|[\s\S]")  # two open ends: bounded, and slow
+    slow = with_pattern(r"[\s\S]*[a-z ]*\x01|[\s\S]")  # two open ends: bounded, and slow
     slow.use(None)  # `tokenizers`, whose engine tries them all
-    with pytest.raises(Refusal, match="too slow"):
+    with pytest.raises(Refusal, match=r"too slow|can't be used"):  # or the engine's own limit
         slow.encode("hello there my friend what a day " * 2000)
 
 
@@ -431,3 +432,12 @@ def test_patterns_that_can_take_hours_are_refused(pattern: str) -> None:
     assert not patterns.is_bounded(pattern)
     with pytest.raises(Refusal, match="can take hours"):
         with_pattern(pattern).encode("a")
+
+
+@pytest.mark.parametrize(
+    "option", ["notify: touch x", "hosts: h.yaml", "ssh_option: [-oProxyCommand=x]", "python: ./p", "env: [A=1]"]
+)
+def test_a_file_of_settings_starts_no_program(stoker: Stoker, option: str) -> None:
+    (stoker.cwd / "c.yaml").write_text(f"preset: debug\nrun: {{{option}}}\n")
+    done = stoker("train", "tokenizer", "--config", "c.yaml", "--data", "d.txt")
+    assert done.code == 78 and "give it as a flag" in done.err and not (stoker.cwd / "x").exists()

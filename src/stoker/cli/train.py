@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from stoker.training.data.prepared import Prepared
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
+_FLAGS_ONLY = ("notify", "hosts", "ssh_option", "python", "env", "sync", "stage")
 _HELP = """usage: stoker train STAGE [options]
 
 stages:
@@ -191,6 +192,11 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     for name in _NOT_HERE:
         if name in section:
             raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
+    for name in _FLAGS_ONLY:
+        if name in section or name.replace("_", "-") in section:
+            flag = f"--{name.replace('_', '-')}"
+            why = "starts programs or reaches other machines, and a file of settings may come from anybody"
+            raise Refusal(f"{where}.{name} {why}: give it as a flag ({flag})", names.EX_CONFIG)
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
 

@@ -6,6 +6,8 @@ Used by the agent (a rank that was asked for its stacks) and by the verdict (a r
 
 from __future__ import annotations
 
+from stoker.contract.untrusted import is_count
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
@@ -39,7 +41,7 @@ def threads_of(text: str) -> list[dict[str, Any]]:
         elif line.startswith('  File "') and threads:
             file, _, rest = line[len('  File "') :].rpartition('", line ')
             number, _, name = rest.partition(" in ")
-            threads[-1]["frames"].append([name, file, int(number) if number.isdigit() else 0])
+            threads[-1]["frames"].append([name, file, int(number) if is_count(number) else 0])
     if threads:
         threads[-1]["main"] = True
     return threads

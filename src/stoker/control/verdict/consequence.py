@@ -86,7 +86,7 @@ def when(end: RankEnd) -> float:
     return end.error.time_ns / 1e9 if end.error and end.error.time_ns else end.time
 
 
-_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+), in ([^\n]+)', re.M)
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d{1,9}), in ([^\n]+)', re.M)
 _LAST = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?\Z", re.M | re.S)
 _WRAPPERS = ("ProcessRaisedException",)  # their own type says nothing: the quoted one does
 

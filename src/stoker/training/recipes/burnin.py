@@ -210,7 +210,7 @@ def links(device: torch.device, where: str) -> None:
         list(combinations(range(WORLD), 2)) if WORLD <= EVERY_PAIR else [(rank, rank + 1) for rank in range(WORLD - 1)]
     )
     with (
-        open(os.path.join(where, "links.jsonl"), "w", buffering=1, encoding="utf-8")
+        os.fdopen(os.open(os.path.join(where, "links.jsonl"), APPEND | os.O_TRUNC, 0o644), "w", 1, "utf-8")
         if RANK == 0
         else open(os.devnull, "w", encoding="utf-8")
     ) as file:

@@ -2,20 +2,35 @@
 stranger's pattern that tries every way at every character would hold the process for hours, Ctrl-C or not.
 
 Bounded are alternatives of single characters and classes with repeats side by side, as all published tokenizers have
-them: no repeat around a group, at most two open ends in an alternative, and looks ahead or back at one character only.
+them: no repeat around a group, at most two open ends and few ways in an alternative, no large counts, and looks ahead or
+back at one character only. What such a pattern takes grows with the text without a jump, so a try on its beginning shows
+whether it is slow.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from stoker.contract.shape import shape
+
 OPEN_ENDS = 2  # of one alternative: \s*[\r\n]+ has two, and takes the square of a run of blanks at worst
-FEW = 3  # a repeat up to this often is no open end: \p{N}{1,3}
-_PROPERTY = re.compile(r"\\[pP](?:\{[^}]{0,60}\}|\w)|\\[hR]")
+MOST_WAYS = 64  # of one alternative, besides its open ends: \p{N}{1,3} has three, an optional character two
+LARGEST_COUNT = 100
+_PROPERTY = re.compile(r"(\\\\)|\\[pP](?:\{\^?\w{1,60}\}|\w)|\\[hR]")
 _parser: Any = __import__("re._parser", fromlist=["parse"]) if hasattr(re, "_parser") else __import__("sre_parse")
+
+
+@shape
+class Cost:
+    ends: int = 0
+    ways: int = 1
+
+
+ENDLESS = Cost(OPEN_ENDS + 1, MOST_WAYS + 1)
 
 
 def unbounded(splitter: dict[str, Any]) -> str:
@@ -35,15 +50,17 @@ def _patterns(splitter: Any) -> Iterator[str]:
 
 
 def is_bounded(pattern: str) -> bool:
-    if len(pattern) > 20_000:
+    plain = _PROPERTY.sub(lambda match: match[1] or r"\w", pattern)
+    if len(pattern) > 20_000 or "}+" in plain:  # possessive for some engines, a repeat around a repeat for others
         return False
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a set within a set means something else to Python than to the others
-            tree = _parser.parse(_PROPERTY.sub(r"\\w", pattern))
+            tree = _parser.parse(plain)
     except (re.error, ValueError, OverflowError, RecursionError, Warning):
         return False
-    return all(_ends(branch) <= OPEN_ENDS for branch in _branches(tree))
+    costs = [_cost(branch) for branch in _branches(tree)]
+    return all(cost.ends <= OPEN_ENDS and cost.ways <= MOST_WAYS for cost in costs)
 
 
 def _branches(tree: Any) -> list[Any]:
@@ -56,26 +73,42 @@ def _branches(tree: Any) -> list[Any]:
     return [items]
 
 
-def _ends(items: Any) -> int:
-    """Open ends of a sequence; more than OPEN_ENDS where something in it has no bound."""
-    return sum(_ends_of(str(name), value) for name, value in items)
+def _cost(items: Any) -> Cost:
+    """Of a sequence: open ends add up, ways multiply."""
+    costs = [_cost_of(str(name), value) for name, value in items]
+    return Cost(sum(cost.ends for cost in costs), min(math.prod(cost.ways for cost in costs), MOST_WAYS + 1))
 
 
-def _ends_of(name: str, value: Any) -> int:
+def _cost_of(name: str, value: Any) -> Cost:
     if name in _ONE_CHARACTER or name == "AT":
-        return 0
+        return Cost()
     if name == "BRANCH":
-        return max((_ends(part) for part in value[1]), default=0)
+        parts = [_cost(part) for part in value[1]]
+        # Words that differ in their first letters, 's and 't, are one way; parts with ways of their own are as many.
+        ways = 1 if all(_is_word(part) for part in value[1]) else sum(part.ways for part in parts)
+        return Cost(max(part.ends for part in parts), ways)
     if name in ("SUBPATTERN", "ATOMIC_GROUP"):
-        return _ends(value[-1] if name == "SUBPATTERN" else value)
+        return _cost(value[-1] if name == "SUBPATTERN" else value)
     if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
-        _, most, item = value
-        if most == 1:
-            return _ends(item)
-        return (most > FEW) if _is_one_character(item) else OPEN_ENDS + 1
+        return _cost_of_repeat(*value)
     if name in ("ASSERT", "ASSERT_NOT"):
-        return 0 if _is_one_character(value[1]) else OPEN_ENDS + 1
-    return OPEN_ENDS + 1  # a reference to a group, a condition
+        return Cost() if _is_one_character(value[1]) else ENDLESS
+    return ENDLESS  # a reference to a group, a condition
+
+
+def _cost_of_repeat(least: int, most: int, item: Any) -> Cost:
+    if most == 1:
+        inner = _cost(item)
+        return Cost(inner.ends, inner.ways + 1 - least)
+    if not _is_one_character(item) or least > LARGEST_COUNT:
+        return ENDLESS
+    if most == _parser.MAXREPEAT:
+        return Cost(ends=1)
+    return Cost(ways=most - least + 1) if most <= LARGEST_COUNT else ENDLESS
+
+
+def _is_word(items: Any) -> bool:
+    return all(str(name) in ("LITERAL", "IN") for name, _ in items)
 
 
 _ONE_CHARACTER = ("LITERAL", "NOT_LITERAL", "IN", "ANY", "CATEGORY", "RANGE")

@@ -97,9 +97,9 @@ class Tokenizer:
         """
 
         def watched(text: str) -> Ids:
-            for length in (8, 64, 512, 4096):
+            for length in (8, 32, 128, 512, 2048, 8192, 32768):
                 if length < len(text):
-                    self._timed(encode, text[:length], 0.5)
+                    self._timed(encode, text[:length], 0.1 + length * 1e-5)
             return self._timed(encode, text, 10.0)
 
         return watched
