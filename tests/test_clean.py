@@ -27,6 +27,7 @@ from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.machine import origin, processes
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.nvml import DriverError, NoDriver, Nvml
+from stoker.training.data.ours import tag
 
 Start = Callable[..., subprocess.Popen[bytes]]
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
@@ -612,24 +613,26 @@ def test_caches(stoker: Stoker, start: Start) -> None:
     home, data = stoker.cwd / "home", stoker.cwd / "cache" / "datasets"
     triton = home / ".triton" / "cache"
     treasure = stoker.cwd / "treasure"
+    link, new, aged, used = (data / (digit * 32) for digit in "0123")  # what prepared data is called
+    tag(str(data.parent))
     for folder in (
-        data / "old",
-        data / "new",
-        data / "used",
+        aged,
+        new,
+        used,
         triton / "ABC",
         home / ".cache" / "stoker" / "other",
         treasure,
     ):
         folder.mkdir(parents=True)
         (folder / "shard").write_bytes(b"x" * 100_000)
-    (data / "link").symlink_to(treasure)
-    (data / "old" / "link").symlink_to(treasure)
-    for path in (data / "old", data / "used", data / "link", triton / "ABC"):
+    link.symlink_to(treasure)
+    (aged / "link").symlink_to(treasure)
+    for path in (aged, used, link, triton / "ABC"):
         for one in (*path.glob("*"), path):
             old(one, 40 * 86400)
     env = {"HOME": str(home)}
-    start(["sleep", "600"], cwd=data / "used")
-    ours = [str(path) for path in (data / "link", data / "new", data / "old", data / "used", triton / "ABC")]
+    start(["sleep", "600"], cwd=used)
+    ours = [str(path) for path in (link, new, aged, used, triton / "ABC")]
 
     def caches(*args: str) -> tuple[int, dict[str, Any]]:
         done = stoker("clean", "--cache", "--json", *args, env=env)
@@ -652,18 +655,14 @@ def test_caches(stoker: Stoker, start: Start) -> None:
     assert stoker("clean", "--cache", env=env).out.count("\n") >= 6
 
     code, said = caches("--older-than", "30d")
-    assert (
-        code == 1
-        and [path for path in said["to_prune"] if path in ours] == [ours[2], ours[4]]
-        and (data / "old").exists()
-    )
+    assert code == 1 and [path for path in said["to_prune"] if path in ours] == [ours[2], ours[4]] and aged.exists()
     if set(said["to_prune"]) <= set(
         ours
     ):  # /tmp/torchinductor_* is everybody's here: never prune what this test did not make
         code, said = caches("--older-than", "30d", "--yes")
         assert code == 0 and said["kept"] == []
-        assert sorted(path.name for path in data.iterdir()) == ["link", "new", "used"] and not (triton / "ABC").exists()
-    assert (treasure / "shard").exists() and (data / "link").is_symlink()
+        assert sorted(data.iterdir()) == [link, new, used] and not (triton / "ABC").exists()
+    assert (treasure / "shard").exists() and link.is_symlink()
 
 
 def test_pruning_follows_no_link(tmp_path: Path) -> None:

@@ -141,7 +141,10 @@ ROWS = [
         "stoker cluster init --help",
         "there are no such hosts (tests/test_hosts.py runs it on a test cluster)",
     ),
-    Row("stoker cluster check train.py", why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster"),
+    Row(
+        "stoker cluster check --hosts cluster.yaml train.py",
+        why=f"{PARSED}tests/test_cluster_check.py runs it on a test cluster",
+    ),
     Row(
         "stoker run --hosts cluster.yaml --sync --min-hosts 2 train.py",
         why=f"{PARSED}tests/test_multihost.py runs it on a test cluster",

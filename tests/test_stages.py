@@ -165,7 +165,7 @@ def test_every_built_in_stage_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("stage", list(STAGES))
 def test_help_is_two_screens_of_the_stages_own_keys(stoker: Stoker, stage: str) -> None:
-    short, whole = stoker("train", stage, "--help"), stoker("train", stage, "--help-all")
+    short, whole = stoker("train", stage, "--help", env={"COLUMNS": "80"}), stoker("train", stage, "--help-all")
     assert short.code == whole.code == 0
     lines = short.out.splitlines()
     assert len(lines) <= 100 and max(map(len, lines)) <= 140

@@ -477,9 +477,8 @@ def test_every_place_that_signals_is_known() -> None:
     """All signals to others go through contract/process.py."""
     known = {
         "contract/process.py": 2,  # by pidfd; a child's group
-        "training/loop/steps.py": 1,  # itself
+        "training/loop/run.py": 1,  # itself
         "training/model/hf_write.py": 1,  # signal 0: is it there?
-        "training/rl/steps.py": 1,  # itself
     }
     root = Path(package.__file__).parent
     found: dict[str, int] = {}

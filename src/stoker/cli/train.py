@@ -87,7 +87,7 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
 
 def _wide(prog: str) -> argparse.HelpFormatter:
     columns = min(shutil.get_terminal_size((120, 24)).columns, 140)
-    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=40, width=columns)
+    return argparse.RawDescriptionHelpFormatter(prog, max_help_position=max(columns // 3, 24), width=columns)
 
 
 def _foreign(stage: str) -> tuple[str, ...]:

@@ -108,7 +108,9 @@ def _help(dotted: str, shown: Shown) -> str:
     key = KEYS[dotted]
     default = "none" if key.default in ((), "") else key.text(key.default)
     if shown.keys is not None:
-        return f"{key.spec.help} (default: {default if dotted not in DERIVED else 'by stage, model and data'})"
+        if dotted in DERIVED:
+            return f"{key.spec.help} (default: by stage and data)"
+        return f"{key.spec.help} (default: {default})" if default != "none" else key.spec.help
     differs, more = presets.differing(dotted), shown.more(dotted)
     return (
         f"{key.spec.help} (default: {default}{f'; {differs}' if differs else ''}{f'; stages: {more}' if more else ''})"

@@ -20,10 +20,10 @@ Metrics = Mapping[str, Any]  # of a stage's result.json
 RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
 LEARNS = RUNS | {"optim", "checkpoint", "nan"}
 # The keys people set most, first in --help.
-RUN_KEYS = ("parallel.device", "compute.dtype", "train.seed")
+RUN_KEYS = ("compute.dtype", "train.seed")
 LEARN_KEYS = (
     "train.max_steps", "train.epochs", "optim.learning_rate", "optim.schedule", "batch.tokens", "batch.micro",
-    "data.context_length", "train.eval_every", "train.log_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
+    "data.context_length", "train.eval_every", "checkpoint.every", "checkpoint.resume", "parallel.strategy",
 )  # fmt: skip
 
 
