@@ -278,5 +278,6 @@ def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
         assert find_spec(given.training_script) is not None
         return
     assert Path(program).name == "stoker"
-    parser = import_module(f"stoker.cli.{words[0]}").parser()
-    assert parser.parse_args(words[1:])
+    command = import_module(f"stoker.cli.{words.pop(0)}")
+    sub = getattr(command, f"{words[0]}_parser", None)  # of a command of a command
+    assert sub().parse_args(words[1:]) if sub else command.parser().parse_args(words)
