@@ -279,5 +279,5 @@ def test_the_words_of_a_command_that_is_not_run(row: Row) -> None:
         return
     assert Path(program).name == "stoker"
     command = import_module(f"stoker.cli.{words.pop(0)}")
-    sub = getattr(command, f"{words[0]}_parser", None)  # of a command of a command
+    sub = getattr(command, f"{words[0]}_parser", None) if words else None  # of a command of a command
     assert sub().parse_args(words[1:]) if sub else command.parser().parse_args(words)
