@@ -435,9 +435,26 @@ def test_patterns_that_can_take_hours_are_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "option", ["notify: touch x", "hosts: h.yaml", "ssh_option: [-oProxyCommand=x]", "python: ./p", "env: [A=1]"]
+    "option",
+    [
+        "notify: touch x",
+        "hosts: h.yaml",
+        "ssh_option: [-oProxyCommand=x]",
+        "python: ./p",
+        "env: [A=1]",
+        "master_addr: x",
+        "rdzv_endpoint: x:1",
+        "log-dir: /x",
+    ],
 )
 def test_a_file_of_settings_starts_no_program(stoker: Stoker, option: str) -> None:
     (stoker.cwd / "c.yaml").write_text(f"preset: debug\nrun: {{{option}}}\n")
     done = stoker("train", "tokenizer", "--config", "c.yaml", "--data", "d.txt")
     assert done.code == 78 and "give it as a flag" in done.err and not (stoker.cwd / "x").exists()
+
+
+def test_a_row_of_splitters_that_double_a_text_is_refused() -> None:
+    told = json.loads(bytes_tokenizer().data)
+    told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [told["pre_tokenizer"]] * 34}
+    with pytest.raises(Refusal, match="34 of them ByteLevel"):
+        Tokenizer(json.dumps(told).encode(), {}, "x").encode("a b")

@@ -12,7 +12,7 @@ from stoker.cli.sight import gpus_to_use, look
 from stoker.contract import names, redact, schedulers
 from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
-from stoker.contract.shape import replace
+from stoker.contract.shape import options_of, replace
 from stoker.contract.untrusted import is_count
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.control.launch.request import Request
@@ -33,7 +33,12 @@ if TYPE_CHECKING:
     from stoker.training.data.prepared import Prepared
 
 _NOT_HERE = ("config", "module", "no_python")  # the program is the recipe, and the config file is read here
-_FLAGS_ONLY = ("notify", "hosts", "ssh_option", "python", "env", "sync", "stage")
+# Options of `stoker run` that a file may hold: none of them starts a program, writes elsewhere or reaches another machine.
+_IN_A_FILE = (
+    "nproc_per_node", "init_slots", "init_timeout", "ram_limit", "numa_binding", "gpus", "gpu", "min_free_memory", "wait", "isolate", "exclude_bad",
+    "legal_ranks", "share_gpus", "show", "quiet", "prefix", "local_ranks_filter", "max_restarts", "grace", "hang_timeout", "on_nan", "debug_retry",
+    "stop_after_steps", "on_hangup", "signals_to_handle", "name", "no_preflight", "standalone", "monitor_interval", "shutdown_timeout",
+)  # fmt: skip
 _HELP = """usage: stoker train STAGE [options]
 
 stages:
@@ -192,11 +197,11 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     for name in _NOT_HERE:
         if name in section:
             raise Refusal(f"{where}.{name} has no meaning here", names.EX_CONFIG)
-    for name in _FLAGS_ONLY:
-        if name in section or name.replace("_", "-") in section:
-            flag = f"--{name.replace('_', '-')}"
-            why = "starts programs or reaches other machines, and a file of settings may come from anybody"
-            raise Refusal(f"{where}.{name} {why}: give it as a flag ({flag})", names.EX_CONFIG)
+    for key in section:
+        name = str(key).replace("-", "_")
+        if name in options_of(RunOptions) and name not in _IN_A_FILE:
+            why = "is not taken from a file, which may come from anybody"
+            raise Refusal(f"{where}.{name} {why}: give it as a flag (--{name.replace('_', '-')})", names.EX_CONFIG)
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
 

@@ -26,6 +26,7 @@ _GPT4 = (
 )
 # Patterns that take about the same time for every text: GPT-2's, ours, GPT-4's and Llama 3's, Qwen's. "": no pattern.
 KNOWN_PATTERNS = frozenset(("", GPT2, OURS, _GPT4, _GPT4.replace(r"\p{N}{1,3}", r"\p{N}")))
+MOST_SPLITTERS = 16
 
 
 @shape
@@ -67,6 +68,8 @@ def define(data: bytes, where: str, eos: str | None = None) -> Definition:
         raise refuse(
             f"tokenizer.json is not in the format of `tokenizers`: {type(problem).__name__} {problem}"
         ) from problem
+    if strange := _strange_splitter(splitter):
+        raise refuse(strange)
     if slow := patterns.unbounded(splitter):
         raise refuse(
             f"its pattern {printable(slow, 60)!r} can take hours for some texts (repeats within repeats, far looks ahead)"
@@ -117,6 +120,15 @@ def _id(found: Any) -> int:
 
 def _any(splitter: dict[str, Any], flag: str) -> bool:
     return bool(splitter.get(flag)) or any(_any(one, flag) for one in splitter.get("pretokenizers", ()))
+
+
+def _strange_splitter(splitter: dict[str, Any]) -> str:
+    """Each ByteLevel may double a text: a row of them takes any amount of memory for one blank."""
+    parts = splitter["pretokenizers"] if splitter.get("type") == "Sequence" else [splitter]
+    kinds = [part.get("type") for part in parts]
+    if len(parts) > MOST_SPLITTERS or "Sequence" in kinds or kinds.count("ByteLevel") > 1:
+        return f"its pre-tokenizer has {len(parts)} parts, {kinds.count('ByteLevel')} of them ByteLevel: one is usual, and last"
+    return ""
 
 
 def _pattern(splitter: dict[str, Any]) -> str | None:

@@ -28,9 +28,10 @@ _parser: Any = __import__("re._parser", fromlist=["parse"]) if hasattr(re, "_par
 class Cost:
     ends: int = 0
     ways: int = 1
+    least: int = 0  # characters that must be there before anything is tried
 
 
-ENDLESS = Cost(OPEN_ENDS + 1, MOST_WAYS + 1)
+ENDLESS = Cost(OPEN_ENDS + 1, MOST_WAYS + 1, 0)
 
 
 def unbounded(splitter: dict[str, Any]) -> str:
@@ -51,7 +52,8 @@ def _patterns(splitter: Any) -> Iterator[str]:
 
 def is_bounded(pattern: str) -> bool:
     plain = _PROPERTY.sub(lambda match: match[1] or r"\w", pattern)
-    if len(pattern) > 20_000 or "}+" in plain:  # possessive for some engines, a repeat around a repeat for others
+    # }+ and }? are possessive and lazy for some engines, and a repeat around a repeat for others.
+    if len(pattern) > 20_000 or "}+" in plain or "}?" in plain:
         return False
     try:
         with warnings.catch_warnings():
@@ -60,7 +62,7 @@ def is_bounded(pattern: str) -> bool:
     except (re.error, ValueError, OverflowError, RecursionError, Warning):
         return False
     costs = [_cost(branch) for branch in _branches(tree)]
-    return all(cost.ends <= OPEN_ENDS and cost.ways <= MOST_WAYS for cost in costs)
+    return all(cost.ends <= OPEN_ENDS and cost.ways <= MOST_WAYS and cost.least <= LARGEST_COUNT for cost in costs)
 
 
 def _branches(tree: Any) -> list[Any]:
@@ -74,19 +76,19 @@ def _branches(tree: Any) -> list[Any]:
 
 
 def _cost(items: Any) -> Cost:
-    """Of a sequence: open ends add up, ways multiply."""
+    """Of a sequence: open ends and characters add up, ways multiply."""
     costs = [_cost_of(str(name), value) for name, value in items]
-    return Cost(sum(cost.ends for cost in costs), min(math.prod(cost.ways for cost in costs), MOST_WAYS + 1))
+    ways = min(math.prod(cost.ways for cost in costs), MOST_WAYS + 1)
+    return Cost(sum(cost.ends for cost in costs), ways, sum(cost.least for cost in costs))
 
 
 def _cost_of(name: str, value: Any) -> Cost:
     if name in _ONE_CHARACTER or name == "AT":
-        return Cost()
+        return Cost(least=name != "AT")
     if name == "BRANCH":
         parts = [_cost(part) for part in value[1]]
-        # Words that differ in their first letters, 's and 't, are one way; parts with ways of their own are as many.
-        ways = 1 if all(_is_word(part) for part in value[1]) else sum(part.ways for part in parts)
-        return Cost(max(part.ends for part in parts), ways)
+        most = [max(getattr(part, name) for part in parts) for name in ("ends", "least")]
+        return Cost(most[0], sum(part.ways for part in parts), most[1])
     if name in ("SUBPATTERN", "ATOMIC_GROUP"):
         return _cost(value[-1] if name == "SUBPATTERN" else value)
     if name in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
@@ -99,16 +101,12 @@ def _cost_of(name: str, value: Any) -> Cost:
 def _cost_of_repeat(least: int, most: int, item: Any) -> Cost:
     if most == 1:
         inner = _cost(item)
-        return Cost(inner.ends, inner.ways + 1 - least)
+        return Cost(inner.ends, inner.ways + 1 - least, inner.least)
     if not _is_one_character(item) or least > LARGEST_COUNT:
         return ENDLESS
     if most == _parser.MAXREPEAT:
-        return Cost(ends=1)
-    return Cost(ways=most - least + 1) if most <= LARGEST_COUNT else ENDLESS
-
-
-def _is_word(items: Any) -> bool:
-    return all(str(name) in ("LITERAL", "IN") for name, _ in items)
+        return Cost(ends=1, least=least)
+    return Cost(ways=most - least + 1, least=least) if most <= LARGEST_COUNT else ENDLESS
 
 
 _ONE_CHARACTER = ("LITERAL", "NOT_LITERAL", "IN", "ANY", "CATEGORY", "RANGE")
