@@ -458,3 +458,29 @@ def test_a_row_of_splitters_that_double_a_text_is_refused() -> None:
     told["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [told["pre_tokenizer"]] * 34}
     with pytest.raises(Refusal, match="34 of them ByteLevel"):
         Tokenizer(json.dumps(told).encode(), {}, "x").encode("a b")
+
+
+def test_a_decoder_that_takes_gigabytes_is_not_compiled() -> None:
+    told = json.loads(with_pattern(r"\w+|[\s\S]").data)
+    told["decoder"] = {
+        "type": "Replace",
+        "pattern": {"Regex": "("},
+        "content": "",
+    }  # it would be refused if it were read
+    tokenizer = Tokenizer(json.dumps(told).encode(), {}, "x")
+    tokenizer.use(None)
+    assert tokenizer.decode(tokenizer.encode("aab c")) == "aab c"
+
+
+def test_questions_without_any_text_are_bounded_too(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet files need pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet files need pyarrow")
+    columns = {f"c{number}": pyarrow.nulls(50_000) for number in range(200)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "q.parquet", row_group_size=10_000)
+    with pytest.raises(Refusal, match="256 MB of text"):
+        tasks._parquet_rows(str(tmp_path / "q.parquet"))
+
+
+def test_a_manifest_that_is_not_ascii_is_not_read() -> None:
+    with pytest.raises(ValueError, match="ASCII"):
+        manifest.decode('{"schema": 1, "meta": "\U0001f600"}'.encode())

@@ -18,6 +18,7 @@ from stoker.contract.untrusted import parse_json
 SCHEMA = 1
 NAME = "manifest.json"
 MOST_DIMENSIONS = 64
+LARGEST = 512 << 20  # bytes of it
 _MOST_VALUES = 8_000_000  # some 20 for each tensor's piece on each rank: 1,500 tensors on 256 ranks
 _MOST_PAIRS = 1_000_000  # of pieces that are compared, of all tensors together: 3 s
 _FEW_SUMS, _SMALL_CHUNK = 4096, 1 << 20  # a file in smaller chunks than that has at most so many
@@ -73,6 +74,8 @@ def encode(manifest: Manifest) -> bytes:
 
 def decode(data: bytes) -> Manifest:
     """Trusts nothing in it: ValueError says what is wrong."""
+    if not data.isascii():  # what `encode` never writes, and four bytes a character to read
+        raise ValueError("it is not in ASCII")
     body = parse_json(data, most=_MOST_VALUES)
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")

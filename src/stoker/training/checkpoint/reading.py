@@ -13,7 +13,7 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.owners import is_trusted, user_name
 from stoker.contract.untrusted import read_bytes
 from stoker.training.checkpoint.folders import mend, steps_in
-from stoker.training.checkpoint.manifest import NAME, Entry, Manifest, Piece, decode, overlap
+from stoker.training.checkpoint.manifest import LARGEST, NAME, Entry, Manifest, Piece, decode, overlap
 from stoker.training.checkpoint.pieces import DTYPES, Block, dtype_of, local_block
 from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
 
@@ -115,7 +115,7 @@ def _copy(opened: Any, piece: Piece, block: Block, entry: Entry) -> None:
 def open_checkpoint(path: str) -> Checkpoint:
     """Manifest and sizes are checked, not the bytes: `verify` does that."""
     try:
-        data = read_bytes(os.path.join(path, NAME), 2 << 30)
+        data = read_bytes(os.path.join(path, NAME), LARGEST)
     except OSError as problem:
         raise Refusal(f"{path} is not a complete checkpoint: {NAME}: {problem.strerror}", EX_NOINPUT) from problem
     try:

@@ -174,7 +174,7 @@ def _plan(words: Tokenizer, spans: Sequence[Span], data: DataConfig, say: Say) -
     if isinstance(words.plan, str):
         say(f"tokenizer {words.where}: {words.plan}; `tokenizers` encodes, some 8 times slower than tiktoken")
         return None
-    slow = slow_encoder(words.data)
+    slow = words.watched(slow_encoder(words.data))
     for text in _probes(spans, data):
         if words.array(text).tolist() != slow(text.decode()).tolist():
             say(

@@ -206,6 +206,7 @@ def _parquet_rows(path: str) -> list[tuple[str, Row]]:
     for group in groups:
         for some in read_rows(path, table, group, table.schema_arrow.names):
             rows += some
+            characters += 64 * len(some) * len(table.schema_arrow.names)  # what a value takes at least
             characters += sum(
                 len(value) for row in some for value in row.values() if isinstance(value, (str, bytes, list))
             )

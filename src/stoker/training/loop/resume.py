@@ -128,7 +128,7 @@ def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: s
             return None
         where = steps[max(steps)]
     try:
-        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), 2 << 30))
+        found = manifest.decode(read_bytes(os.path.join(where, manifest.NAME), manifest.LARGEST))
     except (OSError, ValueError) as problem:
         if told.resume == "auto":
             return None  # damaged: the ranks say so and take the one before

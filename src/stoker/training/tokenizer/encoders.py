@@ -12,6 +12,7 @@ to tokenizers.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Callable
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import parse_json
 from stoker.training.tokenizer import alphabet
 from stoker.training.tokenizer.definition import Definition
 
@@ -50,7 +52,9 @@ def slow_encoder(data: bytes) -> Encoder:
 
 
 def _tokenizers(data: bytes) -> Any:
-    inner = import_module("tokenizers").Tokenizer.from_buffer(data)
+    # Only the parts that encoding needs: the library compiles whatever stands in the others.
+    needed = {**parse_json(data), **dict.fromkeys(("normalizer", "post_processor", "decoder", "truncation", "padding"))}
+    inner = import_module("tokenizers").Tokenizer.from_buffer(json.dumps(needed, ensure_ascii=False).encode())
     inner.normalizer = None
     inner.no_truncation()
     inner.no_padding()

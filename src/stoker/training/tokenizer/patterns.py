@@ -20,6 +20,7 @@ from stoker.contract.shape import shape
 OPEN_ENDS = 2  # of one alternative: \s*[\r\n]+ has two, and takes the square of a run of blanks at worst
 MOST_WAYS = 64  # of one alternative, besides its open ends: \p{N}{1,3} has three, an optional character two
 LARGEST_COUNT = 100
+LONGEST, MOST_ALTERNATIVES, MOST_COUNTED = 4000, 100, 1000  # of a whole pattern: engines copy what is counted
 _PROPERTY = re.compile(r"(\\\\)|\\[pP](?:\{\^?\w{1,60}\}|\w)|\\[hR]")
 _parser: Any = __import__("re._parser", fromlist=["parse"]) if hasattr(re, "_parser") else __import__("sre_parse")
 
@@ -53,7 +54,7 @@ def _patterns(splitter: Any) -> Iterator[str]:
 def is_bounded(pattern: str) -> bool:
     plain = _PROPERTY.sub(lambda match: match[1] or r"\w", pattern)
     # }+ and }? are possessive and lazy for some engines, and a repeat around a repeat for others.
-    if len(pattern) > 20_000 or "}+" in plain or "}?" in plain:
+    if len(pattern) > LONGEST or "}+" in plain or "}?" in plain:
         return False
     try:
         with warnings.catch_warnings():
@@ -62,6 +63,8 @@ def is_bounded(pattern: str) -> bool:
     except (re.error, ValueError, OverflowError, RecursionError, Warning):
         return False
     costs = [_cost(branch) for branch in _branches(tree)]
+    if len(costs) > MOST_ALTERNATIVES or sum(cost.least + cost.ways for cost in costs) > MOST_COUNTED:
+        return False
     return all(cost.ends <= OPEN_ENDS and cost.ways <= MOST_WAYS and cost.least <= LARGEST_COUNT for cost in costs)
 
 

@@ -89,9 +89,9 @@ class Tokenizer:
             lambda: slow_encoder(self.data) if plan is None else fast_encoder(self.told, self.data, plan)
         )
         self._made(lambda: encode("a"))  # what is made at the first call does not count as slow
-        return encode if self.told.pattern in KNOWN_PATTERNS else self._watched(encode)
+        return encode if self.told.pattern in KNOWN_PATTERNS else self.watched(encode)
 
-    def _watched(self, encode: Encoder) -> Encoder:
+    def watched(self, encode: Encoder) -> Encoder:
         """A stranger's pattern may be slow, and nothing can stop it once it has begun: the beginning of each text is
         encoded first, longer and longer.
         """
