@@ -345,7 +345,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_run_learns_the_same_and_goes_on_
         "--resume",
         str(tmp_path / "kept" / f"step-{step:08d}"),
     )
-    assert "balance: goes on with" in again.said() and min(again.losses) == step
+    assert "balance: continuing with" in again.said() and min(again.losses) == step
     same = [one for one in range(step, end) if again.sizes(2)[one] == sizes[one]]
     assert same == list(range(step, end)), "the same shares"
     assert all(again.losses[one] == alone.losses[one] for one in same), "to the last bit"
@@ -361,7 +361,7 @@ def test_a_slow_rank_gets_fewer_samples_and_the_run_learns_the_same_and_goes_on_
         "--resume",
         str(tmp_path / "kept" / f"step-{step:08d}"),
     )
-    assert other.sizes(3)[step] == [8, 8, 8] and "goes on with" not in other.said()
+    assert other.sizes(3)[step] == [8, 8, 8] and "continuing with" not in other.said()
 
 
 def test_unlike_micro_batches_and_a_smaller_last_step_learn_what_one_process_learns(

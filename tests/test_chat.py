@@ -298,7 +298,7 @@ def test_a_tokenizer_without_chat_marks_is_refused_with_the_way_out(model: Path,
     told: dict[str, Any] = json.loads((plain / "tokenizer.json").read_text())
     told["added_tokens"] = [one for one in told["added_tokens"] if "im_" not in one["content"]]
     (plain / "tokenizer.json").write_text(json.dumps(told))
-    with pytest.raises(Refusal, match="--raw goes on with plain text"):
+    with pytest.raises(Refusal, match="--raw continues plain text"):
         chat.main([str(plain), "--prompt", "x", "--device", "cpu"])
     assert export.main([str(plain), str(tmp_path / "out")]) == 0
     assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())

@@ -320,7 +320,7 @@ def test_a_jump_host_of_the_ssh_config_leads_to_the_next(netcluster: NetCluster)
 @pytest.mark.parametrize(
     ("said", "code", "line"),
     [
-        ("ssh: connect to host b port 22: Connection refused\n", 255, "connection refused: nothing listens on its ssh port; start sshd there, or mend the port"),
+        ("ssh: connect to host b port 22: Connection refused\n", 255, "connection refused: nothing listens on its ssh port; start sshd there, or fix the port"),
         ("ssh: connect to host b port 22: No route to host\n", 255, "no route to it: switched off"),
         ("ssh: connect to host b port 22: Network is unreachable\n", 255, "no route to it"),
         ("ssh: connect to host b port 22: Connection timed out\n", 255, "no answer: switched off, or a firewall"),

@@ -21,7 +21,7 @@ _EPILOG = """examples:
   stoker chat                                      the newest run or speedrun that has a model; of a speedrun, its last stage
   stoker chat runs/speedrun-cpu --stage sft
   stoker chat my-model --prompt "What is 2 + 3?" --temperature 0
-  stoker chat runs/latest --raw --prompt "Once upon a time"      a base model goes on with the text
+  stoker chat runs/latest --raw --prompt "Once upon a time"      a base model continues the text
 
 Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
 
@@ -49,11 +49,11 @@ def parser() -> Parser:
         help="which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)",
     )
     made.add_argument("--prompt", metavar="TEXT", help="one answer on stdout, and nothing else there")
-    made.add_argument("--system", metavar="TEXT", default="", help="what the model is told before the conversation")
+    made.add_argument("--system", metavar="TEXT", default="", help="system message before the conversation")
     made.add_argument(
         "--raw",
         action="store_true",
-        help="no roles and no memory: the model goes on with what is typed, as base models do",
+        help="no roles and no memory: the model continues what is typed, as base models do",
     )
     made.add_argument(
         "--temperature",

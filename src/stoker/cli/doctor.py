@@ -193,7 +193,7 @@ def advice(found: Examination, findings: list[Finding]) -> str:
         ("gpu.count", "CUDA_VISIBLE_DEVICES is wrong"),
     ):
         if id in failed:
-            return f"{line}: mend that first"
+            return f"{line}: fix that first"
     if found.machine.gpu_error:
         return "the driver does not answer: `stoker run --nproc-per-node cpu train.py` runs without GPUs"
     cards = list(dict.fromkeys(gpu.index for gpu in found.machine.gpus))

@@ -90,12 +90,12 @@ def role_of(shown: str, form: str | None) -> str | None:
         (role for part in parts for word, role in _ROLES.items() if re.match(rf"{word}s?([-_.\d]|$)", part)), None
     )
     if named is not None and form == ARRAY:
-        mended = f"`jq -c '.[]' {shown} > {os.path.splitext(shown)[0]}.jsonl` makes it so"
-        raise Refusal(f"--data: {shown} is one JSON array, and one object per line is needed: {mended}", EX_DATAERR)
+        fix = f"`jq -c '.[]' {shown} > {os.path.splitext(shown)[0]}.jsonl` makes it so"
+        raise Refusal(f"--data: {shown} is one JSON array, and one object per line is needed: {fix}", EX_DATAERR)
     if named is not None and shown.lower().endswith((*TEXT, *ROWS, PARQUET)) and form not in _FORMS[named]:
         wanted = " or ".join(_WORDS[one] for one in _FORMS[named])
         raise Refusal(
-            f"--data: {shown} is called {named} and its first row has no {wanted}; mend it, or give it another name",
+            f"--data: {shown} is called {named} and its first row has no {wanted}; fix it, or give it another name",
             EX_DATAERR,
         )
     if form in (None, ARRAY) or (named is None and shown.lower().endswith(".md")):

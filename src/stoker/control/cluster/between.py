@@ -293,7 +293,7 @@ def all_reduce(facts: Facts) -> Iterator[Finding]:
     reduce = facts.reduce
     if reduce is None:
         if len(facts.there) > 1 and not facts.quick:
-            yield unknown("no all-reduce was tried: mend the findings above first")
+            yield unknown("no all-reduce was tried: fix the findings above first")
         return
     if reduce.error:
         more = "the findings above may say why; NCCL_DEBUG=INFO or TORCH_DISTRIBUTED_DEBUG=DETAIL says more"

@@ -114,7 +114,7 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
                     " that name",
                 )
                 if request.identity is not None and os.path.isdir(os.path.join(last.dir, layout.CHECKPOINTS)):
-                    notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} goes on with its weights"
+                    notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} starts from its weights"
             else:
                 attempts = last.attempts
                 notice = _joined(notice, _reopening(last, request.identity is not None))

@@ -122,7 +122,7 @@ class Supervision:
         deadline = time.monotonic() + grace + 15.0
         while any(not member.gone and member.host not in attempt.finished for member in self._members.all):
             if time.monotonic() > deadline:
-                self._say("stoker: an agent did not finish sweeping in time; its guardian goes on with it")
+                self._say("stoker: an agent did not finish sweeping in time; its guardian finishes it")
                 return
             self._members.pump(0.25)
             if signum := self._run.signals.take():

@@ -68,7 +68,7 @@ class SubmitOptions:
         group=_LIFE,
     )
     name: str | None = option(
-        "name of the run and of the job; given again it goes on with that run if it is unfinished",
+        "name of the run and of the job; given again it resumes that run if it is unfinished",
         default=None,
         group=_LIFE,
     )

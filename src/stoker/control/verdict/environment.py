@@ -90,7 +90,7 @@ def missing_module(case: Case) -> Found | None:
     "env.syntax",
     seen="a SyntaxError, IndentationError or TabError ended the rank",
     contradicts="",
-    fix=("mend {place}",),
+    fix=("fix {place}",),
 )
 def syntax(case: Case) -> Found | None:
     """The script, or a file it imports, is not valid for this Python."""
@@ -100,5 +100,5 @@ def syntax(case: Case) -> Found | None:
     return Found(
         f"{case.who}: {error.type}: {first_line(error.message)}",
         tuple(error.traceback.strip().splitlines()[-6:]),
-        (f"mend {error.file}:{error.line}",),
+        (f"fix {error.file}:{error.line}",),
     )

@@ -93,7 +93,7 @@ def ecc(case: Case) -> Found | None:
         "the kernel's log has an Xid of the hardware (48 62 64 74 79 95 119 120; 94 as one the driver contained) since"
         " the rank started, and the rank's end speaks of its GPU"
     ),
-    contradicts="Xid 13, 31, 43, 63 or 92: an application's own error, or one that was mended",
+    contradicts="Xid 13, 31, 43, 63 or 92: an application's own error, or one that was corrected",
     fix=(
         (
             "nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot"

@@ -43,7 +43,7 @@ entry(
     "launch.syntax-error",
     "The script is not valid Python.",
     seen="before the start: it does not parse",
-    fix=("mend the line that is named",),
+    fix=("fix the line that is named",),
 )
 entry(
     "launch.nodes",

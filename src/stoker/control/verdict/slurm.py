@@ -66,7 +66,7 @@ NODE_FAIL = entry(
     seen="the job's state is NODE_FAIL or BOOT_FAIL",
     contradicts=_OWN,
     fix=(
-        "sinfo -R   # what is said of the nodes",
+        "sinfo -R   # why nodes are down",
         "submit it again; --sbatch-option=--exclude=NODE leaves a bad one out",
     ),
     retryable=True,

@@ -139,5 +139,5 @@ def hold(folder: str, say: Callable[[str], None]) -> int | None:
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except OSError as problem:
-        say(f"{folder}: {problem.strerror}; checkpoints will fail until that is mended")
+        say(f"{folder}: {problem.strerror}; checkpoints will fail until that is fixed")
     return fd

@@ -227,7 +227,7 @@ def _tolerate(split: dict[str, Any], say: Say) -> None:
         f" {'; '.join(split['first_wrong'])}{' …' if wrong > len(split['first_wrong']) else ''}"
     )
     if wrong >= TOLERATED * rows:
-        raise Refusal(f"{line}; below 1 % they would be left out: mend the file", EX_DATAERR)
+        raise Refusal(f"{line}; below 1 % they would be left out: fix the file", EX_DATAERR)
     say(f"{line}; left out")
 
 

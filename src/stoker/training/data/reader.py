@@ -107,10 +107,11 @@ def _map(folder: str, name: str, dtype: str, size: int) -> NDArray[np.generic]:
         found: NDArray[np.generic] = np.memmap(path, dtype=np.dtype(dtype), mode="r")
     except (OSError, ValueError) as problem:
         raise Refusal(
-            f"{path} can't be opened: {problem}; `stoker prepare --verify` finds and mends damage", EX_DATAERR
+            f"{path} can't be opened: {problem}; `stoker prepare --verify` finds damage and prepares again", EX_DATAERR
         ) from problem
     if found.nbytes != size:
         raise Refusal(
-            f"{path} has {found.nbytes} bytes instead of {size}; `stoker prepare --verify` mends it", EX_DATAERR
+            f"{path} has {found.nbytes} bytes instead of {size}; `stoker prepare --verify` prepares it again",
+            EX_DATAERR,
         )
     return found

@@ -163,7 +163,7 @@ def _usable(
         f" ({'; '.join(wrong[:3])}{'; …' if len(wrong) > 3 else ''})"
     )
     if len(wrong) >= TOLERATED * len(rows):
-        raise Refusal(f"{line}: below 1 % they would be skipped; mend the file", EX_DATAERR)
+        raise Refusal(f"{line}: below 1 % they would be skipped; fix the file", EX_DATAERR)
     return found, places, f"{line} and are skipped"
 
 

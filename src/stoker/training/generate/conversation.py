@@ -75,7 +75,7 @@ class Conversation:
             try:
                 chat.check(tokenizer)
             except Refusal as refusal:
-                raise Refusal(f"{refusal.line}; --raw goes on with plain text", refusal.code) from refusal
+                raise Refusal(f"{refusal.line}; --raw continues plain text", refusal.code) from refusal
         self._engine, self._tokenizer, self._manner, self._say, self._seed = engine, tokenizer, manner, say, seed
         self._system = [("system", system.encode())] if system else []
         self._turns: list[tuple[str, bytes]] = []

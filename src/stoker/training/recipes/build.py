@@ -189,7 +189,7 @@ def start_of(
             voice.say_once(line)
         if parts.plans is not None and parts.plans.go_on(found.meta.get("balance")):
             shares = ", ".join(map(str, parts.plans.at(position.step).shares))
-            voice.say_once(f"balance: goes on with {shares} of {parts.batch} samples")
+            voice.say_once(f"balance: continuing with {shares} of {parts.batch} samples")
         found.read_into(tensors)
         parts.optimizer.set_count(position.step)
     total = 0 if c.train.max_steps else max(round(c.train.epochs * order.count), 1)
