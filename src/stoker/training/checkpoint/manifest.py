@@ -37,14 +37,11 @@ class Piece:
 
 @shape
 class Entry:
-    """A whole tensor. `rank`: it belongs to that rank alone (its random state, say), and another world size does not
-    miss it.
-    """
+    """A whole tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     pieces: tuple[Piece, ...]
-    rank: int | None = None
 
 
 @shape
@@ -122,12 +119,10 @@ def decode_tensors(found: object) -> dict[str, Entry]:
         pieces = entry.get("pieces")
         if not isinstance(pieces, list):
             raise ValueError(f"{name}: pieces is {pieces!r}")
-        rank = entry.get("rank")
         tensors[name] = Entry(
             _counts(entry.get("shape"), f"{name}: shape"),
             str(entry.get("dtype")),
             tuple(_piece(_mapping(piece, name), name) for piece in pieces),
-            None if rank is None else _count(rank, f"{name}: rank"),
         )
     return tensors
 

@@ -1,5 +1,6 @@
 """One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is
-there.
+there. Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No
+collective anywhere.
 """
 
 from __future__ import annotations
@@ -7,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import as_json, shape
+from stoker.contract.quantities import amount, span
+from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
-from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
-from stoker.training.checkpoint.sums import SummedFile
+from stoker.training.checkpoint import manifest
+from stoker.training.checkpoint.folders import put_in_place
+from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
+from stoker.training.checkpoint.sums import SummedFile, sizes_wrong_in
 
 if TYPE_CHECKING:
     from stoker.training.checkpoint.snapshot import Buffers, Placed
@@ -72,7 +76,7 @@ def write_part(
 
 def read_part(folder: str, rank: int) -> Part:
     found = read_json(os.path.join(folder, note_name(rank)))
-    return Part(rank, decode_files(found["files"]), decode_tensors(found["tensors"]))
+    return Part(rank, manifest.decode_files(found["files"]), manifest.decode_tensors(found["tensors"]))
 
 
 def note_failure(folder: str, rank: int, why: str) -> None:
@@ -102,7 +106,7 @@ def _room_for(folder: str, name: str, size: int) -> None:
 def _entry(one: Placed, file: str) -> Entry:
     source = one.source
     pieces = (Piece(file, source.name, source.block.offset, tuple(source.block.data.shape)),) if source.block else ()
-    return Entry(source.whole, source.dtype, pieces, source.rank)
+    return Entry(source.whole, source.dtype, pieces)
 
 
 def _write_tensors(
@@ -134,3 +138,72 @@ def _write_tensors(
         return out.finish()
     finally:
         out.close()
+
+
+@shape
+class Wanted:
+    """What the manifest says beside the parts."""
+
+    step: int
+    world: int
+    token: str
+    meta: dict[str, Any]
+    score: float | None
+
+
+def gather(folder: str, world: int, patience: float, pause: Callable[[float], bool]) -> list[Part]:
+    """The parts of all ranks, once they are there. `pause(seconds)` waits and says whether to stop."""
+    deadline = time.monotonic() + patience
+    wait = 0.005
+    while True:
+        there = set(os.listdir(folder))
+        for rank in range(world):
+            if failure_name(rank) in there:
+                with open(os.path.join(folder, failure_name(rank)), encoding="utf-8") as file:
+                    raise GivenUp(f"rank {rank} could not write its part: {file.read() or 'no reason given'}")
+        missing = [rank for rank in range(world) if note_name(rank) not in there]
+        if not missing:
+            return [read_part(folder, rank) for rank in range(world)]
+        if time.monotonic() > deadline:
+            raise GivenUp(
+                f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same"
+                f" {os.path.dirname(folder)}"
+            )
+        if pause(wait):
+            raise GivenUp("the run ended before all ranks had written their parts")
+        wait = min(wait * 1.5, 0.2)
+
+
+def merge(parts: Sequence[Part]) -> tuple[dict[str, Sums], dict[str, Entry]]:
+    files: dict[str, Sums] = {}
+    tensors: dict[str, Entry] = {}
+    for part in parts:
+        files |= part.files
+        for name, entry in part.tensors.items():
+            known = tensors.get(name)
+            if known is None:
+                tensors[name] = entry
+            elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise GivenUp(
+                    f"rank {part.rank} has {name} as {entry.dtype} {list(entry.shape)}, others as {known.dtype}"
+                    f" {list(known.shape)}"
+                )
+            else:
+                tensors[name] = replace(known, pieces=known.pieces + entry.pieces)
+    return files, tensors
+
+
+def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -> None:
+    files, tensors = merge(parts)
+    wrong = sizes_wrong_in(unfinished, files)
+    problem = wrong[0] if wrong else manifest.disagreement(files, tensors)
+    if problem:
+        raise GivenUp(problem)
+    write_whole(
+        os.path.join(unfinished, manifest.NAME),
+        manifest.encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
+    )
+    for rank in range(wanted.world):
+        os.unlink(os.path.join(unfinished, note_name(rank)))  # the manifest has what they said
+    sync_folder(unfinished)
+    put_in_place(unfinished, final)

@@ -137,7 +137,7 @@ class Loop:
         self._unheard = step
         self.done, task.score = self.done + 1, None
         if self.done == self.first + BUFFERS_AFTER + 1 and keeper.wanted:
-            keeper.saver.prepare_buffers_aside(keeper.tensors)
+            keeper.saver.prepare_buffers(keeper.tensors)
         self._profile.step()
         save = (agreed is not None and agreed.save) or keeper.step_due(self.done, self.steps)
         now = task.at_once or save or task.validation_due(self.done) or self._slow
