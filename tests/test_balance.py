@@ -22,8 +22,8 @@ from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.balance.plan import Plan, Plans, apportion, equal  # noqa: E402
 from stoker.training.balance.rule import STEPS, NetworkRule, Rule  # noqa: E402
 from stoker.training.config.resolve import recipe_config  # noqa: E402
+from stoker.training.parallel.config import local_steps, read_comm  # noqa: E402
 from stoker.training.parallel.split import cut, even_micro  # noqa: E402
-from stoker.training.parallel.words import comm, local_steps  # noqa: E402
 
 # ---- plans: pure ----
 
@@ -169,7 +169,7 @@ def test_plans_come_into_force_at_their_step_are_kept_and_hold_only_for_the_same
 
 @pytest.mark.parametrize("told", ["full", "bf16", "powersgd", "local:2", "local:8"])
 def test_ways_to_exchange_gradients_are_read(told: str) -> None:
-    assert comm(told) == told and local_steps(told) == {"local:2": 2, "local:8": 8}.get(told, 0)
+    assert read_comm(told) == told and local_steps(told) == {"local:2": 2, "local:8": 8}.get(told, 0)
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
 from stoker.training.optim.optimizer import Optimizer, local
+from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, shard
 from stoker.training.parallel.split import even_micro, largest_share
-from stoker.training.parallel.words import local_steps
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
 MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
