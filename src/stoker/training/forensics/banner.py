@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from stoker.training.forensics import report as phases
+from stoker.training.forensics.culprit import samples
 from stoker.training.forensics.report import Report, TensorStats
-from stoker.training.forensics.wording import samples
 
 _WIDE, _NARROW = "=" * 80, "=" * 40
 _LISTED = 8

@@ -7,10 +7,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,13 +16,14 @@ from stoker.contract.shape import shape
 from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.material import Rows
+from stoker.training.loop.material import Rows, padded
+from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import Share, cut, even_micro, split
 
 AHEAD = 2  # steps
-CUT_AHEAD = (
-    AHEAD + 4
-)  # no batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one is being made
+# No batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one
+# is being made.
+CUT_AHEAD = AHEAD + 4
 
 
 @shape
@@ -72,26 +71,14 @@ class Feeder:
         samples: Rows,
         order: Order,
         course: Course,
+        group: Group,
         *,
-        first_step: int,
-        steps: int,
-        ranks: int,
-        rank: int,
+        steps: range,
         micro: int,
-        equal_steps: bool,
-        pinned: bool,
         plans: Plans | None = None,
     ) -> None:
-        self._samples, self._order, self._course = samples, order, course
-        self._steps = range(first_step, steps)
-        self._ranks, self._rank, self._micro, self._equal, self._pinned, self._plans = (
-            ranks,
-            rank,
-            micro,
-            equal_steps,
-            pinned,
-            plans,
-        )
+        self._samples, self._order, self._course, self._group = samples, order, course, group
+        self._steps, self._micro, self._plans = steps, micro, plans
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
@@ -151,25 +138,14 @@ class Feeder:
         return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
 
     def _share(self, step: int, samples: int) -> Share:
+        group = self._group
         if self._plans is None:
-            return split(samples, self._ranks, self._rank, self._micro, self._equal)
+            return split(samples, group.world, group.rank, self._micro, equal_steps=group.strategy == "fsdp")
         plan = self._plans.cut(step)
-        return cut(plan.of(samples), self._rank, even_micro(plan.shares[self._rank], self._micro))
+        return cut(plan.of(samples), group.rank, even_micro(plan.shares[group.rank], self._micro))
 
     def _micro_batch(self, ids: NDArray[np.int64], share: Share, number: int) -> MicroBatch:
         begin, end = share.rows(number)
         mine = ids[begin - share.begin : end - share.begin]
-        some = ids[:1] if len(ids) else np.zeros(1, dtype=np.int64)
-        batch = self._samples.batch(mine if len(mine) else some)
-        rows = share.micro
-        inputs = self._padded(batch.inputs, rows, 0)
-        targets = self._padded(batch.targets, rows, IGNORED)
-        if not len(mine):
-            targets.fill_(IGNORED)
-        segments = self._padded(batch.segments, rows, 0) if batch.segments is not None else None
-        return MicroBatch(tuple(int(one) for one in mine), inputs, targets, segments)
-
-    def _padded(self, array: NDArray[Any], rows: int, value: int) -> Tensor:
-        found = torch.full((rows, array.shape[1]), value, dtype=torch.from_numpy(array).dtype, pin_memory=self._pinned)
-        found[: len(array)] = torch.from_numpy(array)
-        return found
+        pinned = self._group.device.type == "cuda"
+        return MicroBatch(tuple(mine.tolist()), *padded(self._samples, mine, share.micro, pinned=pinned))

@@ -13,7 +13,7 @@ from stoker.contract import names, redact, terminal
 from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
-from stoker.training.loop.evaluate import Validation
+from stoker.training.loop.learner import Validation
 from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
 from stoker.training.parallel.group import Group

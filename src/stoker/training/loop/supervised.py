@@ -5,35 +5,41 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import stoker
 from stoker.contract import layout
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
 from stoker.training.balance.balancer import Balancer
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.saver import Saver
+from stoker.training.forensics import dump, replay
+from stoker.training.forensics.banner import banner
+from stoker.training.forensics.culprit import NonFinite, decide
 from stoker.training.forensics.inject import Drill
-from stoker.training.loop import resume, trip
+from stoker.training.forensics.report import Report
+from stoker.training.loop import resume
 from stoker.training.loop.config import TrainConfig
-from stoker.training.loop.evaluate import Validation
-from stoker.training.loop.feeder import CUT_AHEAD, Course, StepBatch
-from stoker.training.loop.learner import Learner
+from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, StepBatch
+from stoker.training.loop.learner import Learner, Validation
 from stoker.training.loop.material import Material, Rows
-from stoker.training.loop.run import Task
+from stoker.training.loop.run import Answers, Task
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
 from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.model import ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import flops_per_token
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer
-from stoker.training.parallel.group import Group
+from stoker.training.parallel.group import Group, no_sync
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 BEFORE = "before.json"
@@ -136,27 +142,16 @@ class Supervised(Task):
             tell=self._voice.plan,
         )
 
-    def hear(self, launched: Launched) -> Numbers:
+    def hear(self, launched: Launched) -> Answers:
         pending, batch = launched.pending, launched.batch
         numbers = pending.read()
         if batch.step == self._start.position.step:
             self._startup.done("first step")
             self._voice.say_once(f"first step after {self._startup.said()}")
         if numbers.bad:
-            found = trip.explain(
-                numbers,
-                batch,
-                self._stepper,
-                self._parts.model,
-                self._parts.wrapped,
-                self._parts.drill,
-                self._group,
-                self._voice,
-                folder=self._c.folder if self._c.dump else None,
-                decode=load_tokenizer(self._material.tokenizer).decode,
-            )
+            summary = self._explain(numbers, batch)
             self._saver.close()  # a save under way is of finite steps: it is the one to go back to
-            raise found
+            raise NonFinite(summary)
         self.loss = numbers.loss
         self.tokens += batch.tokens
         self._speed.step(batch.tokens, pending.when)
@@ -166,7 +161,54 @@ class Supervised(Task):
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
         self._report(numbers, launched.rate)
-        return numbers
+        return numbers.answers
+
+    def _explain(self, numbers: Numbers, batch: StepBatch) -> str:
+        """A step whose loss or gradient is no number: replayed on every rank, explained, written down. All ranks call
+        this at the same step. Gives the summary that they agree on.
+        """
+        parts, group, stepper = self._parts, self._group, self._stepper
+        parts.drill.step = batch.step
+        ready.unfuse(parts.model)  # module by module, so that the first bad operation has a name
+        stepper.scale(batch)
+
+        def run(number: int, micro: MicroBatch) -> Tensor:
+            stepper.set_seed(batch.step, number)
+            # Whole gradients stay this rank's own; shards exist only after their exchange.
+            with no_sync(parts.wrapped, last=group.strategy == "fsdp"):
+                return stepper.forward_backward(micro)
+
+        micro_batches = [
+            replay.MicroBatch(
+                partial(run, number, micro), micro.ids, micro.inputs[: len(micro.ids)], micro.targets[: len(micro.ids)]
+            )
+            for number, micro in enumerate(batch.micro_batches)
+        ]
+        again = replay.Replay(micro_batches, after=parts.drill.spoil_gradients)
+        found = replay.investigate(
+            parts.model,
+            again,
+            step=batch.step,
+            rank=group.rank,
+            world=group.world,
+            label=group.label,
+            loss=numbers.loss,
+            grad_norm=numbers.norm,
+        )
+        culprits = decide([Report.from_json(one) for one in group.all(found.report.to_json())])
+        where = ""
+        if self._c.dump:
+            decode = load_tokenizer(self._material.tokenizer).decode
+            everything = group.first or group.strategy == "fsdp" or not culprits.ranks
+            try:
+                written = dump.write(self._c.folder, found, parts.model, again, decode=decode, parameters=everything)
+                where = f"; `stoker nan {written}` shows it"
+            except OSError as problem:
+                self._voice.say(f"the dump could not be written: {problem}")
+        if group.rank in culprits.ranks or (not culprits.ranks and group.first):
+            print(printable_lines(banner(found.report)), flush=True)
+            self._voice.say(f"{culprits.summary}{where}")
+        return culprits.summary
 
     def _report(self, numbers: Numbers, rate: float) -> None:
         speed = self._speed

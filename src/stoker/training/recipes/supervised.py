@@ -80,7 +80,9 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=first, steps=steps)
     task.begin()
-    with _feeder(parts, start, order) as feeder:
+    micro = parts.own_micro if parts.plans else parts.micro
+    rows, plans = material.train, parts.plans
+    with Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans) as feeder:
         for batch in loop.over(feeder):
             parts.drill.step = batch.step
             share = schedule.share(c.optim, batch.step, steps)
@@ -98,23 +100,6 @@ def _task(
     keep_best = c.checkpoint.keep_best and keeper.wanted
     told = Settings(stage.where_runs_go(c), c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
     return Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
-
-
-def _feeder(parts: Parts, start: Start, order: Order) -> Feeder:
-    group = parts.group
-    return Feeder(
-        parts.material.train,
-        order,
-        start.course,
-        first_step=start.position.step,
-        steps=start.steps,
-        ranks=group.world,
-        rank=group.rank,
-        micro=parts.own_micro if parts.plans else parts.micro,
-        equal_steps=group.strategy == "fsdp",
-        pinned=group.device.type == "cuda",
-        plans=parts.plans,
-    )
 
 
 def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:

@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.evaluate import Validation, padded
-from stoker.training.loop.learner import Learner, Say
-from stoker.training.loop.material import Rows
+from stoker.training.loop.learner import Learner, Say, Validation
+from stoker.training.loop.material import Rows, padded
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
