@@ -21,7 +21,7 @@ from stoker import balance  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.balance.plan import Plan, Plans, apportion, equal  # noqa: E402
 from stoker.training.balance.rule import STEPS, NetworkRule, Rule  # noqa: E402
-from stoker.training.config.resolve import recipe_config  # noqa: E402
+from stoker.training.config.resolve import recipe_settings  # noqa: E402
 from stoker.training.parallel.config import local_steps, read_comm  # noqa: E402
 from stoker.training.parallel.split import cut, even_micro  # noqa: E402
 
@@ -186,7 +186,7 @@ def test_ways_to_exchange_gradients_are_read(told: str) -> None:
 )
 def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(Refusal) as refused:
-        recipe_config(["--preset", "debug", "--data", "x", *words], False, say=print)
+        recipe_settings(["--preset", "debug", "--data", "x", *words], False, say=print)
     assert line in refused.value.line and "\n" not in refused.value.line
 
 

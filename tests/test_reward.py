@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from conftest import Stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.config.resolve import recipe_config
+from stoker.training.config.resolve import recipe_settings
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export
 from stoker.training.generate.finding import Found
@@ -121,7 +121,7 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
         model.trust.fill_(0.5)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
-    c = recipe_config(["--preset", "small", "--context_length", "64"], False, {})
+    c = recipe_settings(["--preset", "small", "--context_length", "64"], False, {}).config
     again = open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     row = [("hello?", "yes")]
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]

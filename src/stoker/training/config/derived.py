@@ -27,11 +27,9 @@ CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as 
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
-RATES, LENGTH, BATCH = (
-    ("optim.learning_rate", "optim.muon_learning_rate"),
-    ("train.max_steps", "train.epochs"),
-    ("batch.tokens", "batch.accumulation"),
-)
+RATES = ("optim.learning_rate", "optim.muon_learning_rate")
+LENGTH = ("train.max_steps", "train.epochs")
+BATCH = ("batch.tokens", "batch.accumulation")
 
 
 @shape
@@ -47,11 +45,8 @@ class Learning:
     prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
 
 
-GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = (
-    100,
-    1000,
-    10,
-)  # wanted; at most; and the passes that few prompts are asked for it
+# Wanted; at most; and the passes that few prompts are asked for it.
+GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = 100, 1000, 10
 
 
 @shape

@@ -5,13 +5,13 @@ one.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import options_of, shape
-from stoker.training.config import aliases, dial
+from stoker.contract.shape import options_of, replace, shape
+from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
 from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
@@ -20,6 +20,7 @@ from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import Config
 from stoker.training.model.config import ModelConfig
 
+SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
 # The left key counts only where the right one is 0: who gives the left and not the right means the left.
 DISPLACES = {
     "train.epochs": "train.max_steps",
@@ -40,13 +41,6 @@ class Resolved:
     given: Mapping[str, Origin]  # dotted keys that no preset decided
     lines: tuple[str, ...]  # to be said; the first is the preset's
     run_options: Mapping[str, Any]  # what the config file says of `stoker run`
-
-
-def resolve(argv: Sequence[str], environment: Mapping[str, str], gpus_present: bool) -> Resolved:
-    """Checked, too. Refuses in one line what can't be."""
-    found = settle(gather(parse(argv), environment), gpus_present)
-    check(found.config, found.given, on_cpu(found.config, gpus_present))
-    return found
 
 
 def settle(layers: Layers, gpus_present: bool, defaults: Mapping[str, Any] | None = None) -> Resolved:
@@ -107,8 +101,43 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "batch.tokens" not in given and tokens and context > 0:
         values["batch.tokens"] = max(tokens // context, 1) * context
     names = options_of(ModelConfig)
-    model = dial.derive(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
+    model = model_shape(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
     return values | {f"model.{name}": getattr(model, name) for name in names}
+
+
+def model_shape(model: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """The depth dial: one number, the rest of the model's shape from it. What was given wins, and what follows from it
+    follows. `given`: dotted keys that were asked for. head_dim stays 0 where no width fits: `check`
+    says so.
+    """
+    may_be_zero = ("kv_heads", "head_dim", "ff")
+    own = {name for name in SHAPE if f"model.{name}" in given and (getattr(model, name) or name not in may_be_zero)}
+    dial = model.depth > 0
+    layers = model.layers if "layers" in own or not dial else model.depth
+    dim = model.dim if "dim" in own or not dial else _round_up(64 * model.depth, 128)
+    heads = model.heads if "heads" in own or (not dial and "dim" not in own) else 0
+    head_dim = model.head_dim if "head_dim" in own else _head_dim(dim, heads)
+    if not heads and "heads" not in own:
+        heads = max(dim // head_dim, 1) if head_dim > 0 else 1
+    if "kv_heads" in own:
+        kv_heads = model.kv_heads
+    else:  # a zero that was asked for means no sharing, as without the dial
+        shared = dial and "model.kv_heads" not in given and heads >= 16 and heads % 4 == 0
+        kv_heads = heads // 4 if shared else heads
+    ff = model.ff if "ff" in own else _round_up(-(-8 * dim // 3), 64)
+    return replace(model, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ff=ff)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _head_dim(dim: int, heads: int) -> int:
+    if heads:
+        return dim // heads if dim % heads == 0 else 0
+    # 128 is what the attention kernels like best; below a width of 1024 it leaves too few heads
+    widest = 128 if dim >= 1024 else 64
+    return next((width for width in range(widest, 1, -2) if dim % width == 0), 0)
 
 
 def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
@@ -154,13 +183,3 @@ def recipe_settings(
         for line in found.lines:
             say(line)
     return found
-
-
-def recipe_config(
-    argv: Sequence[str],
-    gpus_present: bool,
-    environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-) -> Config:
-    return recipe_settings(argv, gpus_present, environment, say, defaults).config

@@ -38,17 +38,8 @@ def scalar(name: str, value: Any) -> str:
 
 def _needs_quotes(text: str) -> bool:
     """A plain word that YAML reads as itself: letters first, and none of its words for true, false and null."""
-    return not (text.isascii() and text.isalnum() and text[:1].isalpha()) or text.lower() in (
-        "true",
-        "false",
-        "yes",
-        "no",
-        "on",
-        "off",
-        "null",
-        "y",
-        "n",
-    )
+    plain = text.isascii() and text.isalnum() and text[:1].isalpha()
+    return not plain or text.lower() in ["true", "false", "yes", "no", "on", "off", "null", "y", "n"]
 
 
 def _quoted(text: str) -> str:
