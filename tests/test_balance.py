@@ -195,7 +195,7 @@ def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str
 FORKS = program("""
 import torch, torch._dynamo, torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 from stoker.training.model.decoder import Decoder
-from stoker.training.recipes import pretrain
+from stoker.training.recipes import pretrain, stage
 
 def slowed(times):
     '''This rank does its forward and backward `times` times: slow as another card is slow.'''
@@ -216,7 +216,7 @@ def work(job, rank):
         return 0
     slowed(job["slow"].get(str(rank), 1))
     os.environ["STOKER_MICRO_BATCH_HALVINGS"] = str(job["halved"].get(str(rank), 0))
-    return pretrain.main(job["words"])
+    return stage.run(pretrain.main, job["words"])
 """)
 WORDS = (
     "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "64", "--batch.tokens", "1536", "--batch.micro", "8",

@@ -33,13 +33,12 @@ from stoker.training.optim.config import OptimConfig  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
+from stoker.training.recipes.grpo import reward  # noqa: E402
 from stoker.training.rl import prompts as asking  # noqa: E402
-from stoker.training.rl.batches import Row, arrange  # noqa: E402
 from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
-from stoker.training.rl.reward import reward  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
-from stoker.training.rl.update import Policy, Updater, advantages  # noqa: E402
+from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 
@@ -346,7 +345,7 @@ torch.set_num_threads(1)
 
 def work(job, rank):
     os.environ["STOKER_RUN_DIR"] = os.path.join(job["folder"], "run")
-    return stage.guarded(lambda: grpo.main(job["words"]))
+    return stage.run(grpo.main, job["words"])
 """)
 TIMES = ("time", "tokens_per_s")  # what no two runs share
 

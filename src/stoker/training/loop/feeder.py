@@ -7,8 +7,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -16,10 +18,11 @@ from stoker.contract.shape import shape
 from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.material import Rows, padded
+from stoker.training.loop.material import Rows
 from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import Share, cut, even_micro, split
 
+HOST = torch.device("cpu")
 AHEAD = 2  # steps
 # No batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one
 # is being made.
@@ -149,3 +152,20 @@ class Feeder:
         mine = ids[begin - share.begin : end - share.begin]
         pinned = self._group.device.type == "cuda"
         return MicroBatch(tuple(mine.tolist()), *padded(self._samples, mine, share.micro, pinned=pinned))
+
+
+def padded(
+    samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned."""
+
+    def table(array: NDArray[Any], filling: int) -> Tensor:
+        found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)
+        found[: len(array)] = torch.from_numpy(array)
+        return found.to(device)
+
+    batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
+    targets = table(batch.targets, IGNORED)
+    if not len(ids):
+        targets.fill_(IGNORED)
+    return table(batch.inputs, 0), targets, table(batch.segments, 0) if batch.segments is not None else None

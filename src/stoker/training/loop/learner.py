@@ -14,7 +14,8 @@ from torch import nn
 
 from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.material import Rows, padded
+from stoker.training.loop.feeder import padded
+from stoker.training.loop.material import Rows
 from stoker.training.model import hf
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from stoker.contract.shape import shape
 from stoker.training.data.prepared import Prepared
-from stoker.training.data.reader import IGNORED, Batch, Samples
-
-HOST = torch.device("cpu")
+from stoker.training.data.reader import Batch, Samples
 
 
 class Rows(Protocol):
@@ -46,20 +42,3 @@ def from_prepared(prepared: Prepared, context_length: int) -> Material:
         Samples(prepared, "train", context_length),
         held_out,
     )
-
-
-def padded(
-    samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned."""
-
-    def table(array: NDArray[Any], filling: int) -> Tensor:
-        found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)
-        found[: len(array)] = torch.from_numpy(array)
-        return found.to(device)
-
-    batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
-    targets = table(batch.targets, IGNORED)
-    if not len(ids):
-        targets.fill_(IGNORED)
-    return table(batch.inputs, 0), targets, table(batch.segments, 0) if batch.segments is not None else None

@@ -155,17 +155,9 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
         raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
-    line = (
-        f"{', '.join(words[key] for key in other)} differs from the checkpoint's: the data begins at its first sample"
-        if other
-        else ""
-    )
-    return (
-        Position(
-            int(found["step"]),
-            0 if other else int(found["samples"]),
-            int(found["tokens"]),
-            float(best) if best is not None else None,
-        ),
-        line,
-    )
+    lowest = float(best) if best is not None else None
+    if not other:
+        return Position(found["step"], found["samples"], found["tokens"], lowest), ""
+    changed = ", ".join(words[key] for key in other)
+    line = f"{changed} differs from the checkpoint's: the data begins at its first sample"
+    return Position(found["step"], 0, found["tokens"], lowest), line

@@ -16,16 +16,8 @@ PEAKS = {
     "RTX 6000 Ada": 364.2, "RTX A6000": 154.8, "RTX A5000": 111.1, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
     "RTX 3080": 59.5,
 }  # fmt: skip
-
-
-_OTHER_CARD = {
-    "laptop",
-    "max",
-    "mig",
-    "ti",
-    "super",
-    "d",
-}  # beside a known name these make another card, or a part of one
+# Beside a known name these make another card, or a part of one.
+_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
 
 
 def peak_of(name: str) -> float | None:
@@ -113,6 +105,5 @@ class Startup:
         self._last = now
 
     def said(self) -> str:
-        return f"{self._last - self._began:.1f} s: " + ", ".join(
-            f"{name} {seconds:.1f}" for name, seconds in self._parts
-        )
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._parts)
+        return f"{self._last - self._began:.1f} s: {parts}"

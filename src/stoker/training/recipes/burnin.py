@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from datetime import timedelta
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only so, and reads it once
@@ -107,9 +107,8 @@ def speed(device: torch.device) -> dict[str, float]:
     side, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 25)
     if big:
         side, count = 8192, 1 << 30
-    a = torch.randn(side, side, device=device).to(
-        precision(device)
-    )  # constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these
+    # Constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these.
+    a = torch.randn(side, side, device=device).to(precision(device))
     out = torch.empty_like(a)
     tflops = 2 * side**3 / median_seconds(lambda: torch.mm(a, a, out=out), device) / 1e12
     source = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -166,24 +165,14 @@ def replica(told: argparse.Namespace, device: torch.device, write: Any) -> None:
         torch.autograd.backward(loss)
         optimizer.step()
         loss_bits, total = bits(loss, model.parameters)
-        write(
-            {
-                "is": "step",
-                "step": step,
-                "loss": loss_bits,
-                "sum": total,
-                "seconds": round(time.perf_counter() - begin, 6),
-            }
-        )
+        seconds = round(time.perf_counter() - begin, 6)
+        write({"is": "step", "step": step, "loss": loss_bits, "sum": total, "seconds": seconds})
         step += 1
         now = time.monotonic()
         if RANK == 0 and now - said >= 5.0:
             said = now
-            print(
-                f"Step [{step}{f'/{told.steps}' if told.steps else ''}] | Loss: {loss.item():.4f} | ETA:"
-                f" {left(told, step, now - began)}",
-                flush=True,
-            )
+            of, eta = f"/{told.steps}" if told.steps else "", left(told, step, now - began)
+            print(f"Step [{step}{of}] | Loss: {loss.item():.4f} | ETA: {eta}", flush=True)
     write({"is": "speed", "when": "end", **speed(device)})
 
 
@@ -201,14 +190,11 @@ def links(device: torch.device, where: str) -> None:
     dist.init_process_group("gloo")
     cards: list[str] = [""] * WORLD
     dist.all_gather_object(cards, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "")
-    backend = (
-        "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"
-    )  # NCCL refuses two ranks on one card
+    # NCCL refuses two ranks on one card.
+    backend = "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"
     if backend == "gloo":
         device = torch.device("cpu")
-    pairs = (
-        list(combinations(range(WORLD), 2)) if WORLD <= EVERY_PAIR else [(rank, rank + 1) for rank in range(WORLD - 1)]
-    )
+    pairs = list(combinations(range(WORLD), 2) if WORLD <= EVERY_PAIR else pairwise(range(WORLD)))
     with (
         os.fdopen(os.open(os.path.join(where, "links.jsonl"), APPEND | os.O_TRUNC, 0o644), "w", 1, "utf-8")
         if RANK == 0
@@ -225,10 +211,8 @@ def links(device: torch.device, where: str) -> None:
             seconds, size = max(one["seconds"] for one in told), told[0]["bytes"]
             bus = 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
             wrong = {str(rank): one["wrong"] for rank, one in enumerate(found) if one is not None and one["wrong"]}
-            print(
-                json.dumps({**about, "is": "link", "bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}),
-                file=file,
-            )
+            measured = {"bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}
+            print(json.dumps({**about, "is": "link", **measured}), file=file)
             if RANK in ranks:
                 dist.destroy_process_group(group)
     dist.barrier()
@@ -255,11 +239,8 @@ def all_reduce(group: Any, ranks: tuple[int, ...], device: torch.device, backend
         sync(device)
         times.append(time.perf_counter() - begin)
         wrong += int((x != wanted).sum())
-    return {
-        "seconds": statistics.median(times[2:]),
-        "bytes": 4 * count,
-        "wrong": wrong,
-    }  # the first ones make the connections
+    seconds = statistics.median(times[2:])  # the first ones make the connections
+    return {"seconds": seconds, "bytes": 4 * count, "wrong": wrong}
 
 
 def parse() -> argparse.Namespace:
@@ -286,12 +267,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
-        about = {
-            "device": "cuda",
-            "card": properties.name,
-            "uuid": str(properties.uuid),
-            "units": properties.multi_processor_count,
-        }
+        card = {"card": properties.name, "uuid": str(properties.uuid), "units": properties.multi_processor_count}
+        about = {"device": "cuda", **card}
     else:
         torch.set_num_threads(1)  # a CPU rank is one core, and its sums have one order
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -304,18 +281,8 @@ def main() -> None:
         def write(record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
-        write(
-            {
-                "schema": SCHEMA,
-                "is": "replica",
-                "rank": RANK,
-                "world_size": WORLD,
-                **about,
-                "torch": torch.__version__,
-                "round": ROUND,
-                "seed": SEED,
-            }
-        )
+        about |= {"torch": torch.__version__, "round": ROUND, "seed": SEED}
+        write({"schema": SCHEMA, "is": "replica", "rank": RANK, "world_size": WORLD, **about})
         replica(told, device, write)
         write({"is": "end"})
     if WORLD > 1:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -126,6 +126,16 @@ def finish(
     write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
 
 
+def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """A jsonl file in the run directory, which is given back."""
+    folder = where_runs_go(c)
+    os.makedirs(folder, 0o700, exist_ok=True)
+    write_whole(
+        os.path.join(folder, name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    )
+    return folder
+
+
 def run_directory(c: Config, group: Group) -> str:
     """Rank 0 makes it, with the settings in it."""
     folder = where_runs_go(c)
@@ -140,15 +150,8 @@ def learned(task: Supervised, done: int, folder: str) -> dict[str, Any]:
     found = task.validation
     if found is None:
         return learned_before(folder, done, task.tokens)
-    return {
-        **_before(folder),
-        "steps": done,
-        "tokens": task.tokens,
-        "loss": task.loss,
-        "val_loss": found.loss,
-        "val_bits_per_byte": found.bits_per_byte,
-        "val_right": found.right,
-    }
+    measured = {"val_loss": found.loss, "val_bits_per_byte": found.bits_per_byte, "val_right": found.right}
+    return {**_before(folder), "steps": done, "tokens": task.tokens, "loss": task.loss, **measured}
 
 
 def learned_before(folder: str, steps: int, tokens: int) -> dict[str, Any]:
@@ -177,17 +180,14 @@ def from_rank_0(line: str) -> None:
         print(printable_lines(redact.whole(line)), flush=True)
 
 
-def guarded(main: Callable[[], int]) -> int:
-    """Refusals are one line and a code; a traced NaN has said its own, and needs no page of frames behind it."""
+def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
+    """What a recipe's last line calls. Refusals are one line and a code; a traced NaN has said its own, and needs no
+    page of frames behind it.
+    """
     try:
-        return main()
+        return main(sys.argv[1:] if argv is None else argv)
     except NonFinite as found:
         raise found.with_traceback(None) from None
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
-
-
-def run(main: Callable[[list[str]], int]) -> int:
-    """What a recipe's last line calls."""
-    return guarded(lambda: main(sys.argv[1:]))

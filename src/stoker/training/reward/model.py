@@ -10,7 +10,7 @@ loss is −log of that, summed over pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
+from stoker.training.loop.feeder import padded
 from stoker.training.loop.learner import Learner, Say, Validation
-from stoker.training.loop.material import Rows, padded
+from stoker.training.loop.material import Rows
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
@@ -228,6 +229,3 @@ def score_ids(
         for one, value in zip(some, values[:, 0].tolist(), strict=True):
             found[one] = value
     return found
-
-
-Scorer = Callable[[Sequence[tuple[Prompt, str]]], list[float]]

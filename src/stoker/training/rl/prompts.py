@@ -15,9 +15,8 @@ from stoker.contract.shape import shape
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-TOLERATED = (
-    0.01  # of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be
-)
+# Of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be.
+TOLERATED = 0.01
 NAMED = 3
 
 
@@ -85,9 +84,8 @@ def _messages(asked: Any) -> list[tuple[str, bytes]] | str:
 
 def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
     which = ", ".join(map(str, numbers[:NAMED])) + (", …" if len(numbers) > NAMED else "")
-    return (
-        f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{'s' if len(numbers) > 1 else ''} {which})"
-    )
+    plural = "s" if len(numbers) > 1 else ""
+    return f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{plural} {which})"
 
 
 def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
