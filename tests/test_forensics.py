@@ -147,7 +147,7 @@ def batches(
 
 def look(model: Model, replay: Replay | None = None, **more: Any) -> Investigation:
     given = {"step": 12, "rank": 0, "world": 1, "label": "CPU 0", "loss": math.nan, "grad_norm": math.nan, **more}
-    return investigate(model, replay or batches(model), **given)
+    return investigate(model, replay or batches(model), Report(**given))
 
 
 def report_of(model: Model, replay: Replay | None = None, **more: Any) -> Report:

@@ -1,6 +1,4 @@
-"""What a checkpoint's manifest.json says: which files with which checksums, and where each tensor's pieces lie. No
-torch here.
-"""
+"""A checkpoint's manifest.json: files with their checksums, and where each tensor's pieces lie. No torch."""
 
 from __future__ import annotations
 

@@ -92,9 +92,7 @@ def note_failure(folder: str, rank: int, why: str) -> None:
 
 
 def _room_for(folder: str, name: str, size: int) -> None:
-    """Known too little room is refused before a byte is written: a disk filled to the brim takes logs and metrics down
-    as well.
-    """
+    """Too little room is refused before a byte is written: a full disk takes logs and metrics down as well."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:

@@ -38,9 +38,7 @@ class Checkpoint:
         return tensor
 
     def read_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies into these tensors or DTensors the slices they need. Strict: both sides must have the same tensors.
-        Nothing is written before everything is known to fit.
-        """
+        """Copies the slices these tensors or DTensors need. Both sides must have the same; nothing is half done."""
         for name, tensor in tensors.items():
             entry = self._entry(name)
             if tuple(tensor.shape) != entry.shape:
@@ -132,9 +130,7 @@ def verify(path: str) -> list[str]:
 
 
 def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoint | None:
-    """The newest sound checkpoint. A damaged one is said, and the one before is taken. `of_run`: only what that run
-    itself has saved.
-    """
+    """The newest sound checkpoint; damaged ones are reported and passed over. `of_run`: only that run's own."""
     try:
         mend(folder)
     except OSError as problem:  # a folder that may only be read

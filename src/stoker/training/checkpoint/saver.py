@@ -228,9 +228,7 @@ class Saver:
         self._preparing.start()
 
     def busy(self) -> bool:
-        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree on it before you call
-        `save`.
-        """
+        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree before `save`."""
         return self._job is not None
 
     def problem(self) -> str | None:
@@ -337,9 +335,7 @@ class Saver:
             self._thread.join(seconds)
 
     def _at_exit(self, pid: int) -> None:
-        """The interpreter ends without close(), after an exception say: a moment to finish, then the thread must be out
-        of torch.
-        """
+        """The interpreter ends without close(): a moment to finish, then the thread must be out of torch."""
         if os.getpid() != pid:
             return
         deadline = time.monotonic() + _LINGER_S

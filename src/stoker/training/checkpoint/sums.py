@@ -20,9 +20,7 @@ CHUNK = 16 << 20
 
 
 class SummedFile:
-    """A new file of which no second pass is needed to know the checksums. `between` runs before each chunk and may
-    raise.
-    """
+    """A new file, checksummed as it is written. `between` runs before each chunk and may raise."""
 
     def __init__(self, path: str, between: Callable[[int], None]) -> None:
         self.path = path

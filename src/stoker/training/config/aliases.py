@@ -75,9 +75,7 @@ def names() -> list[str]:
 
 
 def meaning(name: str, value: Any) -> dict[str, Any] | None:
-    """The keys (or PRESET, GPU) a name stands for, their values read; None if nobody knows it. Raises ValueError for a
-    value that can't be.
-    """
+    """The keys (or PRESET, GPU) a name stands for, their values read; None: unknown. ValueError: a bad value."""
     if name in KEYS:
         found = {name: value}
     elif name in BARE or name in RENAMED:
@@ -94,9 +92,7 @@ def meaning(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def in_section(section: str, name: str) -> str | None:
-    """What `name` below `section` is called without it: a dotted key, or one of `names()`. None where it has no
-    business there.
-    """
+    """`name` below `section` as a dotted key, or one of `names()`. None where it does not belong there."""
     ours = NOTES_SECTIONS.get(section, section)
     if f"{ours}.{name}" in KEYS:
         return f"{ours}.{name}"

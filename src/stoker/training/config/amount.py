@@ -1,6 +1,4 @@
-"""How much there is to learn from: exactly, once the data is prepared; before that from the files' sizes. No numpy: a
-dry run asks, too.
-"""
+"""How much there is to learn from: exact once the data is prepared, before that from file sizes. No numpy."""
 
 from __future__ import annotations
 

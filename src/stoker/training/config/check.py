@@ -1,6 +1,4 @@
-"""What no training can be made of: numbers out of range, combinations that exclude each other. Pure: a configuration
-in, a refusal out.
-"""
+"""Refuses numbers out of range and combinations that exclude each other. Pure."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ class _Checking:
     given: Mapping[str, Origin]
 
     def refuse(self, line: str, *names: str) -> NoReturn:
-        """`names`: the keys that make it impossible, if they are not those in the line; the one that was given is to
-        blame.
-        """
+        """Blames the first key that was given, of `names`, or of those in the line."""
         origin = next((self.given[name] for name in names or _DOTTED.findall(line) if name in self.given), None)
         raise Refusal(
             f"{origin.words if origin else f'preset {self.config.preset}'}: {line}",

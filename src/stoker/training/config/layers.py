@@ -1,6 +1,4 @@
-"""What was asked for, layer by layer: config file < environment < flags. Each value is read here and remembers where it
-was said.
-"""
+"""What was asked for: config file < environment < flags. Each value is read here and knows its origin."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make exactly this
-one.
-"""
+"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make it."""
 
 from __future__ import annotations
 
@@ -141,9 +139,7 @@ def _head_dim(dim: int, heads: int) -> int:
 
 
 def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
-    """For the ranks: no file and no environment needed, and two equal configurations give equal words. `keep`: said in
-    any case, being a stage's defaults.
-    """
+    """For the ranks: no file, no environment; equal configurations give equal words. `keep`: always among them."""
     wanted = values_of(config)
     base = combine(config.preset, [])
     told = {name: wanted[name] for name in KEYS if name in COUPLED or wanted[name] != base[name]}
@@ -172,9 +168,7 @@ def recipe_settings(
     say: Callable[[str], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker
-    run` have no meaning here.
-    """
+    """For a recipe, under torchrun as under `stoker train`. Says which preset was chosen if none was named."""
     told = parse(argv)
     layers = gather(told, os.environ if environment is None else environment)
     found = settle(layers, gpus_present, defaults)

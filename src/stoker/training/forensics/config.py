@@ -1,6 +1,4 @@
-"""What happens when a number is no number; what nan.inject asks for, and whether a run can do it. No torch: `stoker
-train` asks before a rank starts.
-"""
+"""What a non-finite number causes; what nan.inject asks for, and whether a run can do it. No torch."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ class Injection:
 
 
 def parse(text: str) -> Injection | None:
-    """nan.inject: `layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None where it is
-    empty.
-    """
+    """`layers.1.attention@5@0`, `inf:layers.1.mlp@5`, `grad:layers.0.mlp.down.weight@5`; None: empty."""
     if not text:
         return None
     found = GRAMMAR.fullmatch(text.strip())

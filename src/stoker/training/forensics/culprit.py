@@ -1,6 +1,4 @@
-"""How a finding is said: a rank's verdict line, and what to do about it; and of all ranks' reports one line: where it
-began, and on which rank. Pure.
-"""
+"""A rank's verdict line and advice; and all ranks' reports as one line: where it began, on which rank. Pure."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ _MASKED = (
     "a row of attention scores is masked from end to end: softmax over -inf only is NaN; let each position see at least"
     " itself"
 )
+_UNSEEN = "; no operation that torch's dispatcher saw made it: a Triton or C++ kernel, or a hook"
 _BURNIN = "`stoker burnin` compares the cards bit for bit: one that computes something else is named"
 _LAST_GOOD = "the newest checkpoint from before this step still has sound weights: checkpoint.resume takes its folder"
 
@@ -120,11 +119,7 @@ def verdict(report: Report) -> str:
         source = f"; it came from {report.source}" if report.source else ""
         return f"first {report.what}: {report.op} in {where}{batch}{source}"
     if report.phase == phases.GRADIENT:
-        how = (
-            f" by {report.op}"
-            if report.op
-            else "; no operation that torch's dispatcher saw made it: a Triton or C++ kernel, or a hook"
-        )
+        how = f" by {report.op}" if report.op else _UNSEEN
         return f"first {report.what}: in the gradient of {report.parameter or 'a parameter'}{how}{batch}"
     if report.phase == phases.NORM:
         top = report.gradients[0] if report.gradients else None

@@ -1,6 +1,4 @@
-"""Writes nan_step_N/rank-R/: what an investigation found, and all that is needed to look further. All of it is there,
-or nothing.
-"""
+"""Writes nan_step_N/rank-R/, whole or not at all: what an investigation found, and what one needs to go on."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ def write(
     decode: Decode | None = None,
     parameters: bool = True,
 ) -> str:
-    """Gives the rank's folder. `parameters`: False where another rank writes the same ones. The banner lies beside as
-    banner.txt.
-    """
+    """Gives the rank's folder. `parameters`: False where another rank writes the same ones."""
     report = found.report
     final = rank_folder(folder, report.step, report.rank)
     building = os.path.join(os.path.dirname(final), f".rank-{report.rank}.{os.getpid()}.tmp")

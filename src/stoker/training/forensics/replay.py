@@ -1,6 +1,4 @@
-"""The bad step once more, eagerly and under watch: which operation made the first NaN or Inf, in which module, from
-which samples.
-"""
+"""The bad step once more, eager and watched: which operation made the first NaN or Inf, where, from what."""
 
 from __future__ import annotations
 
@@ -50,12 +48,8 @@ class Investigation:
     cuts: dict[str, str]  # which of them are not whole
 
 
-def investigate(
-    model: nn.Module, replay: Replay, *, step: int, rank: int, world: int, label: str, loss: float, grad_norm: float
-) -> Investigation:
-    """Zeroes the gradients and leaves those of the replay, for the dump. An exception in the replay becomes part of the
-    report.
-    """
+def investigate(model: nn.Module, replay: Replay, report: Report) -> Investigation:
+    """`report`: what is known before; the rest is filled in. The replay's gradients stay, for the dump."""
     model.zero_grad(set_to_none=True)
     weights = tuple(describe(clean(name), one) for name, one in model.named_parameters() if is_bad(one))
     tracer = Tracer(model)
@@ -66,20 +60,10 @@ def investigate(
     origin = _earliest([tracer.origin_of(one) for one in ends])
     if origin is None and problem:
         origin = _earliest([one for one in tracer.origins if not one.mask])
-    found = Report(
-        step,
-        rank,
-        world,
-        label,
-        loss,
-        grad_norm,
-        phases.CLEAN,
-        gradients=tuple(describe(name, gradient) for name, gradient in bad),
-        parameters=weights,
-        problem=problem,
-    )
-    said = replace(found, **_facts(found, replay, origin, losses, gradients))
-    return Investigation(worded(said), origin.tensors if origin else {}, origin.cuts if origin else {})
+    stats = tuple(describe(name, gradient) for name, gradient in bad)
+    report = replace(report, gradients=stats, parameters=weights, problem=problem)
+    report = replace(report, **_facts(report, replay, origin, losses, gradients))
+    return Investigation(worded(report), origin.tensors if origin else {}, origin.cuts if origin else {})
 
 
 def _run(replay: Replay, tracer: Tracer) -> tuple[list[Tensor], str]:

@@ -1,6 +1,4 @@
-"""Where in the model the code is. Modules are followed by hooks; code outside of any module says its name with
-`scope("loss")`.
-"""
+"""Where in the model the code is: modules by hooks; code outside of any by `scope("loss")`."""
 
 from __future__ import annotations
 

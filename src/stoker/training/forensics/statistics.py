@@ -42,9 +42,7 @@ def counted(tensor: Tensor) -> bool:
 
 
 def extremes(tensors: Sequence[Tensor]) -> list[Extremes]:
-    """Smallest and largest of each. aminmax hands a NaN on and needs no mask as large as the tensor, unlike isfinite;
-    one host read for all.
-    """
+    """Smallest and largest of each, in one host read. aminmax hands a NaN on, without isfinite's large mask."""
     ends = []
     for tensor in tensors:
         for part in plain(tensor)[:1]:
@@ -106,9 +104,7 @@ def _stats(name: str, mine: Tensor, nan: int, inf: int, ends: Extremes) -> Tenso
 
 
 def bad_samples(output: Tensor, samples: int, length: int) -> list[int]:
-    """Positions in the batch whose rows are not finite, where the tensor's shape tells which rows are whose; else
-    nothing.
-    """
+    """Positions in the batch whose rows are not finite; none where the shape does not tell whose rows are whose."""
     mine = local(output)
     by_sample = (mine.dim() >= 2 and tuple(mine.shape[:2]) == (samples, length)) or (
         mine.dim() >= 3 and mine.shape[0] == samples
@@ -170,9 +166,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def shortened(tensor: Tensor, limit: int = TENSOR_BYTES) -> tuple[Tensor, str]:
-    """A copy in the host's memory, and what was left out: of a large one only a stretch, with its first bad value in
-    it.
-    """
+    """A copy in host memory, and what was left out: of a large one, all but a stretch around its first bad value."""
     mine = local(tensor)
     size = mine.numel() * mine.element_size()
     if size <= limit:

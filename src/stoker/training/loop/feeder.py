@@ -1,6 +1,4 @@
-"""Batches of a step, prepared by a thread while the step before is computed: read from the mapped shards, in pinned
-memory.
-"""
+"""A step's batches, read from the mapped shards into pinned memory by a thread during the step before."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ class Course:
 
 
 class Feeder:
-    """`plans`: who computes how many of a step's samples, with micro-batches of `micro` at most; without them shares
-    are equal.
-    """
+    """`plans`: who computes how many of a step's samples, `micro` at once at most; without them, equal shares."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow, where they are installed. One that is not is refused before
-training.
-"""
+"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow; one that is not installed is refused before training."""
 
 from __future__ import annotations
 

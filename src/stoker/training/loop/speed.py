@@ -21,9 +21,7 @@ _OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
 
 
 def peak_of(name: str) -> float | None:
-    """FLOP/s of the card that calls itself so; the longest known name whose words stand in it counts. None: nobody
-    knows.
-    """
+    """FLOP/s of the card of this name: the longest known name whose words are in it counts. None: unknown."""
     words = _words(name)
     if _OTHER_CARD & set(words):
         return None

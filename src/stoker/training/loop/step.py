@@ -191,9 +191,7 @@ class Stepper:
         return self._micro.eager(micro)
 
     def step(self, batch: StepBatch, share: float, *, words: Callable[[], Sequence[bool]]) -> Pending:
-        """`words`: this rank's stop, save, busy and slow, asked when its work is on its way; what is read of them later
-        is the same on all.
-        """
+        """`words`: this rank's stop, save, busy and slow, asked when its work is launched; all read the same later."""
         self.scale(batch)
         if self._clock is not None:
             self._clock.begin()
@@ -231,9 +229,7 @@ class Stepper:
         return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
 
     def _seconds(self) -> list[float]:
-        """This rank's in its own places, zeros in the others': their sum over ranks has everybody's, in the one
-        exchange a step has anyway.
-        """
+        """This rank's in its own places, zeros elsewhere: the sum over ranks, which a step makes anyway, has all."""
         if self._clock is None:
             return []
         found = [0.0] * (2 * self._group.world)

@@ -105,7 +105,6 @@ class Supervised(Task):
         self.loss = float("nan")
         self.tokens = start.position.tokens  # since the beginning of the run
         self.best = start.position.best
-        self.validation: Validation | None = None  # the newest
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
         self._balancer = self._make_balancer()
@@ -113,9 +112,7 @@ class Supervised(Task):
         self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
 
     def begin(self) -> None:
-        """Right before the first step. train.eval_first is kept in a file of its own: the run may go on in another
-        attempt, which can't measure it any more.
-        """
+        """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it."""
         if self._c.train.eval_first and not self._start.position.step and self._material.held_out is not None:
             found = self._measure(self._material.held_out)
             self._voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
@@ -164,9 +161,7 @@ class Supervised(Task):
         return numbers.answers
 
     def _explain(self, numbers: Numbers, batch: StepBatch) -> str:
-        """A step whose loss or gradient is no number: replayed on every rank, explained, written down. All ranks call
-        this at the same step. Gives the summary that they agree on.
-        """
+        """A non-finite step, replayed and explained by all ranks together. Gives the summary they agree on."""
         parts, group, stepper = self._parts, self._group, self._stepper
         parts.drill.step = batch.step
         ready.unfuse(parts.model)  # module by module, so that the first bad operation has a name
@@ -185,16 +180,8 @@ class Supervised(Task):
             for number, micro in enumerate(batch.micro_batches)
         ]
         again = replay.Replay(micro_batches, after=parts.drill.spoil_gradients)
-        found = replay.investigate(
-            parts.model,
-            again,
-            step=batch.step,
-            rank=group.rank,
-            world=group.world,
-            label=group.label,
-            loss=numbers.loss,
-            grad_norm=numbers.norm,
-        )
+        known = Report(batch.step, group.rank, group.world, group.label, numbers.loss, numbers.norm)
+        found = replay.investigate(parts.model, again, known)
         culprits = decide([Report.from_json(one) for one in group.all(found.report.to_json())])
         where = ""
         if self._c.dump:
@@ -241,7 +228,6 @@ class Supervised(Task):
         stoker.phase("eval")
         self.meet()
         found = self._measure(self._material.held_out)
-        self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
         if better:
@@ -290,9 +276,7 @@ class SampleLog:
         self._from = resumed_at
 
     def write(self, step: int, ids: list[int]) -> None:
-        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from`
-        counts.
-        """
+        """`from`: the step this attempt began at; of a step made twice, the line with the larger one counts."""
         self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
 
     def close(self) -> None:

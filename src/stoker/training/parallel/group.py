@@ -88,9 +88,7 @@ class Group:
         return result
 
     def _await_first(self) -> None:
-        """Until rank 0 comes here, too. By the store: reading or writing a large model may take longer than a
-        collective may.
-        """
+        """Until rank 0 is here, by the store: reading or writing a large model may outlast a collective's timeout."""
         if self.world == 1:
             return
         self._meetings += 1

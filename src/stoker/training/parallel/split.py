@@ -29,9 +29,7 @@ class Share:
 
 
 def split(samples: int, ranks: int, rank: int, micro: int, equal_steps: bool) -> Share:
-    """`equal_steps`: every rank makes as many micro-steps as the others, as FSDP needs. Every rank makes one at least:
-    DDP's exchange needs all of them.
-    """
+    """`equal_steps`: as many micro-steps on every rank, for FSDP. At least one on each: DDP's exchange needs all."""
     base, more = divmod(samples, ranks)
     begin = rank * base + min(rank, more)
     end = begin + base + (rank < more)
@@ -58,7 +56,5 @@ def largest_share(samples: int, ranks: int) -> int:
 
 
 def even_micro(share: int, most: int) -> int:
-    """The micro-batch, not above `most`, that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and 4 rows
-    of padding.
-    """
+    """The micro-batch up to `most` that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and padding."""
     return -(-share // -(-share // most))

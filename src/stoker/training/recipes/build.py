@@ -208,9 +208,7 @@ def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device
 
 
 def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None) -> int:
-    """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make it
-    another run.
-    """
+    """With micro auto and no tokens it stays what fitted at the first start, whatever is halved or fuller now."""
     b = c.batch
     if b.tokens or b.micro:
         return b.tokens // c.data.context_length if b.tokens else b.micro * b.accumulation * world

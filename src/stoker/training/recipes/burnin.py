@@ -44,9 +44,7 @@ LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Model:
-    """A transformer without its attention: matmuls, exp, reductions and an optimizer that reads all memory are what
-    finds bad silicon.
-    """
+    """Matmuls, exp, reductions and an optimizer that reads all memory find bad silicon: attention is left out."""
 
     def __init__(self, width: int, blocks: int, classes: int, device: torch.device) -> None:
         block = [(2 * width, width), (2 * width,), (width, 2 * width), (width,)]
@@ -124,9 +122,7 @@ def batch_of(step: int, width: int, batch: int, classes: int, seed: torch.Genera
 
 
 def bits(loss: Tensor, parameters: list[Tensor]) -> tuple[str, str]:
-    """The loss's own bits, and the parameters' bit patterns summed as integers: exact in any order, one read of memory,
-    one copy to the host.
-    """
+    """The loss's bits, and the parameters' summed as integers: exact in any order, one copy to the host."""
     sums = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
     first, *rest = torch.stack([loss.detach().float().view(torch.int32).to(torch.int64), *sums]).tolist()
     total = 0
@@ -184,9 +180,7 @@ def left(told: argparse.Namespace, step: int, spent: float) -> str:
 
 
 def links(device: torch.device, where: str) -> None:
-    """All-reduce of integers, whose sum is exact in any order: all ranks together, then pair by pair, nobody else on
-    the wires.
-    """
+    """All-reduce of integers, exact in any order: all ranks together, then pair by pair, nobody else on the wires."""
     dist.init_process_group("gloo")
     cards: list[str] = [""] * WORLD
     dist.all_gather_object(cards, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "")

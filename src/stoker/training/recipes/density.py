@@ -35,9 +35,7 @@ def weights(density: NDArray[np.float64], power: float, most: float) -> NDArray[
 
 
 def capped(raw: NDArray[np.float64], most: float) -> NDArray[np.float64]:
-    """Water-filling: what lies above the cap is cut, and the rest is raised in proportion, until nothing is above and
-    the mean is 1.
-    """
+    """Water-filling: cut at the cap, the rest raised in proportion, until the mean is 1 with nothing above."""
     count = len(raw)
     if most <= 1 or count == 0:
         return np.ones(count)

@@ -94,9 +94,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
 
 
 def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
-    """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they
-    write the same.
-    """
+    """All of them, on every rank. Both models get the same prompts and seeds: equal ones write the same."""
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
     model = stage.open_model(c, folder, group.device).eval()

@@ -89,9 +89,7 @@ def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokeni
 def _answers(
     c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group
 ) -> list[Outcome]:
-    """This rank's. Greedy answers are shared question by question, sampled ones block by block: they depend on their
-    place in a call.
-    """
+    """This rank's: greedy ones by question, sampled ones by block, as they depend on their place in a call."""
     chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
     if engine is None or not asked.open:
         return chosen

@@ -17,7 +17,7 @@ from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Startup
 from stoker.training.loop.step import Stepper
-from stoker.training.loop.supervised import Launched, Parts, Settings, Start, Supervised
+from stoker.training.loop.supervised import Launched, Parts, Settings, Supervised
 from stoker.training.model import ready
 from stoker.training.optim import schedule
 from stoker.training.parallel.group import Group
@@ -56,7 +56,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
         voice.say_once(f"nothing to do: {first} of {steps} steps are done")
         if not group.from_first(os.path.isdir(os.path.join(folder, "hf"))):
             export(c, parts, folder, voice)  # it was killed between its last checkpoint and its export
-        return Trained(0, True, parts, stage.learned_before(folder, steps, start.position.tokens))
+        return Trained(0, True, parts, stage.learned(folder, steps, start.position.tokens))
 
     # The steps.
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=c.checkpoint.keep_best)
@@ -76,7 +76,9 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
         meeting=parts.meeting,
     )
     build.settle(c, parts)
-    task = _task(c, parts, start, stepper, keeper, voice, startup)
+    keep_best = c.checkpoint.keep_best and keeper.wanted
+    told = Settings(folder, c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
+    task = Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=first, steps=steps)
     task.begin()
@@ -91,15 +93,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     task.close()
     if loop.whole:
         export(c, parts, folder, voice)
-    return Trained(loop.code, loop.whole, parts, stage.learned(task, loop.done, folder))
-
-
-def _task(
-    c: Config, parts: Parts, start: Start, stepper: Stepper, keeper: Keeper, voice: Voice, startup: Startup
-) -> Supervised:
-    keep_best = c.checkpoint.keep_best and keeper.wanted
-    told = Settings(stage.where_runs_go(c), c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
-    return Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
+    return Trained(loop.code, loop.whole, parts, stage.learned(folder, loop.done, task.tokens))
 
 
 def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:

@@ -84,9 +84,7 @@ class RewardModel(Decoder):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """With targets the sum of the pairs' losses times `scale`; without, the scores. The prompt's own likelihood is
-        in both answers of a pair alike.
-        """
+        """Scores; with targets the pairs' losses × `scale`. The prompt's likelihood is the same in both answers."""
         read, told = self.parts(inputs, segments)
         scores = read if told is None else read + self.trust * told
         if targets is None:
@@ -210,9 +208,7 @@ def scores(
 def score_ids(
     model: RewardModel, rows: Sequence[tuple[Sequence[int], int]], device: torch.device, micro: int = 64
 ) -> list[float]:
-    """Of each (conversation, place where its answer begins). Rows of like length go together; each is read at its last
-    token.
-    """
+    """Of each (conversation, where its answer begins), read at its last token. Like lengths go together."""
     order = sorted(range(len(rows)), key=lambda one: len(rows[one][0]))
     found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):

@@ -102,9 +102,7 @@ class Outcome:
 def outcome(
     answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group
 ) -> Outcome:
-    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step, and the same numbers on
-    all.
-    """
+    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step."""
     table = torch.zeros(4, count, dtype=torch.float64)
     for answer, reward, right in zip(answers, rewards, correct, strict=True):
         numbers = [reward, float(right), float(len(answer.ids)), float(answer.whole)]

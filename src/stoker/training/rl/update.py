@@ -46,9 +46,7 @@ class Batch:
 
 
 def arrange(rows: Sequence[Row], micro: int, context: int, device: torch.device) -> list[Batch]:
-    """`context`: the longest a row may become. At least one batch: a rank without answers takes part in the exchange
-    too, with a token that counts 0.
-    """
+    """`context`: the longest row. At least one batch: a rank without answers takes part, with a token that counts 0."""
     if not rows:
         return [_batch([Row((0,), (0,), 0.0)], context, device, 0.0)]
     # Stable: the same rows give the same batches.
@@ -119,9 +117,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, scaled: bool) -> Tensor:
-    """[prompts, group] to the same shape. A group whose rewards are all alike teaches nothing: exactly 0, whatever
-    rounding makes of its mean.
-    """
+    """[prompts, group] to the same shape. Equal rewards teach nothing: exactly 0, whatever rounding makes of them."""
     above = rewards - rewards.mean(1, keepdim=True)
     if scaled:
         above = above / (above.square().mean(1, keepdim=True).sqrt() + EPSILON)
@@ -195,9 +191,7 @@ class Updater:
         return Learned(loss, kl, entropy, sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told))
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
-        """Answer by answer dealt out to the updates, by place: the same for any number of ranks, and each has some of
-        every prompt's.
-        """
+        """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
             (answer.place, Row(answer.prompt.ids, answer.ids, advantage))
@@ -212,9 +206,7 @@ class Updater:
 
     @torch.no_grad()
     def _with_fixed(self, batch: Batch) -> Batch:
-        """What stays as it is during the updates. With a single one the old log-probabilities are those of its own
-        pass.
-        """
+        """What the updates don't change. With a single one the old log-probabilities are those of its own pass."""
         if self._reference is not None:
             batch = replace(batch, reference=logprobs(self._reference, batch, self._temperature)[0])
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch
