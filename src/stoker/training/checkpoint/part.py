@@ -40,23 +40,18 @@ class Part:
     tensors: dict[str, Entry]
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+DATA, NOTE, FAILURE = "safetensors", "json", "failed"  # how the names of a rank's files end
 
 
-def note_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def failure_name(rank: int) -> str:
-    return f"rank-{rank:05d}.failed"
+def name_of(rank: int, kind: str) -> str:
+    return f"rank-{rank:05d}.{kind}"
 
 
 def write_part(
     folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]
 ) -> Part:
     """Leaves nothing of its own behind when it fails."""
-    name, size = file_name(rank), max((one.stop for one in placed), default=0)
+    name, size = name_of(rank, DATA), max((one.stop for one in placed), default=0)
     _room_for(folder, name, size)
     entries = {one.source.name: _entry(one, name) for one in placed}
     files: dict[str, Sums] = {}
@@ -64,10 +59,10 @@ def write_part(
         if size:
             files[name] = _write_tensors(os.path.join(folder, name), step, placed, buffers, size, stopped)
         part = Part(rank, files, entries)
-        write_whole(os.path.join(folder, note_name(rank)), json.dumps(as_json(part)).encode())
+        write_whole(os.path.join(folder, name_of(rank, NOTE)), json.dumps(as_json(part)).encode())
         sync_folder(folder)
     except BaseException:
-        for left in (name, note_name(rank)):
+        for left in (name, name_of(rank, NOTE)):
             if os.path.exists(os.path.join(folder, left)):
                 os.unlink(os.path.join(folder, left))
         raise
@@ -75,14 +70,14 @@ def write_part(
 
 
 def read_part(folder: str, rank: int) -> Part:
-    found = read_json(os.path.join(folder, note_name(rank)))
+    found = read_json(os.path.join(folder, name_of(rank, NOTE)))
     return Part(rank, manifest.decode_files(found["files"]), manifest.decode_tensors(found["tensors"]))
 
 
 def note_failure(folder: str, rank: int, why: str) -> None:
     """So that rank 0 need not wait. Where not even this can be written, rank 0's own deadline ends the waiting."""
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, failure_name(rank))
+    path = os.path.join(folder, name_of(rank, FAILURE))
     try:
         with open(path + ".part", "w", encoding="utf-8") as file:
             file.write(why)
@@ -156,10 +151,10 @@ def gather(folder: str, world: int, patience: float, pause: Callable[[float], bo
     while True:
         there = set(os.listdir(folder))
         for rank in range(world):
-            if failure_name(rank) in there:
-                with open(os.path.join(folder, failure_name(rank)), encoding="utf-8") as file:
+            if name_of(rank, FAILURE) in there:
+                with open(os.path.join(folder, name_of(rank, FAILURE)), encoding="utf-8") as file:
                     raise GivenUp(f"rank {rank} could not write its part: {file.read() or 'no reason given'}")
-        missing = [rank for rank in range(world) if note_name(rank) not in there]
+        missing = [rank for rank in range(world) if name_of(rank, NOTE) not in there]
         if not missing:
             return [read_part(folder, rank) for rank in range(world)]
         if time.monotonic() > deadline:
@@ -202,6 +197,6 @@ def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -
         manifest.encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
     )
     for rank in range(wanted.world):
-        os.unlink(os.path.join(unfinished, note_name(rank)))  # the manifest has what they said
+        os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
     sync_folder(unfinished)
     put_in_place(unfinished, final)

@@ -47,19 +47,13 @@ KEYS: dict[str, Key] = {
 }
 
 
-def _leaves() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for key in KEYS.values():
-        # `--gpus` is an option of `stoker run`; `--debug` is the preset of that name.
-        if key.section != "needs" and key.name != "debug":
-            found[key.name] = (*found.get(key.name, ()), key.dotted)
-    return found
-
-
-LEAVES = _leaves()
-BARE = {
-    name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1
-}  # names that say which key they mean without their section
+LEAVES: dict[str, tuple[str, ...]] = {}
+for _key in KEYS.values():
+    # `--gpus` is an option of `stoker run`; `--debug` is the preset of that name.
+    if _key.section != "needs" and _key.name != "debug":
+        LEAVES[_key.name] = (*LEAVES.get(_key.name, ()), _key.dotted)
+# Names that say which key they mean without their section.
+BARE = {name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1}
 DEFAULTS = {dotted: key.default for dotted, key in KEYS.items()}
 
 

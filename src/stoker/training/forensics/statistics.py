@@ -91,11 +91,6 @@ def describe(name: str, tensor: Tensor) -> TensorStats:
     return _stats(name, mine, nan, inf, (low, high))
 
 
-def outline(name: str, tensor: Tensor, ends: Extremes) -> TensorStats:
-    """Of a tensor that has been overwritten since: what was seen of it before, when it was finite."""
-    return _stats(name, local(tensor), 0, 0, ends)
-
-
 def _stats(name: str, mine: Tensor, nan: int, inf: int, ends: Extremes) -> TensorStats:
     shape, dtype, (low, high) = tuple(mine.shape), str(mine.dtype).removeprefix("torch."), ends
     if low > high:
@@ -146,8 +141,9 @@ def keep(
         return
     name, tensor, _ = bad
     origin.output = describe(name, tensor)
+    # Of a tensor that has been overwritten since: what was seen of it before, when it was finite.
     origin.inputs = tuple(
-        outline(one, given, ends) if finite(ends) and _same(given, tensor) else describe(one, given)
+        _stats(one, local(given), 0, 0, ends) if finite(ends) and _same(given, tensor) else describe(one, given)
         for one, given, ends in read
     )
     origin.samples = bad_samples(tensor, *batch) if batch[0] else []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -120,12 +120,6 @@ def inside(tensor: Tensor, others: list[Tensor]) -> bool:
     )
 
 
-def parameter_of(node: torch.autograd.graph.Node | None) -> Tensor | None:
-    """The leaf whose gradient this node sums up."""
-    found: Tensor | None = getattr(node, "variable", None)
-    return found
-
-
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -142,7 +136,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __enter__(self) -> Tracer:
         for name, module in self._model.named_modules():
             path = clean(name) or "(model)"
-            self._handles.append(module.register_forward_pre_hook(self._entering(path), prepend=True))
+            self._handles.append(module.register_forward_pre_hook(partial(self._entered, path), prepend=True))
             # always_call: activation checkpointing leaves a recomputed forward by an exception once it has what it
             # needs.
             self._handles.append(module.register_forward_hook(self._left, always_call=True))
@@ -165,11 +159,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = [self._of_storage.get(storage(part)) for part in plain(tensor.detach())]
         return next((one for one in found if one is not None), None)
 
-    def _entering(self, path: str) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            self._stack.push(path, _node() is not None)
-
-        return hook
+    def _entered(self, path: str, module: nn.Module, inputs: Any) -> None:
+        self._stack.push(path, _node() is not None)
 
     def _left(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._stack.pop()
@@ -281,7 +272,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return min(found, key=lambda one: one.number) if found and not has_nan else None
 
     def _new(self, how: Operation, read: list[Value], bad: Value, node: Any, mask: bool, source: str = "") -> Origin:
-        leaf = parameter_of(node)
+        leaf: Tensor | None = getattr(node, "variable", None)  # whose gradient this node sums up
         path = self._stack.path(node is not None)
         phase, parameter = FORWARD, ""
         if leaf is not None or self._micro_batch is None:

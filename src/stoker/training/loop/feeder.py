@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -78,62 +79,27 @@ class Feeder:
     ) -> None:
         self._samples, self._order, self._course, self._group = samples, order, course, group
         self._steps, self._micro, self._plans = steps, micro, plans
-        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
-        self._thread.start()
 
-    def __iter__(self) -> Iterator[StepBatch]:
-        while True:
-            found = self._queue.get()
-            if found is None:
-                return
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-
-    def __enter__(self) -> Feeder:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stop.set()
-        while self._thread.is_alive():
+    def batches(self) -> Generator[StepBatch]:
+        """Closed early, it waits for the one that is being made."""
+        steps, waiting = enumerate(self._steps), deque[Future[StepBatch]]()
+        with ThreadPoolExecutor(1, "feeder") as pool:
             try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                continue
-
-    def _run(self) -> None:
-        try:
-            for index, step in enumerate(self._steps):
-                self._put(self.make(step, index))
-                if self._stop.is_set():
-                    return
-            self._put(None)
-        except BaseException as problem:  # handed to the loop, which raises it
-            self._put(problem)
-
-    def _put(self, item: StepBatch | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.2)
-                return
-            except queue.Full:
-                continue
+                for _ in self._steps:
+                    more = islice(steps, AHEAD + 2 - len(waiting))
+                    waiting.extend(pool.submit(self.make, step, index) for index, step in more)
+                    yield waiting.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def make(self, step: int, index: int) -> StepBatch:
         begin, end = self._course.of_step(index)
         share = self._share(step, end - begin)
         ids = self._order.ids(begin + share.begin, begin + share.end)
         made = [self._micro_batch(ids, share, number) for number in range(share.micro_steps)]
-        labels = (
-            sum(int((one.targets != IGNORED).sum()) for one in made)
-            if self._samples.chat
-            else len(ids) * self._samples.context
-        )
+        labels = len(ids) * self._samples.context
+        if self._samples.chat:
+            labels = sum(int((one.targets != IGNORED).sum()) for one in made)
         return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
 
     def _share(self, step: int, samples: int) -> Share:

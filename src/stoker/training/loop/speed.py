@@ -37,16 +37,12 @@ def _within(few: list[str], many: list[str]) -> bool:
     return any(many[place : place + len(few)] == few for place in range(len(many)))
 
 
-def peak_flops(device: torch.device) -> float | None:
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 class Speed:
     """Over the last steps whose numbers have come. The very first rate holds the compilation."""
 
     def __init__(self, flops_per_token: int, ranks: int, device: torch.device, window: int = 20) -> None:
         self._flops, self._ranks, self._device = flops_per_token, ranks, device
-        self._peak = peak_flops(device)
+        self._peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._seen: deque[tuple[float, int]] = deque(maxlen=window + 1)
         self._tokens = 0
 

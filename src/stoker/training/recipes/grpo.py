@@ -3,8 +3,8 @@
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
 
-Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: loss.py has the
-formula, update.py the learning, loop/run.py saves and stops.
+Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: update.py has
+the formula and the learning; loop/run.py saves and stops.
 """
 
 from __future__ import annotations

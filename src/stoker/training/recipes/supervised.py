@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
@@ -84,8 +85,9 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     task.begin()
     micro = parts.own_micro if parts.plans else parts.micro
     rows, plans = material.train, parts.plans
-    with Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans) as feeder:
-        for batch in loop.over(feeder):
+    feeder = Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans)
+    with closing(feeder.batches()) as batches:
+        for batch in loop.over(batches):
             parts.drill.step = batch.step
             share = schedule.share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
