@@ -97,10 +97,8 @@ def sources(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[
 
 
 def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -> list[tuple[int, int]]:
-    """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes.
-
-    All tensors in a row are one stream of bytes, cut into equal parts; a cut moves to the nearest row of the tensor it
-    falls into.
+    """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes: all are one stream
+    of bytes, cut into equal parts, and a cut moves to the nearest row.
     """
     total = sum(math.prod(size) * width for size, width in tensors)
     begin, end = total * rank // world, total * (rank + 1) // world

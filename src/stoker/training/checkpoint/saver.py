@@ -1,8 +1,6 @@
-"""Saves while training goes on: a snapshot now, the writing in a thread. A save that fails is said, and the last good
-one stays.
+"""Saves while training goes on: a snapshot now, the writing in a thread. A failed save is reported; the last one stays.
 
-In a loop: `prepare_buffers` once; `before_update` between backward and the optimizer's step; `save` after it; `close`
-at the end.
+In a loop: `prepare_buffers` once; `before_update` before the optimizer's step; `save` after it; `close` at the end.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class _Job:
 
 
 class _Store:
-    """The checkpoints' folder as one rank writes to it: a save becomes a checkpoint, or leaves nothing behind and says why."""
+    """The checkpoints' folder as one rank writes to it: a save becomes a checkpoint, or leaves nothing and says why."""
 
     def __init__(self, folder: str, rank: int, world: int, token: str, say: Callable[[str], None]) -> None:
         self.folder, self._rank, self._world, self._token, self._say = os.path.abspath(folder), rank, world, token, say
@@ -250,10 +248,9 @@ class Saver:
         *,
         wait: bool = False,
     ) -> bool:
-        """Every rank calls this, in the same order. `tensors` are the job's: replicated, or DTensors.
+        """Every rank calls this, in the same order; rank 0's `meta` and `score` count. `tensors`: replicated or DTensors.
 
-        Returns whether the save was taken up; with `wait`, whether the checkpoint is there. rank 0's `meta` and `score`
-        count.
+        Returns whether the save was taken up; with `wait`, whether the checkpoint is there.
         """
         if self._closed:
             raise ValueError("this Saver is closed")

@@ -1,10 +1,7 @@
-"""Settings that follow from the stage, the model's size and the amount of data, where nobody gave them.
-docs/pipeline.md has the rule and a table.
+"""Settings that follow from stage, model size and amount of data, where nobody gave them (table: docs/pipeline.md).
 
-key default < preset < derived < config file < environment < flags
-
-A preset is written for pretraining: what a stage derives lies over it. `debug` alone keeps its 10 steps and its batch
-in every stage.
+key default < preset < derived < config file < environment < flags. A preset is written for pretraining: what a stage
+derives lies over it. `debug` alone keeps its 10 steps and its batch in every stage.
 """
 
 from __future__ import annotations

@@ -27,7 +27,10 @@ _SAMPLE = {
     "text?": "str | None",
 }
 _MOST_DIMENSIONS = 32  # of numpy
-_PLAIN = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1", "BOOL": "<u1"}  # fmt: skip
+_PLAIN = {
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1",
+    "BOOL": "<u1",
+}  # fmt: skip
 Read = TypeVar("Read")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 

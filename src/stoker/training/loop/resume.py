@@ -97,10 +97,8 @@ def located(told: str) -> str:
 
 
 def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Made) -> int | None:
-    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run
-    directory is looked at by the ranks.
-
-    Gives the step it goes on at, None where that is not known here.
+    """Refuses a checkpoint that this run is told to resume from and that does not fit; one inside the run directory is
+    left to the ranks. Gives the step it resumes at, None where that is not known here.
     """
     if told.folder:
         try:

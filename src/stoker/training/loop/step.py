@@ -1,5 +1,4 @@
-"""One optimizer step, without a word from the GPU: forward and backward of the micro-batches, norm, finite check,
-clipping, update.
+"""One optimizer step, without a word from the GPU: forward, backward, norm, finite check, clipping, update.
 
 Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step
 that is not finite changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
@@ -171,10 +170,9 @@ class Stepper:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def scale(self, batch: StepBatch) -> Tensor:
-        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens,
-        however uneven the split.
-
-        Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens."""
+        """Ranks ÷ learned tokens of all: DDP's and FSDP2's mean over ranks becomes one over tokens, however uneven the
+        split. Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens.
+        """
         if self._chat:
             labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(
                 self._group.device, non_blocking=True

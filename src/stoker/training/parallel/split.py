@@ -1,8 +1,7 @@
 """Who computes which samples of a step. Pure.
 
-Any number of ranks may share any number of samples: shares differ by one at most, or are as a plan says
-(balance/plan.py). Each rank pads its last micro-batch with samples whose targets are masked, so that every micro-batch
-has one shape; the loss is weighted by tokens, and padding has none.
+Shares differ by one at most, or are as a plan says (balance/plan.py). Each rank pads its last micro-batch with samples
+whose targets are masked: every micro-batch has one shape; the loss is weighted by tokens, of which padding has none.
 """
 
 from __future__ import annotations

@@ -143,15 +143,12 @@ def largest_micro(
     chat: bool,
     halvings: int,
 ) -> int:
-    """micro_batch: auto. The largest number of samples whose worst case fits: full context, gradients kept, with the
-    optimizer's step.
-
-    Two small trials give the bytes per sample, a third proves the guess; one that runs out of memory is made smaller
-    until it fits.
+    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two
+    small trials give the bytes per sample, a third proves the guess, which shrinks until it fits.
 
     All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can; balanced, each
-    takes what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the others
-    back, so it fails, and the launcher starts again with `halvings` of the guess.
+    takes what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the
+    others back, so it fails, and the launcher starts again with `halvings` of the guess.
     """
     device = group.device
     sharded = group.strategy == "fsdp" and group.world > 1
@@ -258,9 +255,7 @@ def start_of(
 
 
 def settle(c: Config, parts: Parts) -> None:
-    """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume
-    would add in another order.
-    """
+    """DDP rebuilds its buckets after the first backward: without two, a resume would add in another order."""
     group = parts.group
     if not c.compute.deterministic or group.world < 3 or group.strategy != "ddp":
         return

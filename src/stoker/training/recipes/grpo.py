@@ -22,6 +22,7 @@ import stoker
 from stoker.contract import names
 from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.shape import as_json
+from stoker.training.config.schema import Config
 from stoker.training.evaluate.marking import right_in_form
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.profiling import Profile
@@ -31,7 +32,6 @@ from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.rows import with_rows
 from stoker.training.optim import schedule
 from stoker.training.optim.optimizer import Optimizer
-from stoker.training.parallel.config import ComputeConfig
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
 from stoker.training.reward.model import open_reward, scores
@@ -48,10 +48,9 @@ from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
 
 
-def scorer_of(
-    folder: str, context_length: int, compute: ComputeConfig, tokenizer: Tokenizer, device: torch.device, micro: int
-) -> Scorer | None:
+def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int) -> Scorer | None:
     """The reward model, where one is given."""
+    folder = c.grpo.reward_model
     if not folder:
         return None
     if load_tokenizer(hf_hub.folder_of(folder, lambda line: None)).digest != tokenizer.digest:
@@ -59,15 +58,13 @@ def scorer_of(
             f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
             EX_CONFIG,
         )
-    model = open_reward(folder, context_length, compute, device)
+    model = open_reward(folder, c.data.context_length, c.compute, device)
     return functools.partial(scores, model, tokenizer, device=device, micro=micro)
 
 
 def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
-    """(rewards, which are right). `scorer`: the reward model's score of each (prompt, answer).
-
-    Only differences between answers to one prompt mean anything in it: a score counts by how far it is above the mean
-    of its prompt's.
+    """(rewards, which are right). Only differences between answers to one prompt mean anything in the reward model's
+    scores: each counts by how far it is above the mean of its prompt's.
     """
     correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
     rewards = [float(one) for one in correct]
@@ -126,7 +123,7 @@ def main(argv: list[str]) -> int:
     if c.grpo.kl > 0:
         reference = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
         ready.make_ready(reference, c.compute, group.device, voice.say_once)
-    scorer = scorer_of(c.grpo.reward_model, c.data.context_length, c.compute, tokenizer, group.device, micro)
+    scorer = scorer_of(c, tokenizer, group.device, micro)
 
     # Where a checkpoint left them, if there is one.
     found = newest(c.checkpoint, folder, group, voice)

@@ -170,9 +170,7 @@ class Updater:
         self._optimizer.set_count(done)
 
     def settle(self) -> None:
-        """DDP rebuilds its buckets after the first backward: without two for nothing, the first step after a resume
-        would add in another order.
-        """
+        """As recipes/build.py: without two backwards for nothing, a resume would add in another order."""
         if self._group.world < 3:
             return
         for _ in range(2):
