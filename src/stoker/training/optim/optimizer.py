@@ -241,7 +241,8 @@ class Optimizer:
         vectors = {name: p for name, p in named.items() if p.dim() < 2}
         if c.kind != "adamw" and any(hasattr(p, "to_local") for p in named.values()):
             raise Refusal(
-                f"optim.kind {c.kind} needs whole matrices on each rank: use parallel.strategy ddp or optim.kind adamw",
+                f"optim.kind {c.kind} needs whole matrices on each rank: use parallel.strategy ddp, or optim.kind"
+                " adamw",
                 EX_CONFIG,
             )
         self.rules: list[Rule] = []
