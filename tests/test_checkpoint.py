@@ -682,6 +682,7 @@ def test_on_a_gpu_the_snapshot_is_of_the_moment_and_the_host_does_not_wait(job: 
     }
     want = {name: tensor.cpu() for name, tensor in state.items()}
     saver.prepare_buffers(state)
+    saver._join_preparing()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
