@@ -22,12 +22,11 @@ from stoker.training.config.check import check, check_data, check_needs, check_r
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
 from stoker.training.config.flags import parse
-from stoker.training.config.keys import BARE, DEFAULTS, KEYS, config_of, values_of
+from stoker.training.config.keys import BARE, DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
 from stoker.training.config.resolve import SHAPE, Resolved, combine, flags, model_shape, recipe_settings, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.config.yamlform import as_yaml
 from stoker.training.model.config import ModelConfig
 from stoker.training.stages import docs, table
 from stoker.training.stages.registry import STAGES, learning

@@ -25,10 +25,7 @@ class Checkpoint:
     def __init__(self, path: str, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self.step, self.world, self.meta, self.score = manifest.step, manifest.world, manifest.meta, manifest.score
-
-    @property
-    def tensors(self) -> dict[str, Entry]:
-        return self.manifest.tensors
+        self.tensors = manifest.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, on the CPU."""

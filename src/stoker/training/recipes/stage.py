@@ -18,9 +18,9 @@ from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
 from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
+from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
 from stoker.training.forensics.culprit import NonFinite
