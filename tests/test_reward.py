@@ -257,12 +257,10 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows(60)))
     tried = []
 
-    def largest(
-        forward_backward: Any, optimizer: Any, group: Any, *, context: int, vocabulary: int, **more: Any
-    ) -> int:
-        forward_backward(torch.randint(0, vocabulary, (2, context)))
+    def largest(c: Any, model: Any, optimizer: Any, group: Any, voice: Any, *, chat: bool, **more: Any) -> int:
+        build.random_micro_batch(c, model, group.device, 2, chat=chat)
         optimizer.zero()
-        tried.append(vocabulary > context)
+        tried.append(model.config.vocab_size > c.data.context_length)
         return 2
 
     monkeypatch.setattr(build, "largest_micro", largest)

@@ -191,14 +191,19 @@ def largest_micro(
     return guess
 
 
+def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: int, *, chat: bool) -> None:
+    """Forward and backward."""
+    inputs = torch.randint(0, model.config.vocab_size, (micro, c.data.context_length), device=device)
+    segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
+    # None is left out, and a reward model's targets are places in their row.
+    targets = inputs % inputs.shape[1]
+    model(inputs, targets, torch.zeros((), device=device), segments).backward()
+
+
 def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, chat: bool) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):  # the second with the gradients of the first
-        inputs = torch.randint(0, model.config.vocab_size, (micro, c.data.context_length), device=device)
-        segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
-        # None is left out, and a reward model's targets are places in their row.
-        targets = inputs % inputs.shape[1]
-        model(inputs, targets, torch.zeros((), device=device), segments).backward()
+        random_micro_batch(c, model, device, micro, chat=chat)
     optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device)
