@@ -88,7 +88,7 @@ def without(step: int) -> bool:
 def recipe(times: int, words: list[str]) -> None:
     """A rank of a pretraining whose model does its work `times` times."""
     from stoker.training.model.decoder import Decoder
-    from stoker.training.recipes import pretrain
+    from stoker.training.recipes import pretrain, stage
 
     if "--comm" not in words:
         take_turns()
@@ -99,7 +99,7 @@ def recipe(times: int, words: list[str]) -> None:
         slow_down(self, self.embed, times)
 
     Decoder.__init__ = made  # type: ignore[method-assign]
-    sys.exit(pretrain.main(words))
+    sys.exit(stage.run(pretrain.main, words))
 
 
 def dropin(times: int, words: list[str]) -> None:

@@ -21,9 +21,9 @@ from stoker import balance  # noqa: E402
 from stoker.contract.names import Refusal  # noqa: E402
 from stoker.training.balance.plan import Plan, Plans, apportion, equal  # noqa: E402
 from stoker.training.balance.rule import STEPS, NetworkRule, Rule  # noqa: E402
-from stoker.training.config.resolve import recipe_config  # noqa: E402
+from stoker.training.config.resolve import recipe_settings  # noqa: E402
+from stoker.training.parallel.config import local_steps, read_comm  # noqa: E402
 from stoker.training.parallel.split import cut, even_micro  # noqa: E402
-from stoker.training.parallel.words import comm, local_steps  # noqa: E402
 
 # ---- plans: pure ----
 
@@ -169,7 +169,7 @@ def test_plans_come_into_force_at_their_step_are_kept_and_hold_only_for_the_same
 
 @pytest.mark.parametrize("told", ["full", "bf16", "powersgd", "local:2", "local:8"])
 def test_ways_to_exchange_gradients_are_read(told: str) -> None:
-    assert comm(told) == told and local_steps(told) == {"local:2": 2, "local:8": 8}.get(told, 0)
+    assert read_comm(told) == told and local_steps(told) == {"local:2": 2, "local:8": 8}.get(told, 0)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_ways_to_exchange_gradients_are_read(told: str) -> None:
 )
 def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str) -> None:
     with pytest.raises(Refusal) as refused:
-        recipe_config(["--preset", "debug", "--data", "x", *words], False, say=print)
+        recipe_settings(["--preset", "debug", "--data", "x", *words], False, say=print)
     assert line in refused.value.line and "\n" not in refused.value.line
 
 
@@ -195,7 +195,7 @@ def test_settings_that_can_not_be_are_one_line(words: tuple[str, ...], line: str
 FORKS = program("""
 import torch, torch._dynamo, torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook
 from stoker.training.model.decoder import Decoder
-from stoker.training.recipes import pretrain
+from stoker.training.recipes import pretrain, stage
 
 def slowed(times):
     '''This rank does its forward and backward `times` times: slow as another card is slow.'''
@@ -216,7 +216,7 @@ def work(job, rank):
         return 0
     slowed(job["slow"].get(str(rank), 1))
     os.environ["STOKER_MICRO_BATCH_HALVINGS"] = str(job["halved"].get(str(rank), 0))
-    return pretrain.main(job["words"])
+    return stage.run(pretrain.main, job["words"])
 """)
 WORDS = (
     "--tokenizer.path", "bytes", "--preset", "small", "--model.depth", "2", "--context_length", "64", "--batch.tokens", "1536", "--batch.micro", "8",

@@ -16,8 +16,8 @@ from conftest import Stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shapes import Evidence, RankEnd, RankError
 from stoker.control.verdict.judge import judge
-from stoker.training.forensics import inject
 from stoker.training.forensics.banner import banner
+from stoker.training.forensics.config import parse
 from stoker.training.forensics.culprit import NonFinite, decide
 from stoker.training.forensics.report import Report, TensorStats
 
@@ -27,8 +27,8 @@ import torch.nn.functional as F  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from stoker.training.forensics import dump, reading, statistics, tensorfile  # noqa: E402
-from stoker.training.forensics.keeping import shortened  # noqa: E402
+from stoker.training.forensics import dump, reading, statistics  # noqa: E402
+from stoker.training.forensics.inject import Drill  # noqa: E402
 from stoker.training.forensics.replay import Investigation, MicroBatch, Replay, investigate  # noqa: E402
 from stoker.training.forensics.scopes import scope  # noqa: E402
 
@@ -147,7 +147,7 @@ def batches(
 
 def look(model: Model, replay: Replay | None = None, **more: Any) -> Investigation:
     given = {"step": 12, "rank": 0, "world": 1, "label": "CPU 0", "loss": math.nan, "grad_norm": math.nan, **more}
-    return investigate(model, replay or batches(model), **given)
+    return investigate(model, replay or batches(model), Report(**given))
 
 
 def report_of(model: Model, replay: Replay | None = None, **more: Any) -> Report:
@@ -399,20 +399,20 @@ def test_statistics_count_exactly_and_leave_the_bad_out_of_the_range(dtype: Any)
     ],
 )
 def test_a_drill_is_read(text: str, expected: tuple[Any, ...]) -> None:
-    found = inject.parse(text)
+    found = parse(text)
     assert found is not None and (found.where, found.step, found.rank, found.gradient) == expected
     assert math.isnan(found.value) == (":" not in text)
 
 
 def test_a_drill_that_makes_no_sense_is_refused() -> None:
-    assert inject.parse("") is None
+    assert parse("") is None
     for text in ("layers.1", "layers.1@x", "@5", "bad:layers.1@5", "a b@5"):
         with pytest.raises(Refusal, match="WHERE@STEP"):
-            inject.parse(text)
+            parse(text)
     with pytest.raises(Refusal, match=r"did you mean layers\.1\.attention"):
-        inject.Drill(inject.parse("layers.1.atention@5"), made(), 0)
+        Drill(parse("layers.1.atention@5"), made(), 0)
     with pytest.raises(Refusal, match="no parameter"):
-        inject.Drill(inject.parse("grad:layers.0.mlp@5"), made(), 0)
+        Drill(parse("grad:layers.0.mlp@5"), made(), 0)
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ def test_an_injected_value_is_found_where_it_was_put_and_only_at_its_step_and_ra
     dtype: Any, kind: str, where: str
 ) -> None:
     model = made(dtype)
-    drill = inject.Drill(inject.parse(f"{kind}{where}@12@0"), model, 0)
+    drill = Drill(parse(f"{kind}{where}@12@0"), model, 0)
     assert report_of(model).phase == "clean"
     drill.step = 12
     said = report_of(model)
@@ -434,14 +434,14 @@ def test_an_injected_value_is_found_where_it_was_put_and_only_at_its_step_and_ra
         said.verdict
     )
     other = made(dtype)
-    inject.Drill(inject.parse(f"{kind}{where}@12@0"), other, 1).step = 12
+    Drill(parse(f"{kind}{where}@12@0"), other, 1).step = 12
     assert report_of(other).phase == "clean"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_injected_gradient_names_the_parameter(dtype: Any) -> None:
     model = made(dtype)
-    drill = inject.Drill(inject.parse("grad:layers.0.mlp.down.weight@5"), model, 0)
+    drill = Drill(parse("grad:layers.0.mlp.down.weight@5"), model, 0)
     sound = batches(model)
     drill.step = 5
     said = report_of(
@@ -588,7 +588,7 @@ def test_a_second_dump_of_the_same_step_replaces_the_first_and_a_failed_one_leav
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tensorfile, "write", full)
+    monkeypatch.setattr(dump, "write_tensors", full)
     with pytest.raises(OSError, match="No space"):
         dumped(tmp_path)
     assert [one.name for one in where.parent.iterdir()] == ["rank-0"] and (where / "parameters.safetensors").exists()
@@ -598,7 +598,7 @@ def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dump, "SPARE", 1 << 62)
-    monkeypatch.setattr(tensorfile, "bytes_of", lambda tensors: 1 << 60)
+    monkeypatch.setattr(dump, "bytes_of", lambda tensors: 1 << 60)
     where = dumped(tmp_path)
     (found,) = reading.ranks(where)
     assert (
@@ -610,9 +610,9 @@ def test_parameters_are_left_out_and_that_is_said_where_the_disk_has_no_room(
 def test_a_large_tensor_is_cut_around_its_first_bad_value() -> None:
     tensor = torch.zeros(100, 100)
     tensor[50, 7] = math.nan
-    kept, cut = shortened(tensor, limit=4000)
+    kept, cut = statistics.shortened(tensor, limit=4000)
     assert kept.numel() == 1000 and bool(kept.isnan().any()) and "of 10000, shape [100, 100]" in cut
-    whole, nothing = shortened(tensor)
+    whole, nothing = statistics.shortened(tensor)
     assert whole.shape == (100, 100) and nothing == ""
 
 
@@ -740,7 +740,7 @@ def test_ranks_that_share_a_sharded_model_agree_on_whose_gradient_overflowed(sto
 
 @pytest.mark.parametrize("told", [{"tied": True}, {"tied": False, "qk_norm": True}])
 def test_every_place_of_a_real_model_is_known_before_there_is_one(told: dict[str, bool]) -> None:
-    from stoker.training.forensics.injection import Injection, misplaced
+    from stoker.training.forensics.config import Injection, misplaced
     from stoker.training.model.config import ModelConfig
     from stoker.training.reward.model import RewardModel
 
@@ -752,5 +752,5 @@ def test_every_place_of_a_real_model_is_known_before_there_is_one(told: dict[str
 
 
 def test_stoker_nan_and_a_drill_are_read_without_torch() -> None:
-    code = "import sys; import stoker.cli.nan, stoker.training.forensics.inject as i; i.parse('a@1'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys; import stoker.cli.nan, stoker.training.forensics.config as i; i.parse('a@1'); sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,6 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,12 @@ from stoker.training.optim.config import OptimConfig  # noqa: E402
 from stoker.training.optim.optimizer import Optimizer  # noqa: E402
 from stoker.training.parallel.config import ParallelConfig  # noqa: E402
 from stoker.training.parallel.group import Group  # noqa: E402
+from stoker.training.recipes.grpo import reward  # noqa: E402
 from stoker.training.rl import prompts as asking  # noqa: E402
-from stoker.training.rl.batches import Row, arrange  # noqa: E402
 from stoker.training.rl.breaker import FIRST, History, Seen, judge  # noqa: E402
 from stoker.training.rl.config import GrpoConfig  # noqa: E402
-from stoker.training.rl.reward import reward  # noqa: E402
 from stoker.training.rl.rollout import Answer  # noqa: E402
-from stoker.training.rl.update import Policy, Updater, advantages  # noqa: E402
+from stoker.training.rl.update import Policy, Row, Updater, advantages, arrange  # noqa: E402
 from stoker.training.tokenizer import chat  # noqa: E402
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer  # noqa: E402
 
@@ -175,7 +175,7 @@ def test_an_update_that_is_no_number_changes_nothing_and_is_not_counted() -> Non
 
 def test_prompts_are_drawn_as_often_as_their_weights_say_and_not_twice_in_a_step() -> None:
     weights = np.array([1.0, 2.0, 3.0, 0.0, 4.0, 10.0, 0.5, 0.5, 1.0, 2.0])
-    draw, rounds = asking.Draw(weights), 4000
+    draw, rounds = partial(asking.draw, weights), 4000
     steps = [draw(step, 7, 3) for step in range(rounds)]
     assert all(len(set(step)) == 3 for step in steps)
     seen = Counter(one for step in steps for one in step)
@@ -187,7 +187,7 @@ def test_prompts_are_drawn_as_often_as_their_weights_say_and_not_twice_in_a_step
 
 
 def test_all_alike_every_prompt_is_drawn_equally_often_also_where_a_step_has_more_than_there_are() -> None:
-    draw = asking.Draw(np.ones(6))
+    draw = partial(asking.draw, np.ones(6))
     assert sorted(draw(0, 0, 6)) == list(range(6)) and draw(0, 0, 6) != draw(1, 0, 6)
     assert set(Counter(draw(3, 0, 15)).values()) == {2, 3} and Counter(Counter(draw(3, 0, 15)).values()) == {2: 3, 3: 3}
 
@@ -346,7 +346,7 @@ torch.set_num_threads(1)
 
 def work(job, rank):
     os.environ["STOKER_RUN_DIR"] = os.path.join(job["folder"], "run")
-    return stage.guarded(lambda: grpo.main(job["words"]))
+    return stage.run(grpo.main, job["words"])
 """)
 TIMES = ("time", "tokens_per_s")  # what no two runs share
 

@@ -12,9 +12,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from stoker.training.optim.config import OptimConfig  # noqa: E402
-from stoker.training.optim.eightbit import BLOCK, pack_first, pack_second, unpack_first, unpack_second  # noqa: E402
-from stoker.training.optim.muon import orthogonal  # noqa: E402
-from stoker.training.optim.optimizer import Optimizer, gradient_norm  # noqa: E402
+from stoker.training.optim.optimizer import (  # noqa: E402
+    BLOCK,
+    Optimizer,
+    gradient_norm,
+    orthogonal,
+    pack_first,
+    pack_second,
+    unpack_first,
+    unpack_second,
+)
 from stoker.training.optim.schedule import share, warmup  # noqa: E402
 
 KINDS = ("adamw", "adamw8bit", "muon")

@@ -48,10 +48,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FORKS = program("""
 import torch, torch._dynamo, torch.distributed.fsdp  # DDP imports the second when it is made
-from stoker.training.recipes import pretrain
+from stoker.training.recipes import pretrain, stage
 
 def work(job, rank):
-    return pretrain.main(job["words"])
+    return stage.run(pretrain.main, job["words"])
 """)
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from conftest import Stoker
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
-from stoker.training.config.resolve import recipe_config
+from stoker.training.config.resolve import recipe_settings
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export
 from stoker.training.generate.finding import Found
@@ -121,7 +121,7 @@ def test_a_folder_brings_the_head_back_and_one_without_is_refused(tmp_path: Path
         model.trust.fill_(0.5)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)
     save(model, str(tmp_path / "hf"), str(tmp_path / "tokenizer"), lambda line: None, True)  # over an earlier one
-    c = recipe_config(["--preset", "small", "--context_length", "64"], False, {})
+    c = recipe_settings(["--preset", "small", "--context_length", "64"], False, {}).config
     again = open_reward(str(tmp_path / "hf"), 64, c.compute, torch.device("cpu"))
     row = [("hello?", "yes")]
     assert scores(again, words, row, torch.device("cpu")) == scores(model, words, row, torch.device("cpu")) != [0.0]
@@ -257,12 +257,10 @@ def test_a_trial_of_micro_batches_and_a_head_that_is_not_read(
     (tmp_path / "pairs.jsonl").write_text("\n".join(json.dumps(row) for row in rows(60)))
     tried = []
 
-    def largest(
-        forward_backward: Any, optimizer: Any, group: Any, *, context: int, vocabulary: int, **more: Any
-    ) -> int:
-        forward_backward(torch.randint(0, vocabulary, (2, context)))
+    def largest(c: Any, model: Any, optimizer: Any, group: Any, voice: Any, *, chat: bool, **more: Any) -> int:
+        build.random_micro_batch(c, model, group.device, 2, chat=chat)
         optimizer.zero()
-        tried.append(vocabulary > context)
+        tried.append(model.config.vocab_size > c.data.context_length)
         return 2
 
     monkeypatch.setattr(build, "largest_micro", largest)

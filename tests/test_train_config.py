@@ -6,7 +6,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,17 @@ from conftest import Stoker, gpu_json
 from stoker.contract.names import Refusal
 from stoker.contract.shape import options_of, replace
 from stoker.control.launch.options import RunOptions
-from stoker.training.config import aliases, amount, dial
+from stoker.training.config import aliases, amount
 from stoker.training.config.amount import Amount
-from stoker.training.config.check import RANGES, check, check_data, check_needs, check_ranks
+from stoker.training.config.check import check, check_data, check_needs, check_ranks
 from stoker.training.config.derived import Situation, derivable
 from stoker.training.config.files import without_comments
 from stoker.training.config.flags import parse
-from stoker.training.config.keys import BARE, DEFAULTS, KEYS, config_of, values_of
+from stoker.training.config.keys import BARE, DEFAULTS, KEYS, as_yaml, config_of, values_of
 from stoker.training.config.layers import gather
 from stoker.training.config.presets import ABOUT, PRESETS
-from stoker.training.config.resolve import combine, flags, recipe_config, recipe_settings, resolve, settle
+from stoker.training.config.resolve import SHAPE, Resolved, combine, flags, model_shape, recipe_settings, settle
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.config.yamlform import as_yaml
 from stoker.training.model.config import ModelConfig
 from stoker.training.stages import docs, table
 from stoker.training.stages.registry import STAGES, learning
@@ -38,6 +37,10 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2,
     "intermediate_size": 128, "vocab_size": 1024,
 }  # fmt: skip
+
+
+def resolve(argv: Sequence[str], environment: dict[str, str], gpus: bool) -> Resolved:
+    return recipe_settings(argv, gpus, environment)
 
 
 def config(*argv: str, environment: dict[str, str] | None = None, gpus: bool = False) -> Config:
@@ -90,7 +93,7 @@ def test_stable_takes_any_shape_and_is_more_cautious_than_production() -> None:
 def test_every_preset_passes_its_own_checks(preset: str) -> None:
     made = config("--preset", preset)
     check(made, {}, on_cpu=True)
-    shape = [getattr(made.model, name) for name in dial.SHAPE]
+    shape = [getattr(made.model, name) for name in SHAPE]
     assert all(number > 0 for number in shape) and made.model.vocab_size == 0
 
 
@@ -264,7 +267,7 @@ def test_the_weaker_of_two_keys_counts_when_it_is_the_one_given() -> None:
     ],
 )
 def test_the_dial_derives_what_is_not_given(given: dict[str, int], expected: tuple[int, ...]) -> None:
-    model = dial.derive(ModelConfig(**given), {f"model.{name}" for name in given})
+    model = model_shape(ModelConfig(**given), {f"model.{name}" for name in given})
     assert (
         model.layers,
         model.dim,
@@ -290,7 +293,7 @@ def test_the_dial_derives_what_is_not_given(given: dict[str, int], expected: tup
 def test_flags_lead_back_to_exactly_this_config(argv: list[str], tmp_path: Path) -> None:
     made = config(*argv)
     words = flags(made)
-    assert words[:2] == ["--preset", made.preset] and recipe_config(words, not made.preset, {}) == made
+    assert words[:2] == ["--preset", made.preset] and recipe_settings(words, not made.preset, {}).config == made
     path = tmp_path / "written.yaml"
     path.write_text(as_yaml(made))
     assert config("--config", str(path)) == made
@@ -362,7 +365,7 @@ def test_bare_names_mean_one_thing() -> None:
     assert not set(BARE) & {*aliases.RENAMED, *aliases.TRANSLATED} and all(
         target in KEYS for target in aliases.RENAMED.values()
     )
-    assert all(name in RANGES for name, key in KEYS.items() if key.kind in ("int", "float"))
+    assert all(key.spec.limit is not None for key in KEYS.values() if key.kind in ("int", "float"))
 
 
 def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_presets() -> None:
@@ -371,7 +374,7 @@ def test_a_stages_own_default_gives_way_to_what_was_said_even_if_that_is_the_pre
     told = settle(gather(parse(["--data.kind", "stream"]), {}), False, defaults).config
     assert told.data.kind == "stream"
     assert (
-        recipe_config(flags(told, defaults), False, {}, defaults=defaults) == told
+        recipe_settings(flags(told, defaults), False, {}, defaults=defaults).config == told
     )  # what the ranks of `stoker train sft` make of it
 
 

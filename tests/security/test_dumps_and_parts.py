@@ -24,8 +24,8 @@ from stoker.training.checkpoint.sums import sizes_wrong_in, wrong_in
 from stoker.training.forensics import reading
 from stoker.training.forensics.banner import banner, headline
 from stoker.training.forensics.culprit import decide
+from stoker.training.forensics.dump import write_tensors
 from stoker.training.forensics.report import Report, TensorStats
-from stoker.training.forensics.tensorfile import write as write_tensors
 from stoker.training.tokenizer.tokenizer import bytes_tokenizer
 
 STATS = TensorStats("output", (2, 3), "float32", 6, 1, 0, -1.0, 3e38, 3e38)

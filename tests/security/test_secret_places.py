@@ -210,9 +210,8 @@ def test_commands_of_other_processes_are_shown_without_secrets() -> None:
 
 def test_a_configuration_is_written_without_secrets_and_else_as_it_is() -> None:
     from stoker.contract.shape import replace
-    from stoker.training.config.keys import config_of
+    from stoker.training.config.keys import as_yaml, config_of
     from stoker.training.config.resolve import combine
-    from stoker.training.config.yamlform import as_yaml
 
     config = config_of("small", combine("small", []))
     assert redact.whole(as_yaml(config)) == as_yaml(config)

@@ -20,7 +20,7 @@ from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
 from stoker.training.config.derived import about, derivable
 from stoker.training.config.flags import Shown, add_key_flags
-from stoker.training.config.keys import KEYS, values_of
+from stoker.training.config.keys import KEYS, as_yaml, values_of
 from stoker.training.config.lasting import lasting, pinned, with_tokenizer
 from stoker.training.config.layers import PREFIX, Layers, gather
 from stoker.training.config.resolve import Resolved, flags, on_cpu, settle
@@ -185,8 +185,6 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         )
     )
     if options.dry_run and not options.json and not code:
-        from stoker.training.config.yamlform import as_yaml
-
         print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
     return code
 

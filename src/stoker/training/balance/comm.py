@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, wrap
-from stoker.training.parallel.words import local_steps
 
 POWERSGD_RANK = 4
 POWERSGD_AFTER = (

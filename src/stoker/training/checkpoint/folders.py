@@ -62,9 +62,7 @@ def remove(path: str) -> None:
 
 
 def put_in_place(fresh: str, final: str) -> None:
-    """Renames, where a checkpoint of this step may be there already: a crash between the two renames is mended by
-    `mend`.
-    """
+    """Renames, also over a checkpoint of this step; `mend` repairs a crash between the two renames."""
     parent, name = os.path.split(final)
     old = os.path.join(parent, _REPLACED + name)
     replaces = os.path.isdir(final)
@@ -110,9 +108,7 @@ def sweep(folder: str, dead: Callable[[str, int], bool]) -> None:
 
 
 def retire(folder: str, step: int, keep: int, scores: dict[int, float | None], keep_best: bool) -> None:
-    """Removes what is older than the newest `keep` complete ones (`scores` has those), but for the best. What is later
-    than `step` stays.
-    """
+    """Keeps the newest `keep` complete ones (`scores` has those), the best, and what is later than `step`."""
     complete = sorted((one for one in scores if one <= step), reverse=True)
     staying = {step, *complete[: max(keep, 1)]}
     scored = {one: score for one, score in scores.items() if score is not None}

@@ -1,6 +1,4 @@
-"""What a checkpoint's manifest.json says: which files with which checksums, and where each tensor's pieces lie. No
-torch here.
-"""
+"""A checkpoint's manifest.json: files with their checksums, and where each tensor's pieces lie. No torch."""
 
 from __future__ import annotations
 
@@ -37,14 +35,11 @@ class Piece:
 
 @shape
 class Entry:
-    """A whole tensor. `rank`: it belongs to that rank alone (its random state, say), and another world size does not
-    miss it.
-    """
+    """A whole tensor."""
 
     shape: tuple[int, ...]
     dtype: str  # as safetensors spells it
     pieces: tuple[Piece, ...]
-    rank: int | None = None
 
 
 @shape
@@ -122,12 +117,10 @@ def decode_tensors(found: object) -> dict[str, Entry]:
         pieces = entry.get("pieces")
         if not isinstance(pieces, list):
             raise ValueError(f"{name}: pieces is {pieces!r}")
-        rank = entry.get("rank")
         tensors[name] = Entry(
             _counts(entry.get("shape"), f"{name}: shape"),
             str(entry.get("dtype")),
             tuple(_piece(_mapping(piece, name), name) for piece in pieces),
-            None if rank is None else _count(rank, f"{name}: rank"),
         )
     return tensors
 

@@ -1,5 +1,6 @@
 """One rank's part of a checkpoint: its safetensors file, streamed and checksummed in one pass, and the note that it is
-there.
+there. Rank 0 makes the parts of all ranks one checkpoint: waits for the files, writes the manifest, renames. No
+collective anywhere.
 """
 
 from __future__ import annotations
@@ -7,15 +8,18 @@ from __future__ import annotations
 import json
 import os
 import struct
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from stoker.contract.quantities import amount
-from stoker.contract.shape import as_json, shape
+from stoker.contract.quantities import amount, span
+from stoker.contract.shape import as_json, replace, shape
 from stoker.contract.untrusted import read_json
 from stoker.contract.wholefile import sync_folder, write_whole
-from stoker.training.checkpoint.manifest import Entry, Piece, Sums, decode_files, decode_tensors
-from stoker.training.checkpoint.sums import SummedFile
+from stoker.training.checkpoint import manifest
+from stoker.training.checkpoint.folders import put_in_place
+from stoker.training.checkpoint.manifest import Entry, Manifest, Piece, Sums
+from stoker.training.checkpoint.sums import SummedFile, sizes_wrong_in
 
 if TYPE_CHECKING:
     from stoker.training.checkpoint.snapshot import Buffers, Placed
@@ -36,23 +40,18 @@ class Part:
     tensors: dict[str, Entry]
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+DATA, NOTE, FAILURE = "safetensors", "json", "failed"  # how the names of a rank's files end
 
 
-def note_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
-def failure_name(rank: int) -> str:
-    return f"rank-{rank:05d}.failed"
+def name_of(rank: int, kind: str) -> str:
+    return f"rank-{rank:05d}.{kind}"
 
 
 def write_part(
     folder: str, rank: int, step: int, placed: Sequence[Placed], buffers: Buffers, stopped: Callable[[], bool]
 ) -> Part:
     """Leaves nothing of its own behind when it fails."""
-    name, size = file_name(rank), max((one.stop for one in placed), default=0)
+    name, size = name_of(rank, DATA), max((one.stop for one in placed), default=0)
     _room_for(folder, name, size)
     entries = {one.source.name: _entry(one, name) for one in placed}
     files: dict[str, Sums] = {}
@@ -60,10 +59,10 @@ def write_part(
         if size:
             files[name] = _write_tensors(os.path.join(folder, name), step, placed, buffers, size, stopped)
         part = Part(rank, files, entries)
-        write_whole(os.path.join(folder, note_name(rank)), json.dumps(as_json(part)).encode())
+        write_whole(os.path.join(folder, name_of(rank, NOTE)), json.dumps(as_json(part)).encode())
         sync_folder(folder)
     except BaseException:
-        for left in (name, note_name(rank)):
+        for left in (name, name_of(rank, NOTE)):
             if os.path.exists(os.path.join(folder, left)):
                 os.unlink(os.path.join(folder, left))
         raise
@@ -71,14 +70,14 @@ def write_part(
 
 
 def read_part(folder: str, rank: int) -> Part:
-    found = read_json(os.path.join(folder, note_name(rank)))
-    return Part(rank, decode_files(found["files"]), decode_tensors(found["tensors"]))
+    found = read_json(os.path.join(folder, name_of(rank, NOTE)))
+    return Part(rank, manifest.decode_files(found["files"]), manifest.decode_tensors(found["tensors"]))
 
 
 def note_failure(folder: str, rank: int, why: str) -> None:
     """So that rank 0 need not wait. Where not even this can be written, rank 0's own deadline ends the waiting."""
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, failure_name(rank))
+    path = os.path.join(folder, name_of(rank, FAILURE))
     try:
         with open(path + ".part", "w", encoding="utf-8") as file:
             file.write(why)
@@ -88,9 +87,7 @@ def note_failure(folder: str, rank: int, why: str) -> None:
 
 
 def _room_for(folder: str, name: str, size: int) -> None:
-    """Known too little room is refused before a byte is written: a disk filled to the brim takes logs and metrics down
-    as well.
-    """
+    """Too little room is refused before a byte is written: a full disk takes logs and metrics down as well."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if disk.f_blocks and free < size:
@@ -102,7 +99,7 @@ def _room_for(folder: str, name: str, size: int) -> None:
 def _entry(one: Placed, file: str) -> Entry:
     source = one.source
     pieces = (Piece(file, source.name, source.block.offset, tuple(source.block.data.shape)),) if source.block else ()
-    return Entry(source.whole, source.dtype, pieces, source.rank)
+    return Entry(source.whole, source.dtype, pieces)
 
 
 def _write_tensors(
@@ -134,3 +131,72 @@ def _write_tensors(
         return out.finish()
     finally:
         out.close()
+
+
+@shape
+class Wanted:
+    """What the manifest says beside the parts."""
+
+    step: int
+    world: int
+    token: str
+    meta: dict[str, Any]
+    score: float | None
+
+
+def gather(folder: str, world: int, patience: float, pause: Callable[[float], bool]) -> list[Part]:
+    """The parts of all ranks, once they are there. `pause(seconds)` waits and says whether to stop."""
+    deadline = time.monotonic() + patience
+    wait = 0.005
+    while True:
+        there = set(os.listdir(folder))
+        for rank in range(world):
+            if name_of(rank, FAILURE) in there:
+                with open(os.path.join(folder, name_of(rank, FAILURE)), encoding="utf-8") as file:
+                    raise GivenUp(f"rank {rank} could not write its part: {file.read() or 'no reason given'}")
+        missing = [rank for rank in range(world) if name_of(rank, NOTE) not in there]
+        if not missing:
+            return [read_part(folder, rank) for rank in range(world)]
+        if time.monotonic() > deadline:
+            raise GivenUp(
+                f"the part of rank {missing[0]} did not come within {span(patience)}; all hosts must see the same"
+                f" {os.path.dirname(folder)}"
+            )
+        if pause(wait):
+            raise GivenUp("the run ended before all ranks had written their parts")
+        wait = min(wait * 1.5, 0.2)
+
+
+def merge(parts: Sequence[Part]) -> tuple[dict[str, Sums], dict[str, Entry]]:
+    files: dict[str, Sums] = {}
+    tensors: dict[str, Entry] = {}
+    for part in parts:
+        files |= part.files
+        for name, entry in part.tensors.items():
+            known = tensors.get(name)
+            if known is None:
+                tensors[name] = entry
+            elif (known.shape, known.dtype) != (entry.shape, entry.dtype):
+                raise GivenUp(
+                    f"rank {part.rank} has {name} as {entry.dtype} {list(entry.shape)}, others as {known.dtype}"
+                    f" {list(known.shape)}"
+                )
+            else:
+                tensors[name] = replace(known, pieces=known.pieces + entry.pieces)
+    return files, tensors
+
+
+def commit(unfinished: str, final: str, parts: Sequence[Part], wanted: Wanted) -> None:
+    files, tensors = merge(parts)
+    wrong = sizes_wrong_in(unfinished, files)
+    problem = wrong[0] if wrong else manifest.disagreement(files, tensors)
+    if problem:
+        raise GivenUp(problem)
+    write_whole(
+        os.path.join(unfinished, manifest.NAME),
+        manifest.encode(Manifest(wanted.step, wanted.world, wanted.token, files, tensors, wanted.meta, wanted.score)),
+    )
+    for rank in range(wanted.world):
+        os.unlink(os.path.join(unfinished, name_of(rank, NOTE)))  # the manifest has what they said
+    sync_folder(unfinished)
+    put_in_place(unfinished, final)

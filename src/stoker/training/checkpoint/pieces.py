@@ -34,7 +34,6 @@ class Source:
     whole: tuple[int, ...]
     dtype: str
     block: Block | None
-    rank: int | None = None
 
 
 def dtype_of(name: str, tensor: torch.Tensor) -> str:
@@ -53,9 +52,8 @@ def local_block(name: str, tensor: torch.Tensor) -> tuple[Block, bool]:
         return Block((0,) * tensor.dim(), _here(tensor)), False
     for dim, (placement, at) in enumerate(zip(tensor.placements, coordinate, strict=True)):
         if type(placement) is Shard:  # a strided shard is another class: its block is not one block of the whole
-            full = -(
-                -size[placement.dim] // tensor.device_mesh.size(dim)
-            )  # as torch.chunk: the last ones are smaller, or empty
+            # As torch.chunk: the last ones are smaller, or empty.
+            full = -(-size[placement.dim] // tensor.device_mesh.size(dim))
             start = min(at * full, size[placement.dim])
             size[placement.dim] = min(full, size[placement.dim] - start)
             offset[placement.dim] += start
@@ -77,13 +75,10 @@ def _here(tensor: DTensor) -> torch.Tensor:
         return tensor.to_local().detach()
 
 
-def sources(
-    tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], rank: int, world: int
-) -> list[Source]:
-    """What this rank writes. Every rank must come with the same `tensors`; `own` are this rank's alone."""
-    twice = tensors.keys() & own.keys()
-    if twice or "__metadata__" in tensors or "__metadata__" in own:
-        raise ValueError(f"tensor name {min(twice, default='__metadata__')!r} can't be used here")
+def sources(tensors: Mapping[str, torch.Tensor], rank: int, world: int) -> list[Source]:
+    """What this rank writes. Every rank must come with the same `tensors`."""
+    if "__metadata__" in tensors:
+        raise ValueError("tensor name '__metadata__' can't be used here")
     found, shared = list[Source](), list[tuple[str, torch.Tensor]]()
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -98,24 +93,12 @@ def sources(
     for (name, tensor), (start, stop) in zip(shared, rows, strict=True):
         mine = Block((start, *(0,) * (tensor.dim() - 1)), tensor[start:stop]) if tensor.dim() else Block((), tensor)
         found.append(Source(name, tuple(tensor.shape), dtype_of(name, tensor), mine if stop > start else None))
-    found += [
-        Source(
-            name,
-            tuple(tensor.shape),
-            dtype_of(name, tensor),
-            Block((0,) * tensor.dim(), tensor.detach()) if tensor.numel() else None,
-            rank,
-        )
-        for name, tensor in sorted(own.items())
-    ]
     return found
 
 
 def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -> list[tuple[int, int]]:
-    """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes.
-
-    All tensors in a row are one stream of bytes, cut into equal parts; a cut moves to the nearest row of the tensor it
-    falls into.
+    """Rows (first, last) of each tensor, given as (shape, bytes per element), that this rank writes: all are one stream
+    of bytes, cut into equal parts, and a cut moves to the nearest row.
     """
     total = sum(math.prod(size) * width for size, width in tensors)
     begin, end = total * rank // world, total * (rank + 1) // world
@@ -127,8 +110,7 @@ def share(tensors: Sequence[tuple[Sequence[int], int]], rank: int, world: int) -
             found.append((0, 0))
             continue
         row = count // rows
-        found.append(
-            (min(max((begin - start + row // 2) // row, 0), rows), min(max((end - start + row // 2) // row, 0), rows))
-        )
+        first, last = (min(max((cut - start + row // 2) // row, 0), rows) for cut in (begin, end))
+        found.append((first, last))
         start += count
     return found

@@ -25,10 +25,7 @@ class Checkpoint:
     def __init__(self, path: str, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
         self.step, self.world, self.meta, self.score = manifest.step, manifest.world, manifest.meta, manifest.score
-
-    @property
-    def tensors(self) -> dict[str, Entry]:
-        return self.manifest.tensors
+        self.tensors = manifest.tensors
 
     def read(self, name: str) -> torch.Tensor:
         """One whole tensor, on the CPU."""
@@ -37,24 +34,17 @@ class Checkpoint:
         self._fill({name: tensor})
         return tensor
 
-    def read_into(self, tensors: Mapping[str, torch.Tensor], *, partly: bool = False, cast: bool = False) -> None:
-        """Copies into these tensors or DTensors the slices they need. Strict: both sides must have the same tensors.
-
-        `partly`: the checkpoint may hold more (the model alone of a whole state); `cast`: another dtype is converted.
-        What belongs to single ranks is not asked for. Nothing is written before everything is known to fit.
-        """
+    def read_into(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copies the slices these tensors or DTensors need. Both sides must have the same; nothing is half done."""
         for name, tensor in tensors.items():
             entry = self._entry(name)
             if tuple(tensor.shape) != entry.shape:
                 raise self._other_model(f"{name} has shape {list(entry.shape)} there and {list(tensor.shape)} here")
-            if dtype_of(name, tensor) != entry.dtype and not cast:
+            if dtype_of(name, tensor) != entry.dtype:
                 raise self._other_model(f"{name} is {entry.dtype} there and {dtype_of(name, tensor)} here")
-        if not partly:
-            more = next(
-                (name for name, entry in self.tensors.items() if entry.rank is None and name not in tensors), None
-            )
-            if more is not None:
-                raise self._other_model(f"it holds {more}, which is not here")
+        more = next((name for name in self.tensors if name not in tensors), None)
+        if more is not None:
+            raise self._other_model(f"it holds {more}, which is not here")
         self._fill(tensors)
 
     def _entry(self, name: str) -> Entry:
@@ -128,20 +118,16 @@ def open_checkpoint(path: str) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def verify(path: str, threads: int = 0) -> list[str]:
+def verify(path: str) -> list[str]:
     """Reads every byte: what is wrong, one line per bad file; nothing when it is sound."""
     try:
-        return wrong_in(path, open_checkpoint(path).manifest.files, threads)
+        return wrong_in(path, open_checkpoint(path).manifest.files)
     except Refusal as problem:
         return [problem.line]
 
 
-def find(
-    folder: str, say: Callable[[str], None], deep: bool = True, threads: int = 0, of_run: str = ""
-) -> Checkpoint | None:
-    """The newest sound checkpoint. A damaged one is said, and the one before is taken. `of_run`: only what that run
-    itself has saved.
-    """
+def find(folder: str, say: Callable[[str], None], of_run: str = "") -> Checkpoint | None:
+    """The newest sound checkpoint; damaged ones are reported and passed over. `of_run`: only that run's own."""
     try:
         mend(folder)
     except OSError as problem:  # a folder that may only be read
@@ -158,7 +144,7 @@ def find(
             continue
         if of_run and found.meta.get("run") != of_run:
             continue
-        wrong = wrong_in(path, found.manifest.files, threads) if deep else []
+        wrong = wrong_in(path, found.manifest.files)
         if not wrong:
             return found
         say(f"{path} is not a sound checkpoint: {'; '.join(wrong)}; looking at the one before")

@@ -1,8 +1,6 @@
-"""Saves while training goes on: a snapshot now, the writing in a thread. A save that fails is said, and the last good
-one stays.
+"""Saves while training goes on: a snapshot now, the writing in a thread. A failed save is reported; the last one stays.
 
-In a loop: `prepare_buffers` once; `before_update` between backward and the optimizer's step; `save` after it; `close`
-at the end.
+In a loop: `prepare_buffers` once; `before_update` before the optimizer's step; `save` after it; `close` at the end.
 """
 
 from __future__ import annotations
@@ -11,19 +9,22 @@ import atexit
 import json
 import math
 import os
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import stoker
+from stoker.contract.names import Refusal
 from stoker.contract.shape import shape
-from stoker.training.checkpoint.commit import Wanted
+from stoker.training.checkpoint import folders
+from stoker.training.checkpoint.part import GivenUp, Wanted, commit, gather, note_failure, write_part
 from stoker.training.checkpoint.pieces import sources
+from stoker.training.checkpoint.reading import open_checkpoint
 from stoker.training.checkpoint.snapshot import Buffers, Copying, Placed, lay_out
-from stoker.training.checkpoint.store import Store
 
 _LINGER_S = 3.0  # how long a save under way may hold up the exit of a process that did not call close()
 
@@ -34,6 +35,151 @@ class _Job:
     wanted: Wanted
     placed: list[Placed]
     copying: Copying
+
+
+class _Store:
+    """The checkpoints' folder as one rank writes to it: a save becomes a checkpoint, or leaves nothing and says why."""
+
+    def __init__(self, folder: str, rank: int, world: int, token: str, say: Callable[[str], None]) -> None:
+        self.folder, self._rank, self._world, self._token, self._say = os.path.abspath(folder), rank, world, token, say
+        folders.unfinished_name(0, token, 0)  # a token that can't be part of a name is refused now
+        self.problem: str | None = None
+        self._said: object = None
+        self._device: int | None = None
+        self._lock: int | None = None
+        if rank == 0:
+            self._lock = folders.hold(self.folder, say)
+            folders.mend(self.folder)
+            self._sweep(lambda other, _: other != token)
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write(
+        self,
+        serial: int,
+        wanted: Wanted,
+        placed: Sequence[Placed],
+        buffers: Buffers,
+        patience: float,
+        stop: threading.Event,
+    ) -> None:
+        """This rank's part; on rank 0 then all ranks' parts become a checkpoint."""
+        unfinished = self._unfinished(wanted.step, serial)
+        self._make(unfinished)
+        write_part(unfinished, self._rank, wanted.step, placed, buffers, stop.is_set)
+        if self._rank == 0:
+            parts = gather(unfinished, self._world, patience, stop.wait)
+            commit(unfinished, os.path.join(self.folder, folders.name_of(wanted.step)), parts, wanted)
+            self._sweep(lambda token, one: token == self._token and one <= serial)
+
+    def worked(self, step: int) -> None:
+        if self._said is not None:
+            self._say(f"the checkpoint of step {step} is written; checkpoints work again")
+        self.problem = self._said = None
+
+    def failed(self, serial: int, step: int, problem: Exception) -> None:
+        """Keeps the reason, says it once, removes what there is of this save."""
+        if isinstance(problem, OSError):
+            file = f"{os.path.basename(problem.filename)}: " if isinstance(problem.filename, str) else ""
+            why = f"{file}{problem.strerror or problem}{self._free()}"
+        else:
+            why = str(problem) if isinstance(problem, GivenUp) else f"{type(problem).__name__}: {problem}"
+        self.problem = f"the checkpoint of step {step} was not written in {self.folder}: {why}; {self._last_good()}"
+        kind = problem.errno if isinstance(problem, OSError) else re.sub(r"[\d.]+", "", why)
+        if kind != self._said and not (isinstance(problem, GivenUp) and not problem.own):
+            self._said = kind
+            self._say(self.problem)
+        unfinished = self._unfinished(step, serial)
+        try:
+            if self._rank == 0:
+                folders.remove(unfinished)
+            elif os.path.isdir(unfinished):
+                note_failure(unfinished, self._rank, why)
+        except OSError as second:
+            self.problem += f" (and {second.filename or 'its folder'} can't be cleaned up: {second.strerror})"
+
+    def declined(self, serial: int, step: int) -> None:
+        """This rank skipped a save that rank 0 may have begun: it shall not wait for it."""
+        unfinished = self._unfinished(step, serial)
+        try:
+            if self._rank != 0 and os.path.isdir(unfinished):
+                note_failure(unfinished, self._rank, "it was still writing the one before")
+        except OSError as problem:
+            self._say(f"{unfinished}: {problem.strerror}")
+
+    def became_a_checkpoint(self, serial: int, step: int, patience: float) -> bool:
+        """Asked by a rank whose part is written; others than rank 0 see the rest in the folder."""
+        deadline = time.monotonic() + patience
+        while self._rank != 0:
+            # Asked first: from there to the final name is one rename.
+            pending = os.path.isdir(self._unfinished(step, serial))
+            line = "rank 0 gave it up"
+            try:
+                if open_checkpoint(os.path.join(self.folder, folders.name_of(step))).manifest.token == self._token:
+                    return True
+            except Refusal as problem:
+                line = problem.line
+            if not pending or time.monotonic() > deadline:
+                self.problem = f"the checkpoint of step {step} did not become complete: {line}"
+                return False
+            time.sleep(0.02)
+        return True
+
+    def retire(self, step: int, keep: int, keep_best: bool) -> None:
+        """After the one of `step` is there: the newest and the best stay."""
+        scores: dict[int, float | None] = {}
+        for one, path in folders.steps_in(self.folder).items():
+            try:
+                if folders.is_trusted(path):
+                    scores[one] = open_checkpoint(path).score
+            except Refusal as problem:
+                self._say(f"{problem.line}; it does not count among those that are kept")
+        try:
+            folders.retire(self.folder, step, keep, scores, keep_best)
+        except OSError as problem:
+            self._say(f"{problem.filename or self.folder}: an old checkpoint can't be removed: {problem.strerror}")
+
+    def _make(self, unfinished: str) -> None:
+        """A folder that was deleted is made anew; a file system that went away is not written around."""
+        if self._device is None:
+            os.makedirs(self.folder, exist_ok=True)
+            self._device = os.stat(self.folder).st_dev
+        elif not os.path.isdir(self.folder):
+            if os.stat(os.path.dirname(self.folder)).st_dev != self._device:
+                raise GivenUp("the file system it was on is gone (unmounted?)")
+            os.makedirs(self.folder, exist_ok=True)
+            self._say(f"{self.folder} was gone, with all checkpoints in it; it is made anew")
+        elif os.stat(self.folder).st_dev != self._device and not os.path.exists(
+            os.path.join(self.folder, folders.LOCK)
+        ):
+            raise GivenUp("the file system it was on is gone (unmounted?)")
+        os.makedirs(unfinished, exist_ok=True)
+
+    def _unfinished(self, step: int, serial: int) -> str:
+        return os.path.join(self.folder, folders.unfinished_name(step, self._token, serial))
+
+    def _last_good(self) -> str:
+        try:
+            good = next((os.path.basename(path) for path in folders.steps_in(self.folder).values()), None)
+        except OSError as problem:
+            return f"whether there is a good one can't be seen: {problem.strerror}"
+        return f"the last good one is {good}" if good else "there is no other one"
+
+    def _free(self) -> str:
+        try:
+            disk = os.statvfs(self.folder)
+        except OSError as problem:
+            return f" (its free space can't be asked for: {problem.strerror})"
+        return f" ({disk.f_bavail * disk.f_frsize / 1e9:.2f} GB free)"
+
+    def _sweep(self, dead: Callable[[str, int], bool]) -> None:
+        try:
+            folders.sweep(self.folder, dead)
+        except OSError as problem:
+            self._say(f"{problem.filename or self.folder}: leftovers can't be removed: {problem.strerror}")
 
 
 class Saver:
@@ -54,20 +200,18 @@ class Saver:
         keep_best: bool = True,
         patience: float = 300.0,
     ) -> None:
-        self._store = Store(folder, rank, world, token, say)
+        self._store = _Store(folder, rank, world, token, say)
         self._rank, self._world, self._token, self._say = rank, world, token, say
         self._keep, self._keep_best, self._patience = keep, keep_best, patience
         self._buffers = Buffers(say)
         self._streams: dict[torch.device, Any] = {}
         self._copying: Copying | None = None
-        self._serial = (
-            0  # counts the calls of save(), which all ranks make alike: so they agree on a name without talking
-        )
+        # Counts the calls of save(), which all ranks make alike: so they agree on a name without talking.
+        self._serial = 0
         self._job: _Job | None = None
         self._declined: list[tuple[int, int]] = []
-        self._written: tuple[int, int] | None = (
-            None  # serial and step of the newest save of which this rank did its share
-        )
+        # Serial and step of the newest save of which this rank did its share.
+        self._written: tuple[int, int] | None = None
         self._skips_said = False
         self._changed = threading.Condition()
         self._stop = threading.Event()
@@ -75,26 +219,15 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
 
-    def prepare_buffers(
-        self, tensors: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor] | None = None
-    ) -> int:
-        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. Returns the bytes
-        held.
+    def prepare_buffers(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes the host memory a snapshot of these needs (pinned, for GPUs), so that no save has to. In a thread:
+        pinning takes half a second a GB, and the first step need not wait for it.
         """
-        self._reserve(lay_out(sources(tensors, own or {}, self._rank, self._world)))
-        return self._buffers.size
-
-    def prepare_buffers_aside(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The same in a thread: pinning takes half a second a GB, and the first step need not wait for it."""
-        self._preparing = threading.Thread(
-            target=self.prepare_buffers, args=(tensors,), name="checkpoint buffers", daemon=True
-        )
+        self._preparing = threading.Thread(target=self._placed, args=(tensors,), name="checkpoint buffers", daemon=True)
         self._preparing.start()
 
     def busy(self) -> bool:
-        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree on it before you call
-        `save`.
-        """
+        """Whether a save asked for now would be skipped. Ranks may differ for a moment: agree before `save`."""
         return self._job is not None
 
     def problem(self) -> str | None:
@@ -114,14 +247,11 @@ class Saver:
         meta: Mapping[str, Any],
         score: float | None = None,
         *,
-        own: Mapping[str, torch.Tensor] | None = None,
         wait: bool = False,
     ) -> bool:
-        """Every rank calls this, in the same order. `tensors` are the job's (replicated, or DTensors), `own` this
-        rank's alone.
+        """Every rank calls this, in the same order; rank 0's `meta` and `score` count. `tensors`: replicated or DTensors.
 
-        Returns whether the save was taken up; with `wait`, whether the checkpoint is there. rank 0's `meta` and `score`
-        count.
+        Returns whether the save was taken up; with `wait`, whether the checkpoint is there.
         """
         if self._closed:
             raise ValueError("this Saver is closed")
@@ -129,45 +259,29 @@ class Saver:
         self._serial += 1
         if wait:
             self._wait_idle()
-            if (
-                self._written is not None
-                and self._written[1] == step
-                and self._store.became_a_checkpoint(*self._written, self._patience)
-            ):
+            if self._written is not None and self._written[1] == step and self._is_there():
                 return True
         elif self.busy():
             self._decline(step)
             return False
-        placed = lay_out(sources(tensors, own or {}, self._rank, self._world))
-        self._reserve(placed)
-        copying = Copying()
+        placed, copying = self._placed(tensors), Copying()
         copying.start(placed, self._buffers, self._streams)
         self._copying = copying
         best = float(score) if score is not None and math.isfinite(score) else None
-        self._hand_over(
-            _Job(
-                self._serial,
-                Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best),
-                placed,
-                copying,
-            )
-        )
+        wanted = Wanted(step, self._world, self._token, json.loads(json.dumps(meta)), best)
+        self._hand_over(_Job(self._serial, wanted, placed, copying))
         if not wait:
             return True
         self._wait_idle()
-        return self._written == (self._serial, step) and self._store.became_a_checkpoint(
-            self._serial, step, self._patience
-        )
+        return self._written == (self._serial, step) and self._is_there()
 
-    def close(self, wait: bool = True) -> None:
-        """With `wait` the save under way is finished, else given up."""
+    def close(self) -> None:
+        """The save under way is finished."""
         self._closed = True
         self._join_preparing()
-        if wait:
-            self._wait_idle()
-        self._end_thread(None if wait else _LINGER_S)
-        if self._thread is None or not self._thread.is_alive():
-            self._buffers.free()
+        self._wait_idle()
+        self._end_thread(None)
+        self._buffers.free()
         atexit.unregister(self._at_exit)
         self._store.close()
 
@@ -186,9 +300,16 @@ class Saver:
                 " to a faster disk"
             )
 
-    def _reserve(self, placed: list[Placed]) -> None:
+    def _placed(self, tensors: Mapping[str, torch.Tensor]) -> list[Placed]:
+        """Where each goes, with the memory for it reserved."""
+        placed = lay_out(sources(tensors, self._rank, self._world))
         on_gpu = any(one.source.block is not None and one.source.block.data.is_cuda for one in placed)
         self._buffers.reserve(max((one.stop for one in placed), default=0), pinned=on_gpu)
+        return placed
+
+    def _is_there(self) -> bool:
+        """The newest save of which this rank did its share became a checkpoint."""
+        return self._written is not None and self._store.became_a_checkpoint(*self._written, self._patience)
 
     def _hand_over(self, job: _Job) -> None:
         with self._changed:
@@ -212,9 +333,7 @@ class Saver:
             self._thread.join(seconds)
 
     def _at_exit(self, pid: int) -> None:
-        """The interpreter ends without close(), after an exception say: a moment to finish, then the thread must be out
-        of torch.
-        """
+        """The interpreter ends without close(): a moment to finish, then the thread must be out of torch."""
         if os.getpid() != pid:
             return
         deadline = time.monotonic() + _LINGER_S

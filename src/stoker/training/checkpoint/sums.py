@@ -20,9 +20,7 @@ CHUNK = 16 << 20
 
 
 class SummedFile:
-    """A new file of which no second pass is needed to know the checksums. `between` runs before each chunk and may
-    raise.
-    """
+    """A new file, checksummed as it is written. `between` runs before each chunk and may raise."""
 
     def __init__(self, path: str, between: Callable[[int], None]) -> None:
         self.path = path
@@ -48,9 +46,7 @@ class SummedFile:
             while len(left):
                 left = left[os.write(self._fd, left) :]
         except OSError as problem:
-            raise OSError(
-                problem.errno, problem.strerror, self.path
-            ) from problem  # a write does not know its file's name
+            raise OSError(problem.errno, problem.strerror, self.path) from problem  # a write knows no file's name
 
     def finish(self) -> Sums:
         try:
@@ -65,30 +61,25 @@ class SummedFile:
         os.close(self._fd)
 
 
-def wrong_in(folder: str, files: dict[str, Sums], threads: int = 0) -> list[str]:
+def wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
     """What is wrong with these files, one line each, in the order of the files; every byte is read."""
-    problems: dict[str, str | None] = {
-        name: _wrong_size(os.path.join(folder, name), sums) for name, sums in files.items()
-    }
+    problems = {name: _wrong_size(folder, name, sums) for name, sums in files.items()}
     chunks = [(name, n) for name, sums in files.items() if problems[name] is None for n in range(len(sums.crc32))]
-    with ThreadPoolExecutor(max_workers=threads or min(16, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
-        for (name, _), problem in zip(
-            chunks,
-            pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks),
-            strict=True,
-        ):
+    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1), thread_name_prefix="checksum") as pool:
+        checked = pool.map(lambda chunk: _wrong_chunk(folder, chunk[0], files[chunk[0]], chunk[1]), chunks)
+        for (name, _), problem in zip(chunks, checked, strict=True):
             problems[name] = problems[name] or problem
     return [f"{name} {problem}" for name, problem in problems.items() if problem]
 
 
 def sizes_wrong_in(folder: str, files: dict[str, Sums]) -> list[str]:
-    found = ((name, _wrong_size(os.path.join(folder, name), sums)) for name, sums in files.items())
-    return [f"{name} {problem}" for name, problem in found if problem]
+    problems = ((name, _wrong_size(folder, name, sums)) for name, sums in files.items())
+    return [f"{name} {problem}" for name, problem in problems if problem]
 
 
-def _wrong_size(path: str, sums: Sums) -> str | None:
+def _wrong_size(folder: str, name: str, sums: Sums) -> str | None:
     try:
-        about = os.stat(path)
+        about = os.stat(os.path.join(folder, name))
     except FileNotFoundError:
         return "is missing"
     except OSError as problem:

@@ -38,24 +38,12 @@ SECTION_VALUES = {
 }
 
 
-def _use_amp(value: Any) -> dict[str, Any]:
-    return {"compute.dtype": "auto" if truth(value) else "fp32"}
-
-
 def _warmup(value: Any) -> dict[str, Any]:
     try:
         number = float(str(value))
     except ValueError as problem:
         raise ValueError(f"{value!r} is not a number of steps, or a share of the run below 1") from problem
     return {"optim.warmup_steps": value} if number >= 1 else {"optim.warmup_steps": 0, "optim.warmup_ratio": value}
-
-
-def _recompute(value: Any) -> dict[str, Any]:
-    return {"compute.recompute": "full" if truth(value) else "off"}
-
-
-def _debug(value: Any) -> dict[str, Any]:
-    return {PRESET: "debug"} if truth(value) else {}
 
 
 def _device_id(value: Any) -> dict[str, Any]:
@@ -65,8 +53,12 @@ def _device_id(value: Any) -> dict[str, Any]:
 
 
 TRANSLATED: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "use_amp": _use_amp, "warmup": _warmup, "gradient_checkpointing": _recompute, "debug": _debug, "device_id": _device_id,
-}  # fmt: skip
+    "use_amp": lambda value: {"compute.dtype": "auto" if truth(value) else "fp32"},
+    "gradient_checkpointing": lambda value: {"compute.recompute": "full" if truth(value) else "off"},
+    "debug": lambda value: {PRESET: "debug"} if truth(value) else {},
+    "warmup": _warmup,
+    "device_id": _device_id,
+}
 
 
 def names() -> list[str]:
@@ -75,9 +67,7 @@ def names() -> list[str]:
 
 
 def meaning(name: str, value: Any) -> dict[str, Any] | None:
-    """The keys (or PRESET, GPU) a name stands for, their values read; None if nobody knows it. Raises ValueError for a
-    value that can't be.
-    """
+    """The keys (or PRESET, GPU) a name stands for, their values read; None: unknown. ValueError: a bad value."""
     if name in KEYS:
         found = {name: value}
     elif name in BARE or name in RENAMED:
@@ -94,9 +84,7 @@ def meaning(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def in_section(section: str, name: str) -> str | None:
-    """What `name` below `section` is called without it: a dotted key, or one of `names()`. None where it has no
-    business there.
-    """
+    """`name` below `section` as a dotted key, or one of `names()`. None where it does not belong there."""
     ours = NOTES_SECTIONS.get(section, section)
     if f"{ours}.{name}" in KEYS:
         return f"{ours}.{name}"

@@ -1,6 +1,4 @@
-"""How much there is to learn from: exactly, once the data is prepared; before that from the files' sizes. No numpy: a
-dry run asks, too.
-"""
+"""How much there is to learn from: exact once the data is prepared, before that from file sizes. No numpy."""
 
 from __future__ import annotations
 
@@ -14,11 +12,8 @@ from stoker.training.data.prepared import Prepared
 from stoker.training.data.sources import FORMS, local_files, share_of
 
 COUNTED = 1 << 28  # bytes of a file whose lines are counted; a longer one is taken to go on as it began
-SMALL_VOCABULARY, ITS_BYTES, OTHERS_BYTES = (
-    8192,
-    3.0,
-    4.0,
-)  # bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536
+# Bytes per token of English: 2.85 measured with 768 tokens, 4.4 with 65,536.
+SMALL_VOCABULARY, ITS_BYTES, OTHERS_BYTES = 8192, 3.0, 4.0
 PARQUET = 2.5  # times as large once it is unpacked
 CHAT_TEXT = 0.75  # of a chat's row is text, the rest JSON
 FILL = 0.95  # of packed rows is not padding

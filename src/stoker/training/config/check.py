@@ -1,6 +1,4 @@
-"""What no training can be made of: numbers out of range, combinations that exclude each other. Pure: a configuration
-in, a refusal out.
-"""
+"""Refuses numbers out of range and combinations that exclude each other. Pure."""
 
 from __future__ import annotations
 
@@ -11,27 +9,27 @@ from typing import NoReturn
 from stoker.contract import limits, settings
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import gb
+from stoker.contract.shape import shape
 from stoker.training.config.keys import KEYS, values_of
 from stoker.training.config.layers import Origin
 from stoker.training.config.schema import Config, NeedsConfig
-from stoker.training.forensics.injection import GRAMMAR, misplaced, parse
+from stoker.training.forensics.config import GRAMMAR, misplaced, parse
 
 _NUMBER = re.compile(r"[-+]?((\d+\.?\d*|\.\d+)(e[-+]?\d+)?|nan|inf)", re.IGNORECASE)
 _PERCENT = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*")
+_DOTTED = re.compile(r"[a-z]+\.[a-z0-9_]+")
 MOST_EPOCHS_A_STEP = 100
 LOGS_TO = ("tensorboard", "wandb", "trackio", "mlflow")
 
 
-RANGES = {dotted: key.spec.limit for dotted, key in KEYS.items() if key.spec.limit is not None}
-
-
+@shape
 class _Checking:
-    def __init__(self, config: Config, given: Mapping[str, Origin]) -> None:
-        self.config, self.given = config, given
+    config: Config
+    given: Mapping[str, Origin]
 
-    def refuse(self, names: Sequence[str], line: str) -> NoReturn:
-        """`names`: the keys that make it impossible; the one that was given is to blame."""
-        origin = next((self.given[name] for name in names if name in self.given), None)
+    def refuse(self, line: str, *names: str) -> NoReturn:
+        """Blames the first key that was given, of `names`, or of those in the line."""
+        origin = next((self.given[name] for name in names or _DOTTED.findall(line) if name in self.given), None)
         raise Refusal(
             f"{origin.words if origin else f'preset {self.config.preset}'}: {line}",
             origin.code if origin else EX_CONFIG,
@@ -43,7 +41,7 @@ def check(config: Config, given: Mapping[str, Origin] | None = None, on_cpu: boo
     checking = _Checking(config, given or {})
     for name, value in values_of(config).items():
         if outside := settings.outside(KEYS[name].spec, value, KEYS[name].text(value)):
-            checking.refuse([name], f"{name} {outside}")
+            checking.refuse(f"{name} {outside}", name)
     if not config.model.load:
         _shape(checking)
     _run_length_and_batch(checking)
@@ -59,136 +57,115 @@ def _shape(checking: _Checking) -> None:
         fits = [count for count in range(1, min(model.dim, 1024) + 1) if model.dim % (2 * count) == 0]
         if not fits:
             checking.refuse(
-                names,
                 f"model.dim {model.dim} is odd: no heads of an even width make it; give an even one, or model.head_dim",
+                *names,
             )
         near = ", ".join(map(str, sorted(sorted(fits, key=lambda count: abs(count - model.heads))[:4])))
         checking.refuse(
-            names,
             f"model.heads {model.heads} does not divide model.dim {model.dim}: heads of {near} do, or give"
             " model.head_dim",
+            *names,
         )
     if model.head_dim % 2:
-        names = ("model.head_dim", "model.heads", "model.dim")
         checking.refuse(
-            names,
             f"model.head_dim {model.head_dim} is odd (dim {model.dim}, heads {model.heads}): the rotary embedding turns"
             " pairs",
+            "model.head_dim",
+            "model.heads",
+            "model.dim",
         )
     if model.heads % model.kv_heads:
         legal = ", ".join(str(count) for count in range(1, min(model.heads, 1024) + 1) if model.heads % count == 0)
-        checking.refuse(
-            ("model.kv_heads", "model.heads"),
-            f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}: {legal} do",
-        )
+        checking.refuse(f"model.kv_heads {model.kv_heads} does not divide model.heads {model.heads}: {legal} do")
 
 
 def _run_length_and_batch(checking: _Checking) -> None:
     train, batch, context = checking.config.train, checking.config.batch, checking.config.data.context_length
     if not train.max_steps and not train.epochs:
-        checking.refuse(
-            ("train.max_steps", "train.epochs"), "neither train.max_steps nor train.epochs says how long to train"
-        )
+        checking.refuse("neither train.max_steps nor train.epochs says how long to train")
     if batch.tokens % context:
         low = batch.tokens // context * context
         legal = f"{low} or {low + context}" if low else f"{context}"
-        checking.refuse(
-            ("batch.tokens", "data.context_length"),
-            f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is",
-        )
+        checking.refuse(f"batch.tokens {batch.tokens} is no multiple of data.context_length {context}: {legal} is")
 
 
 def _words(checking: _Checking) -> None:
-    config = checking.config
-    unknown = [word for word in config.train.log_to.replace(" ", "").split(",") if word and word not in LOGS_TO]
+    log_to, share = checking.config.train.log_to, checking.config.data.validation
+    unknown = [word for word in log_to.replace(" ", "").split(",") if word and word not in LOGS_TO]
     if unknown:
-        checking.refuse(["train.log_to"], f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}")
-    percent = _PERCENT.fullmatch(config.data.validation)
+        checking.refuse(f"train.log_to {unknown[0]!r} is not one of {', '.join(LOGS_TO)}", "train.log_to")
+    percent = _PERCENT.fullmatch(share)
     if percent:
-        checking.refuse(
-            ["data.validation"],
-            f"data.validation {config.data.validation} is a percentage: write the share, {float(percent[1]) / 100:g}",
-        )
-    if _NUMBER.fullmatch(config.data.validation) and float(config.data.validation) not in limits.LESS_THAN_ALL:
-        checking.refuse(
-            ["data.validation"],
-            f"data.validation {config.data.validation} is not a share of the data from 0 to below 1, nor a path",
-        )
+        checking.refuse(f"data.validation {share} is a percentage: write the share, {float(percent[1]) / 100:g}")
+    if _NUMBER.fullmatch(share) and float(share) not in limits.LESS_THAN_ALL:
+        checking.refuse(f"data.validation {share} is not a share of the data from 0 to below 1, nor a path")
 
 
 def _drill(checking: _Checking) -> None:
     """A drill that would never come is no drill."""
     text, train, model = checking.config.nan.inject, checking.config.train, checking.config.model
     if text and not GRAMMAR.fullmatch(text.strip()):
-        checking.refuse(["nan.inject"], f"nan.inject {text!r} is not WHERE@STEP or WHERE@STEP@RANK")
+        checking.refuse(f"nan.inject {text!r} is not WHERE@STEP or WHERE@STEP@RANK", "nan.inject")
     told = parse(text)
     if told is None:
         return
     if train.max_steps and told.step >= train.max_steps:
         checking.refuse(
-            ("nan.inject", "train.max_steps"),
             f"nan.inject {text}: there is no step {told.step}: the run's are 0 to {train.max_steps - 1}",
+            "nan.inject",
+            "train.max_steps",
         )
     problem = "" if model.load else misplaced(told, model.layers)
     if problem:
-        checking.refuse(["nan.inject"], f"nan.inject {text}: {problem}")
+        checking.refuse(f"nan.inject {text}: {problem}", "nan.inject")
 
 
 def _combinations(checking: _Checking, on_cpu: bool | None) -> None:
     config = checking.config
-    compute, strategy = config.compute, config.parallel.strategy
-    if strategy == "fsdp" and compute.cuda_graphs == "on":
-        line = "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
-        checking.refuse(("compute.cuda_graphs", "parallel.strategy"), line)
-    if strategy == "fsdp" and config.optim.kind != "adamw":
-        line = (
-            f"optim.kind {config.optim.kind} needs whole matrices on each rank and parallel.strategy fsdp shards them:"
-            " use ddp, or optim.kind adamw"
-        )
-        checking.refuse(("optim.kind", "parallel.strategy"), line)
+    compute, parallel, kind = config.compute, config.parallel, config.optim.kind
+    if parallel.strategy == "fsdp":
+        _sharded(checking)
     if compute.compile == "fused" and compute.fp8 != "off":
-        line = (
+        checking.refuse(
             f"compute.compile fused and compute.fp8 {compute.fp8} exclude each other: our own kernels know no fp8; auto"
             " compiles the blocks for it"
         )
-        checking.refuse(("compute.compile", "compute.fp8"), line)
-    _exchange(checking)
+    if parallel.comm.startswith("local") and kind == "adamw8bit":
+        checking.refuse(
+            f"parallel.comm {parallel.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit"
+            " has codes instead: use adamw or muon"
+        )
     if compute.attention in ("flash", "cudnn") and (compute.dtype == "fp32" or config.data.kind == "chat"):
         line = f"compute.attention {compute.attention} takes neither fp32 nor packed conversations: use auto"
-        checking.refuse(("compute.attention", "compute.dtype", "data.kind"), line)
-    if not on_cpu:
-        return
-    only_gpu = {
-        "compute.fp8": (compute.fp8, "tensorwise"),
-        "compute.cuda_graphs": (compute.cuda_graphs, "on"),
-        "compute.loss": (compute.loss, "liger"),
-        "compute.attention": (compute.attention, "cudnn"),
-    }
-    for name, (value, needs_gpu) in only_gpu.items():
-        if value == needs_gpu:
-            checking.refuse([name, "parallel.device"], f"{name} {value} needs a GPU, and this would train on the CPU")
+        checking.refuse(line, "compute.attention", "compute.dtype", "data.kind")
+    only_gpu = {"fp8": "tensorwise", "cuda_graphs": "on", "loss": "liger", "attention": "cudnn"}
+    for name, value in only_gpu.items():
+        if on_cpu and getattr(compute, name) == value:
+            line = f"compute.{name} {value} needs a GPU, and this would train on the CPU"
+            checking.refuse(line, f"compute.{name}", "parallel.device")
 
 
-def _exchange(checking: _Checking) -> None:
-    told, kind = checking.config.parallel, checking.config.optim.kind
-    if told.strategy == "fsdp" and told.balance != "off":
-        line = (
+def _sharded(checking: _Checking) -> None:
+    compute, parallel, kind = checking.config.compute, checking.config.parallel, checking.config.optim.kind
+    if compute.cuda_graphs == "on":
+        checking.refuse(
+            "compute.cuda_graphs on and parallel.strategy fsdp exclude each other: a graph can't hold fsdp's gathers"
+        )
+    if kind != "adamw":
+        checking.refuse(
+            f"optim.kind {kind} needs whole matrices on each rank and parallel.strategy fsdp shards them: use ddp, or"
+            " optim.kind adamw"
+        )
+    if parallel.balance != "off":
+        checking.refuse(
             "parallel.balance auto needs parallel.strategy ddp: fsdp's ranks wait for each other inside their work, and"
             " nobody's own speed shows"
         )
-        checking.refuse(("parallel.balance", "parallel.strategy"), line)
-    if told.strategy == "fsdp" and told.comm != "full":
-        line = (
-            f"parallel.comm {told.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its"
+    if parallel.comm != "full":
+        checking.refuse(
+            f"parallel.comm {parallel.comm} needs parallel.strategy ddp: fsdp exchanges weights and gradients in its"
             " own way"
         )
-        checking.refuse(("parallel.comm", "parallel.strategy"), line)
-    if told.comm.startswith("local") and kind == "adamw8bit":
-        line = (
-            f"parallel.comm {told.comm} averages the optimizer's moments in a checkpoint, and optim.kind adamw8bit has"
-            " codes instead: use adamw or muon"
-        )
-        checking.refuse(("parallel.comm", "optim.kind"), line)
 
 
 def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None = None) -> None:
@@ -196,9 +173,10 @@ def check_ranks(config: Config, ranks: int, given: Mapping[str, Origin] | None =
     if config.batch.tokens and samples < ranks:
         least = ranks * config.data.context_length
         _Checking(config, given or {}).refuse(
-            ("batch.tokens", "data.context_length"),
             f"batch.tokens {config.batch.tokens} is {samples} samples of {config.data.context_length} tokens: too few"
             f" for {ranks} ranks; {least} is enough",
+            "batch.tokens",
+            "data.context_length",
         )
 
 
@@ -207,9 +185,8 @@ def check_drill(config: Config, ranks: int, given: Mapping[str, Origin] | None =
     told = parse(config.nan.inject)
     if told is not None and told.rank is not None and told.rank >= ranks:
         there = f"the run's are 0 to {ranks - 1}" if ranks > 1 else "the run has one, 0"
-        _Checking(config, given or {}).refuse(
-            ["nan.inject"], f"nan.inject {config.nan.inject}: there is no rank {told.rank}: {there}"
-        )
+        line = f"nan.inject {config.nan.inject}: there is no rank {told.rank}: {there}"
+        _Checking(config, given or {}).refuse(line, "nan.inject")
 
 
 def check_data(
@@ -220,20 +197,20 @@ def check_data(
     packed: int | None = None,
 ) -> None:
     """What only the prepared data can tell. `packed`: samples of chats; of a stream, the context decides."""
+    checking = _Checking(config, given or {})
     context, rows = config.data.context_length, config.model.vocab_size
     if train_tokens < context + 1:
-        line = (
+        raise Refusal(
             f"data.context_length {context} is longer than the data: {train_tokens} tokens to train on; give more data"
-            " or a shorter context"
+            " or a shorter context",
+            EX_DATAERR,
         )
-        raise Refusal(line, EX_DATAERR)
     if rows and rows < vocab_size:
-        line = (
+        checking.refuse(
             f"model.vocab_size {rows} is too small for the tokenizer's {vocab_size} tokens: leave it out, or give that"
             " many"
         )
-        _Checking(config, given or {}).refuse(["model.vocab_size"], line)
-    _check_step(_Checking(config, given or {}), (train_tokens - 1) // context if packed is None else packed)
+    _check_step(checking, (train_tokens - 1) // context if packed is None else packed)
 
 
 def _check_step(checking: _Checking, samples: int) -> None:
@@ -243,11 +220,11 @@ def _check_step(checking: _Checking, samples: int) -> None:
     a_step = batch.tokens // data.context_length or max(batch.micro, 1) * batch.accumulation
     names = ("batch.tokens",) if batch.tokens else ("batch.micro", "batch.accumulation")
     if a_step > MOST_EPOCHS_A_STEP * samples and any(name in checking.given for name in names):
-        line = (
+        checking.refuse(
             f"a step of {a_step:,} samples or more is {a_step // samples:,} epochs of the data's {samples:,}: at most"
-            f" {MOST_EPOCHS_A_STEP} make sense"
+            f" {MOST_EPOCHS_A_STEP} make sense; give a smaller batch",
+            *names,
         )
-        checking.refuse(names, f"{line}; give a smaller batch")
 
 
 def check_needs(needs: NeedsConfig, cards: Sequence[int | None], given: Mapping[str, Origin] | None = None) -> None:

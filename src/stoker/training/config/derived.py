@@ -1,10 +1,7 @@
-"""Settings that follow from the stage, the model's size and the amount of data, where nobody gave them.
-docs/pipeline.md has the rule and a table.
+"""Settings that follow from stage, model size and amount of data, where nobody gave them (table: docs/pipeline.md).
 
-key default < preset < derived < config file < environment < flags
-
-A preset is written for pretraining: what a stage derives lies over it. `debug` alone keeps its 10 steps and its batch
-in every stage.
+key default < preset < derived < config file < environment < flags. A preset is written for pretraining: what a stage
+derives lies over it. `debug` alone keeps its 10 steps and its batch in every stage.
 """
 
 from __future__ import annotations
@@ -27,11 +24,9 @@ CONTINUED = 4.0  # times that: pretraining that goes on with loaded weights, as 
 KEEPS_ITS_LENGTH = ("debug",)
 MOST_STEPS_A_PASS = 1000  # more data: a larger batch, up to the preset's
 RANKS_UNKNOWN = 16  # samples a step has at least where only the launch will show how many ranks share them
-RATES, LENGTH, BATCH = (
-    ("optim.learning_rate", "optim.muon_learning_rate"),
-    ("train.max_steps", "train.epochs"),
-    ("batch.tokens", "batch.accumulation"),
-)
+RATES = ("optim.learning_rate", "optim.muon_learning_rate")
+LENGTH = ("train.max_steps", "train.epochs")
+BATCH = ("batch.tokens", "batch.accumulation")
 
 
 @shape
@@ -47,11 +42,8 @@ class Learning:
     prompts: bool = False  # GRPO: a step has grpo.prompts_per_step, and writes new answers in every pass
 
 
-GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = (
-    100,
-    1000,
-    10,
-)  # wanted; at most; and the passes that few prompts are asked for it
+# Wanted; at most; and the passes that few prompts are asked for it.
+GRPO_STEPS, GRPO_MOST_STEPS, GRPO_PASSES = 100, 1000, 10
 
 
 @shape

@@ -73,11 +73,9 @@ def _parse(text: str, path: str, where: str) -> Any:
             return parse_json(without_comments(text.removeprefix("\ufeff")), unique=True)
         except ValueError as problem:
             if as_json:
-                at = (
-                    f" at line {problem.lineno}, column {problem.colno}: {problem.msg}"
-                    if isinstance(problem, json.JSONDecodeError)
-                    else f": {problem}"
-                )
+                at = f": {problem}"
+                if isinstance(problem, json.JSONDecodeError):
+                    at = f" at line {problem.lineno}, column {problem.colno}: {problem.msg}"
                 raise Refusal(f"{where} is not JSON{at}", EX_DATAERR) from problem
             # else YAML, which has {a: 1} too
     try:
@@ -87,9 +85,7 @@ def _parse(text: str, path: str, where: str) -> Any:
 
 
 def without_comments(text: str) -> str:
-    """Blanks in their place, so that an error's line and column stay true. Strings are left alone: "https://x" is no
-    comment.
-    """
+    """Blanks in their place, so that an error's line and column stay true. Strings are left alone."""
 
     def blank(match: re.Match[str]) -> str:
         endless = match[0].startswith("/*") and (len(match[0]) < 4 or not match[0].endswith("*/"))

@@ -55,26 +55,15 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
     """Every key is understood, whichever of them the help lists."""
     shown = shown or Shown()
     group = parser.add_argument_group("config")
-    about = "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items())
-    _add(group, "preset", ["--preset"], f"where to begin: {about}" if shown.keys is None else _presets(), "NAME", False)
-    file = "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`"
-    _add(
-        group,
-        "config",
-        ["--config"],
-        file if shown.keys is None else "YAML or JSON file with any of the keys",
-        "FILE",
-        False,
-    )
-    path = "data.path" if shown.keys is None else next(iter(shown.keys), "")
-    _add(
-        group,
-        "data",
-        ["--data"],
-        "the same as --data.path: one or several" if path == "data.path" else None,
-        "PATH",
-        False,
-    )
+    if shown.keys is None:
+        begin = "; ".join(f"{name}: {text}" for name, text in presets.ABOUT.items())
+        file = "YAML or JSON file with any of the keys below; its section `run` may hold options of `stoker run`"
+    else:
+        begin, file = ", ".join(presets.ABOUT), "YAML or JSON file with any of the keys"
+    _add(group, "preset", ["--preset"], f"where to begin: {begin}", "NAME", False)
+    _add(group, "config", ["--config"], file, "FILE", False)
+    paths = shown.keys is None or next(iter(shown.keys), "") == "data.path"
+    _add(group, "data", ["--data"], "the same as --data.path: one or several" if paths else None, "PATH", False)
     _add(group, "debug", ["--debug"], "the same as --preset debug", None, True)
     groups: dict[str, Any] = {}
     if shown.keys is not None:
@@ -88,20 +77,10 @@ def add_key_flags(parser: argparse.ArgumentParser, shown: Shown | None = None) -
         alone, metavar = key.kind == "bool", _metavar(dotted)
         _add(groups[key.section] if text else parser, dotted, [f"--{dotted}"], text, metavar, alone)
         _add(parser, dotted, _spellings(dotted)[1:], None, metavar, alone)
-    for name in [
-        *BARE,
-        *(leaf for leaf, many in LEAVES.items() if len(many) > 1),
-        *RENAMED,
-        *TRANSLATED,
-        *SECTION_VALUES,
-    ]:
+    for name in (*LEAVES, *RENAMED, *TRANSLATED, *SECTION_VALUES):
         alone = name in STANDS_ALONE or (name in BARE and KEYS[BARE[name]].kind == "bool")
         if name not in ("debug", "data"):
             _add(parser, name, _spellings(name), None, None, alone)
-
-
-def _presets() -> str:
-    return f"where to begin: {', '.join(presets.ABOUT)}"
 
 
 def _help(dotted: str, shown: Shown) -> str:
@@ -150,15 +129,10 @@ def _add(where: Any, name: str, spellings: list[str], text: str | None, metavar:
     action.name = name
 
 
-def key_parser(prog: str) -> Parser:
-    made = Parser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_key_flags(made)
-    return made
-
-
 def parse(argv: Sequence[str], prog: str = "pretrain") -> tuple[Flag, ...]:
     """Nothing but keys: what a recipe is started with."""
-    made = key_parser(prog)
+    made = Parser(prog=prog, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_key_flags(made)
     found, extra = made.parse_known_args(list(argv))
     if extra:
         made.unknown(extra)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 from typing import Any
 
@@ -47,19 +48,13 @@ KEYS: dict[str, Key] = {
 }
 
 
-def _leaves() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    for key in KEYS.values():
-        # `--gpus` is an option of `stoker run`; `--debug` is the preset of that name.
-        if key.section != "needs" and key.name != "debug":
-            found[key.name] = (*found.get(key.name, ()), key.dotted)
-    return found
-
-
-LEAVES = _leaves()
-BARE = {
-    name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1
-}  # names that say which key they mean without their section
+LEAVES: dict[str, tuple[str, ...]] = {}
+for _key in KEYS.values():
+    # `--gpus` is an option of `stoker run`; `--debug` is the preset of that name.
+    if _key.section != "needs" and _key.name != "debug":
+        LEAVES[_key.name] = (*LEAVES.get(_key.name, ()), _key.dotted)
+# Names that say which key they mean without their section.
+BARE = {name: dotted[0] for name, dotted in LEAVES.items() if len(dotted) == 1}
 DEFAULTS = {dotted: key.default for dotted, key in KEYS.items()}
 
 
@@ -73,3 +68,43 @@ def config_of(preset: str, values: dict[str, Any]) -> Config:
         for section, part in SECTIONS.items()
     }
     return Config(preset=preset, **parts)
+
+
+def as_yaml(config: Config) -> str:
+    """All of it; `--config` reads it back as exactly this configuration. Without the library: the ranks write it."""
+    lines = [f"preset: {config.preset}"]
+    section = ""
+    for name, value in values_of(config).items():
+        key = KEYS[name]
+        if key.section != section:
+            section = key.section
+            lines.append(f"{section}:")
+        lines.append(f"  {key.name}: {scalar(name, value)}")
+    return "\n".join(lines) + "\n"
+
+
+def scalar(name: str, value: Any) -> str:
+    """One key's value."""
+    key = KEYS[name]
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_quoted(item) for item in value) + "]"
+    if isinstance(value, str):
+        return _quoted(value) if _needs_quotes(value) else value
+    text = key.text(value)
+    mantissa, e, exponent = text.partition("e")
+    if key.kind == "float" and e and "." not in mantissa:
+        return f"{mantissa}.0e{exponent}"  # YAML takes 1e-05 for a text
+    return text
+
+
+def _needs_quotes(text: str) -> bool:
+    """A plain word that YAML reads as itself: letters first, and none of its words for true, false and null."""
+    plain = text.isascii() and text.isalnum() and text[:1].isalpha()
+    return not plain or text.lower() in ["true", "false", "yes", "no", "on", "off", "null", "y", "n"]
+
+
+def _quoted(text: str) -> str:
+    """As JSON has it; what can't be printed in the form YAML reads."""
+    return "".join(
+        char if char.isprintable() else f"\\U{ord(char):08x}" for char in json.dumps(text, ensure_ascii=False)
+    )

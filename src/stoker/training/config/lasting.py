@@ -41,11 +41,11 @@ def _pinned(value: Any) -> Any:
     if not os.path.islink(link):
         return value
     root = os.path.dirname(link)
-    if os.path.exists(link) and not ownership.is_mine(
-        os.stat(link).st_uid, root
-    ):  # of another user, in a folder that several share
-        return os.path.join(reader.find(None, root or ".").dir, *parts[parts.index(layout.LATEST) + 1 :])
-    return os.path.join(os.path.dirname(link), os.readlink(link), *parts[parts.index(layout.LATEST) + 1 :])
+    rest = parts[parts.index(layout.LATEST) + 1 :]
+    # Of another user, in a folder that several share.
+    if os.path.exists(link) and not ownership.is_mine(os.stat(link).st_uid, root):
+        return os.path.join(reader.find(None, root or ".").dir, *rest)
+    return os.path.join(root, os.readlink(link), *rest)
 
 
 def with_tokenizer(c: Config, say: Callable[[str], None]) -> Config:

@@ -1,6 +1,4 @@
-"""What was asked for, layer by layer: config file < environment < flags. Each value is read here and remembers where it
-was said.
-"""
+"""What was asked for: config file < environment < flags. Each value is read here and knows its origin."""
 
 from __future__ import annotations
 
@@ -25,12 +23,22 @@ class Origin:
     code: int  # the exit code of a refusal because of it
 
 
-@shape
 class Layer:
     """One place where keys were given. `values` may also hold aliases.PRESET and aliases.GPU."""
 
-    values: Mapping[str, Any]
-    origins: Mapping[str, Origin]
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, Origin] = {}
+
+    def take(self, name: str, value: Any, origin: Origin) -> bool:
+        """False if nobody knows the name."""
+        try:
+            found = {name: str(value)} if name == aliases.PRESET else aliases.meaning(name, value)
+        except ValueError as problem:
+            raise Refusal(f"{origin.words}: {problem}", origin.code) from problem
+        self.values |= found or {}
+        self.origins |= dict.fromkeys(found or {}, origin)
+        return found is not None
 
 
 @shape
@@ -52,37 +60,17 @@ class Layers:
         )
 
 
-class _Gathering:
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
-        self.origins: dict[str, Origin] = {}
-
-    def take(self, name: str, value: Any, origin: Origin) -> bool:
-        """False if nobody knows the name."""
-        try:
-            found = {name: str(value)} if name == aliases.PRESET else aliases.meaning(name, value)
-        except ValueError as problem:
-            raise Refusal(f"{origin.words}: {problem}", origin.code) from problem
-        for dotted, one in (found or {}).items():
-            self.values[dotted] = one
-            self.origins[dotted] = origin
-        return found is not None
-
-    def layer(self) -> Layer:
-        return Layer(self.values, self.origins)
-
-
 def gather(flags: Sequence[Flag], environment: Mapping[str, str]) -> Layers:
     files = [flag for flag in flags if flag.name == "config"]
     if len(files) > 1:
         raise Refusal(f"--config {files[-1].text}: one config file, and {files[0].text} was named before", EX_USAGE)
     path = files[0].text if files else ""
-    file, run = from_file(path) if path else (Layer({}, {}), {})
+    file, run = from_file(path) if path else (Layer(), {})
     return Layers(file, from_environment(environment), from_flags(flags), run, path)
 
 
 def from_flags(flags: Sequence[Flag]) -> Layer:
-    found = _Gathering()
+    found = Layer()
     paths: dict[str, tuple[str, ...]] = {}
     for flag in flags:
         dotted = aliases.SECTION_VALUES.get(flag.name, flag.name)
@@ -92,13 +80,13 @@ def from_flags(flags: Sequence[Flag]) -> Layer:
         if flag.name != "config":
             known = found.take(flag.name, value, Origin(flag.spelling, EX_USAGE))
             assert known, f"a flag is registered that no key has: {flag.spelling}"
-    return found.layer()
+    return found
 
 
 def from_environment(environment: Mapping[str, str]) -> Layer:
     """STOKER_TRAIN_OPTIM_LEARNING_RATE=1e-4, STOKER_TRAIN_PRESET=small. Several paths are separated by commas."""
     known = {PREFIX + dotted.replace(".", "_").upper(): dotted for dotted in KEYS} | {PREFIX + "PRESET": aliases.PRESET}
-    found = _Gathering()
+    found = Layer()
     for name, text in environment.items():
         if not name.startswith(PREFIX):
             continue
@@ -107,13 +95,13 @@ def from_environment(environment: Mapping[str, str]) -> Layer:
         dotted = known[name]
         many = dotted in KEYS and KEYS[dotted].spec.many
         found.take(dotted, [part for part in text.split(",") if part] if many else text, Origin(name, EX_CONFIG))
-    return found.layer()
+    return found
 
 
 def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
     """The keys, and the section `run`."""
     where = f"config file {path}"
-    found = _Gathering()
+    found = Layer()
     run: Mapping[str, Any] = {}
 
     def take(shown: str, name: str, value: Any, section: str) -> None:
@@ -123,10 +111,8 @@ def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
             raise Refusal(f"{where}: unknown key {shown!r}{aliases.near(section, name)}", EX_CONFIG)
         twice = next((dotted for dotted in before if before[dotted] != found.values[dotted]), None)
         if twice:
-            raise Refusal(
-                f"{where}: {shown} says {twice} is {_shown(twice, found)}, and it was {_shown(twice, before)} before",
-                EX_CONFIG,
-            )
+            now, then = found.values[twice], before[twice]
+            raise Refusal(f"{where}: {shown} says {twice} is {now!r}, and it was {then!r} before", EX_CONFIG)
 
     for key, value in load(path).items():
         name = str(key).replace("-", "_")
@@ -153,9 +139,4 @@ def from_file(path: str) -> tuple[Layer, Mapping[str, Any]]:
         else:
             section, _, leaf = name.rpartition(".")
             take(str(key), (section and aliases.in_section(section, leaf)) or name, value, "")
-    return found.layer(), run
-
-
-def _shown(dotted: str, values: Any) -> str:
-    found = values.values if isinstance(values, _Gathering) else values
-    return repr(found[dotted])
+    return found, run

@@ -1,6 +1,4 @@
-"""Named starting points. A file, the environment and flags lie on top; the shape comes from the dial, so that a single
-key given besides fits in.
-"""
+"""Named starting points, below file, environment and flags. The dial makes the shape, so one more key fits in."""
 
 from __future__ import annotations
 

@@ -1,17 +1,15 @@
-"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make exactly this
-one.
-"""
+"""Preset, file, environment and flags become one configuration; and back: the shortest flags that make it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import Refusal
 from stoker.contract.settings import suggest
-from stoker.contract.shape import options_of, shape
-from stoker.training.config import aliases, dial
+from stoker.contract.shape import options_of, replace, shape
+from stoker.training.config import aliases
 from stoker.training.config.check import check
 from stoker.training.config.flags import parse
 from stoker.training.config.keys import DEFAULTS, KEYS, config_of, values_of
@@ -20,6 +18,7 @@ from stoker.training.config.presets import PRESETS
 from stoker.training.config.schema import Config
 from stoker.training.model.config import ModelConfig
 
+SHAPE = ("depth", "layers", "dim", "heads", "kv_heads", "head_dim", "ff")
 # The left key counts only where the right one is 0: who gives the left and not the right means the left.
 DISPLACES = {
     "train.epochs": "train.max_steps",
@@ -40,13 +39,6 @@ class Resolved:
     given: Mapping[str, Origin]  # dotted keys that no preset decided
     lines: tuple[str, ...]  # to be said; the first is the preset's
     run_options: Mapping[str, Any]  # what the config file says of `stoker run`
-
-
-def resolve(argv: Sequence[str], environment: Mapping[str, str], gpus_present: bool) -> Resolved:
-    """Checked, too. Refuses in one line what can't be."""
-    found = settle(gather(parse(argv), environment), gpus_present)
-    check(found.config, found.given, on_cpu(found.config, gpus_present))
-    return found
 
 
 def settle(layers: Layers, gpus_present: bool, defaults: Mapping[str, Any] | None = None) -> Resolved:
@@ -107,14 +99,46 @@ def combine(preset: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if "batch.tokens" not in given and tokens and context > 0:
         values["batch.tokens"] = max(tokens // context, 1) * context
     names = options_of(ModelConfig)
-    model = dial.derive(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
+    model = model_shape(ModelConfig(**{name: values[f"model.{name}"] for name in names}), given)
     return values | {f"model.{name}": getattr(model, name) for name in names}
 
 
-def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
-    """For the ranks: no file and no environment needed, and two equal configurations give equal words. `keep`: said in
-    any case, being a stage's defaults.
+def model_shape(model: ModelConfig, given: Collection[str]) -> ModelConfig:
+    """The depth dial: the model's shape from one number, and from what was `given` (dotted keys), which wins. head_dim
+    stays 0 where no width fits: `check` says so.
     """
+    may_be_zero = ("kv_heads", "head_dim", "ff")
+    own = {name for name in SHAPE if f"model.{name}" in given and (getattr(model, name) or name not in may_be_zero)}
+    dial = model.depth > 0
+    layers = model.layers if "layers" in own or not dial else model.depth
+    dim = model.dim if "dim" in own or not dial else _round_up(64 * model.depth, 128)
+    heads = model.heads if "heads" in own or (not dial and "dim" not in own) else 0
+    head_dim = model.head_dim if "head_dim" in own else _head_dim(dim, heads)
+    if not heads and "heads" not in own:
+        heads = max(dim // head_dim, 1) if head_dim > 0 else 1
+    if "kv_heads" in own:
+        kv_heads = model.kv_heads
+    else:  # a zero that was asked for means no sharing, as without the dial
+        shared = dial and "model.kv_heads" not in given and heads >= 16 and heads % 4 == 0
+        kv_heads = heads // 4 if shared else heads
+    ff = model.ff if "ff" in own else _round_up(-(-8 * dim // 3), 64)
+    return replace(model, layers=layers, dim=dim, heads=heads, kv_heads=kv_heads, head_dim=head_dim, ff=ff)
+
+
+def _round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def _head_dim(dim: int, heads: int) -> int:
+    if heads:
+        return dim // heads if dim % heads == 0 else 0
+    # 128 is what the attention kernels like best; below a width of 1024 it leaves too few heads
+    widest = 128 if dim >= 1024 else 64
+    return next((width for width in range(widest, 1, -2) if dim % width == 0), 0)
+
+
+def flags(config: Config, keep: Iterable[str] = ()) -> list[str]:
+    """For the ranks: no file, no environment; equal configurations give equal words. `keep`: always among them."""
     wanted = values_of(config)
     base = combine(config.preset, [])
     told = {name: wanted[name] for name in KEYS if name in COUPLED or wanted[name] != base[name]}
@@ -143,9 +167,7 @@ def recipe_settings(
     say: Callable[[str], None] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Resolved:
-    """For a recipe, under torchrun as under `stoker train`. A preset that was not named is said; options of `stoker
-    run` have no meaning here.
-    """
+    """For a recipe, under torchrun as under `stoker train`. Says which preset was chosen if none was named."""
     told = parse(argv)
     layers = gather(told, os.environ if environment is None else environment)
     found = settle(layers, gpus_present, defaults)
@@ -154,13 +176,3 @@ def recipe_settings(
         for line in found.lines:
             say(line)
     return found
-
-
-def recipe_config(
-    argv: Sequence[str],
-    gpus_present: bool,
-    environment: Mapping[str, str] | None = None,
-    say: Callable[[str], None] | None = None,
-    defaults: Mapping[str, Any] | None = None,
-) -> Config:
-    return recipe_settings(argv, gpus_present, environment, say, defaults).config

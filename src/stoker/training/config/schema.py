@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, get_type_hints
 
 from stoker.contract import limits
 from stoker.contract.quantities import size
@@ -57,11 +57,7 @@ class Config:
     needs: NeedsConfig
 
 
-SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig, "tokenizer": TokenizerConfig, "data": DataConfig, "batch": BatchConfig, "optim": OptimConfig, "parallel": ParallelConfig,
-    "compute": ComputeConfig, "train": TrainConfig, "checkpoint": CheckpointConfig, "nan": NanConfig, "reward": RewardConfig,
-    "generate": GenerateConfig, "density": DensityConfig, "grpo": GrpoConfig, "evaluate": EvaluateConfig, "diversity": DiversityConfig, "needs": NeedsConfig,
-}  # fmt: skip
+SECTIONS: dict[str, type[Any]] = {name: part for name, part in get_type_hints(Config).items() if name != "preset"}
 ABOUT = {
     "model": "the decoder's shape", "tokenizer": "text to tokens", "data": "where the tokens come from", "batch": "how many tokens a step has",
     "optim": "optimizer and schedule", "parallel": "how ranks share the work", "compute": "precision, kernels, memory", "train": "how long, and what is said",

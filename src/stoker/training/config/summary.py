@@ -1,6 +1,4 @@
-"""The block that a training stage prints before it starts: what was chosen, by whom, and the flag that changes it.
-Pure.
-"""
+"""The block a training stage prints before it starts: what was chosen, by whom, which flag changes it. Pure."""
 
 from __future__ import annotations
 
@@ -69,11 +67,9 @@ def _choices(
     else:
         samples = samples_a_step(config, at.ranks)
         whole = config.batch.tokens or config.batch.micro
-        words = (
-            f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
-            if whole
-            else "as many tokens a step as fit"
-        )
+        words = "as many tokens a step as fit"
+        if whole:
+            words = f"{samples * context:,} tokens a step, {samples:,} row{'' if samples == 1 else 's'}"
         if at.amount is None and not set(BATCH) & set(given):
             words += " at most"
         yield Choice("batch", words, "--batch.tokens", ("batch.tokens", "batch.accumulation", "batch.micro"))
@@ -115,11 +111,8 @@ def _source(
 def _fewer(learning: Learning, given: Collection[str]) -> str:
     if learning.prompts:
         return "give more prompts, or --max-steps"
-    return (
-        f"--epochs {learning.passes:g} is the default"
-        if {"train.max_steps", "train.epochs"} & set(given)
-        else "give more data, or --epochs"
-    )
+    set_by_user = {"train.max_steps", "train.epochs"} & set(given)
+    return f"--epochs {learning.passes:g} is the default" if set_by_user else "give more data, or --epochs"
 
 
 def _millions(count: int) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from stoker.training.forensics import report as phases
+from stoker.training.forensics.culprit import samples
 from stoker.training.forensics.report import Report, TensorStats
-from stoker.training.forensics.wording import samples
 
 _WIDE, _NARROW = "=" * 80, "=" * 40
 _LISTED = 8
@@ -86,16 +86,8 @@ def table(stats: tuple[TensorStats, ...]) -> list[str]:
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "NaN", "Inf", "min", "max", "absmax")]
     for one in stats:
         shown = [f"{value:.4g}" if value is not None else "n/a" for value in (one.min, one.max, one.absmax)]
-        rows.append(
-            (
-                one.name,
-                "×".join(str(size) for size in one.shape) or "scalar",
-                one.dtype,
-                str(one.nan),
-                str(one.inf),
-                *shown,
-            )
-        )
+        size = "×".join(map(str, one.shape)) or "scalar"
+        rows.append((one.name, size, one.dtype, str(one.nan), str(one.inf), *shown))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
@@ -104,7 +96,5 @@ def table(stats: tuple[TensorStats, ...]) -> list[str]:
 
 def headline(report: Report) -> str:
     """One rank among several: its verdict, shortly."""
-    return (
-        f"rank {report.rank} [{report.label}]:"
-        f" {'fine here' if report.phase in (phases.CLEAN, phases.REDUCED) else report.verdict}"
-    )
+    fine = report.phase in (phases.CLEAN, phases.REDUCED)
+    return f"rank {report.rank} [{report.label}]: {'fine here' if fine else report.verdict}"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import nn
 
 from stoker.contract.names import EX_CONFIG, Refusal
 from stoker.contract.settings import suggest
-from stoker.training.forensics.injection import Injection, parse
-
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = ["Drill", "parse"]
+from stoker.training.forensics.config import Injection
+from stoker.training.forensics.statistics import local
 
 
 class Drill:
@@ -28,9 +27,8 @@ class Drill:
             if not self._parameter.requires_grad:
                 raise Refusal(f"nan.inject: parameter {self._injection.where} is frozen and has no gradient", EX_CONFIG)
         else:
-            _named(
-                {name: one for name, one in model.named_modules() if name}, self._injection.where, "module"
-            ).register_forward_hook(self._spoil)
+            modules = {name: module for name, module in model.named_modules() if name}
+            _named(modules, self._injection.where, "module").register_forward_hook(self._spoil)
 
     def _due(self) -> bool:
         return self._injection is not None and self.step == self._injection.step
@@ -38,8 +36,6 @@ class Drill:
     def _spoil(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         if not self._due() or self._injection is None:
             return None
-        import torch
-
         first, *rest = output if isinstance(output, (tuple, list)) else (output,)
         spot = torch.zeros_like(first, dtype=torch.bool)
         spot[(0,) * spot.dim()] = True
@@ -50,8 +46,6 @@ class Drill:
         """After the backward, before the norm."""
         if self._parameter is None or not self._due() or self._injection is None or self._parameter.grad is None:
             return
-        from stoker.training.forensics.statistics import local
-
         mine = local(self._parameter.grad)
         if mine.numel():  # an uneven shard may be empty
             mine[(0,) * mine.dim()] += self._injection.value

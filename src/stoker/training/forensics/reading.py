@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from stoker.contract import typed
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import shape
-from stoker.contract.tensorheader import Header, Tensor, read_header
+from stoker.contract.tensorheader import Tensor, read_header
 from stoker.contract.untrusted import read_json
 from stoker.training.forensics.report import Report, TensorStats
 
@@ -27,16 +28,10 @@ _SAMPLE = {
 }
 _MOST_DIMENSIONS = 32  # of numpy
 _PLAIN = {
-    "F64": "<f8",
-    "F32": "<f4",
-    "F16": "<f2",
-    "I64": "<i8",
-    "I32": "<i4",
-    "I16": "<i2",
-    "I8": "<i1",
-    "U8": "<u1",
+    "F64": "<f8", "F32": "<f4", "F16": "<f2", "I64": "<i8", "I32": "<i4", "I16": "<i2", "I8": "<i1", "U8": "<u1",
     "BOOL": "<u1",
-}
+}  # fmt: skip
+Read = TypeVar("Read")
 _NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -90,7 +85,7 @@ def ranks(folder: str) -> list[RankDump]:
 
 def _dump(folder: str) -> RankDump:
     path = os.path.join(folder, REPORT)
-    data = _json(path)
+    data: Any = _read_with(read_json, path)
     try:
         found = typed.read_fields(
             {"report": "Any", "files?": {"cut?": "dict[str, str]", "left_out?": "dict[str, str]"}}, data
@@ -106,7 +101,7 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     path = os.path.join(dump.folder, BATCH)
     if not os.path.exists(path):
         return []
-    data = _json(path)
+    data: Any = _read_with(read_json, path)
     try:
         samples = [
             typed.read_fields(_SAMPLE, sample)
@@ -118,20 +113,11 @@ def texts(dump: RankDump) -> list[dict[str, Any]]:
     return [one for one in samples if not wanted or one.get("id") in wanted]
 
 
-def _json(path: str) -> Any:
+def _read_with(reader: Callable[[str], Read], path: str) -> Read:
     try:
-        return read_json(path)
+        return reader(path)
     except FileNotFoundError as problem:
         raise Refusal(f"{path} is not there", EX_NOINPUT) from problem
-    except OSError as problem:
-        raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-    except ValueError as problem:
-        raise Refusal(f"{path} is damaged: {problem}", EX_DATAERR) from problem
-
-
-def header(path: str) -> Header:
-    try:
-        return read_header(path)
     except OSError as problem:
         raise Refusal(f"{path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except ValueError as problem:
@@ -147,7 +133,7 @@ def show(dump: RankDump, name: str, most: int = 8) -> Shown:
         kind = file.removesuffix(".safetensors")
         if not os.path.exists(path):
             continue
-        found = header(path)
+        found = _read_with(read_header, path)
         known += [f"{kind}/{tensor}" for tensor in found.tensors]
         sought = rest if wanted == kind and rest else name
         if sought in found.tensors and (wanted == kind or not rest):

@@ -1,6 +1,4 @@
-"""The bad step once more, eagerly and under watch: which operation made the first NaN or Inf, in which module, from
-which samples.
-"""
+"""The bad step once more, eager and watched: which operation made the first NaN or Inf, where, from what."""
 
 from __future__ import annotations
 
@@ -13,15 +11,16 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
+from stoker.training.data.reader import IGNORED
 from stoker.training.forensics import report as phases
-from stoker.training.forensics.keeping import Origin
+from stoker.training.forensics.culprit import worded
 from stoker.training.forensics.report import Report, TensorStats
 from stoker.training.forensics.scopes import OUTSIDE
-from stoker.training.forensics.statistics import describe, is_bad, local
+from stoker.training.forensics.statistics import Origin, describe, is_bad, local
 from stoker.training.forensics.trace import Tracer, clean
-from stoker.training.forensics.wording import worded
 
+LOSS = "loss"  # the scope that the decoder's loss is in
 _SQUARES_OVERFLOW = math.sqrt(torch.finfo(torch.float32).max)
 
 
@@ -38,11 +37,8 @@ class MicroBatch:
 @shape
 class Replay:
     micro_batches: Sequence[MicroBatch]
-    after: Callable[[], None] | None = (
-        None  # what the step does to the gradients before their norm: a drill's injection
-    )
-    ignore_index: int = -100
-    scopes_of_loss: tuple[str, ...] = ("loss",)
+    # What the step does to the gradients before their norm: a drill's injection.
+    after: Callable[[], None] | None = None
 
 
 @shape
@@ -52,12 +48,8 @@ class Investigation:
     cuts: dict[str, str]  # which of them are not whole
 
 
-def investigate(
-    model: nn.Module, replay: Replay, *, step: int, rank: int, world: int, label: str, loss: float, grad_norm: float
-) -> Investigation:
-    """Zeroes the gradients and leaves those of the replay, for the dump. An exception in the replay becomes part of the
-    report.
-    """
+def investigate(model: nn.Module, replay: Replay, report: Report) -> Investigation:
+    """`report`: what is known before; the rest is filled in. The replay's gradients stay, for the dump."""
     model.zero_grad(set_to_none=True)
     weights = tuple(describe(clean(name), one) for name, one in model.named_parameters() if is_bad(one))
     tracer = Tracer(model)
@@ -68,20 +60,10 @@ def investigate(
     origin = _earliest([tracer.origin_of(one) for one in ends])
     if origin is None and problem:
         origin = _earliest([one for one in tracer.origins if not one.mask])
-    found = Report(
-        step,
-        rank,
-        world,
-        label,
-        loss,
-        grad_norm,
-        phases.CLEAN,
-        gradients=tuple(describe(name, gradient) for name, gradient in bad),
-        parameters=weights,
-        problem=problem,
-    )
-    said = _put(found, **_facts(found, replay, origin, losses, gradients))
-    return Investigation(worded(said), origin.tensors if origin else {}, origin.cuts if origin else {})
+    stats = tuple(describe(name, gradient) for name, gradient in bad)
+    report = replace(report, gradients=stats, parameters=weights, problem=problem)
+    report = replace(report, **_facts(report, replay, origin, losses, gradients))
+    return Investigation(worded(report), origin.tensors if origin else {}, origin.cuts if origin else {})
 
 
 def _run(replay: Replay, tracer: Tracer) -> tuple[list[Tensor], str]:
@@ -118,55 +100,31 @@ def _facts(
 ) -> dict[str, object]:
     """What the report says besides the numbers it was called with."""
     if found.parameters:
-        first = found.parameters[0]
         at = _named(replay, origin) if origin else {}
-        return {
-            **at,
-            "phase": phases.PARAMETERS,
-            "parameter": first.name,
-            "what": "NaN" if first.nan else "Inf",
-            "output": first,
-            "sample_ids": (),
-        }
+        return {**at, "phase": phases.PARAMETERS, **_first(found.parameters), "sample_ids": ()}
     if origin is not None:
         facts = _named(replay, origin)
         empty = _untargeted(replay, origin.micro_batch)
-        if empty and origin.phase == phases.FORWARD and origin.module in (OUTSIDE, "(model)", *replay.scopes_of_loss):
+        if empty and origin.phase == phases.FORWARD and origin.module in (OUTSIDE, "(model)", LOSS):
             return {**facts, "phase": phases.TARGETS, "sample_ids": empty}
         return facts
     if any(is_bad(one) for one in losses):  # a loss that no operation made: a kernel the dispatcher does not see
         number = next(number for number, one in enumerate(losses) if is_bad(one))
         stats = describe("loss", losses[number])
         empty = _untargeted(replay, number)
-        more = {
+        return {
             "micro_batch": number,
             "output": stats,
             "what": "NaN" if stats.nan else "Inf",
             "sample_ids": empty or _ids(replay, number),
-        }
-        return {
-            **more,
             "phase": phases.TARGETS if empty else phases.FORWARD,
             "op": "the loss",
-            "module": replay.scopes_of_loss[0],
+            "module": LOSS,
         }
     if found.gradients:
-        first = found.gradients[0]
-        if found.world > 1 and any(
-            type(gradient) is not Tensor for _, gradient in gradients
-        ):  # sharded: reduced in the backward itself
-            return {
-                "phase": phases.REDUCED,
-                "what": "NaN" if first.nan else "Inf",
-                "parameter": first.name,
-                "output": first,
-            }
-        return {
-            "phase": phases.GRADIENT,
-            "what": "NaN" if first.nan else "Inf",
-            "parameter": first.name,
-            "output": first,
-        }
+        # Sharded ones are reduced in the backward itself.
+        reduced = found.world > 1 and any(type(gradient) is not Tensor for _, gradient in gradients)
+        return {"phase": phases.REDUCED if reduced else phases.GRADIENT, **_first(found.gradients)}
     if found.problem:
         return {"phase": phases.FAILED}
     empty = tuple(one for number in range(len(replay.micro_batches)) for one in _untargeted(replay, number))
@@ -175,21 +133,15 @@ def _facts(
     return _overflow(found, gradients)
 
 
+def _first(bad: Sequence[TensorStats]) -> dict[str, object]:
+    return {"parameter": bad[0].name, "what": "NaN" if bad[0].nan else "Inf", "output": bad[0]}
+
+
 def _named(replay: Replay, origin: Origin) -> dict[str, object]:
     ids = _ids(replay, origin.micro_batch)
     some = tuple(ids[position] for position in origin.samples if position < len(ids))
-    return {
-        "phase": origin.phase,
-        "what": origin.what,
-        "op": origin.op,
-        "module": origin.module,
-        "parameter": origin.parameter,
-        "source": origin.source,
-        "micro_batch": origin.micro_batch,
-        "sample_ids": some or ids,
-        "output": origin.output,
-        "inputs": origin.inputs,
-    }
+    same = ("phase", "what", "op", "module", "parameter", "source", "micro_batch", "output", "inputs")
+    return {**{name: getattr(origin, name) for name in same}, "sample_ids": some or ids}
 
 
 def _ids(replay: Replay, number: int | None) -> tuple[int, ...]:
@@ -199,7 +151,7 @@ def _ids(replay: Replay, number: int | None) -> tuple[int, ...]:
 def _untargeted(replay: Replay, number: int | None) -> tuple[int, ...]:
     """The samples of a micro-batch in which nothing at all is to be learned; empty where something is, or nobody knows."""
     one = replay.micro_batches[number] if number is not None else None
-    if one is None or one.targets is None or bool((one.targets != replay.ignore_index).any()):
+    if one is None or one.targets is None or bool((one.targets != IGNORED).any()):
         return ()
     return tuple(one.sample_ids)
 
@@ -207,16 +159,9 @@ def _untargeted(replay: Replay, number: int | None) -> tuple[int, ...]:
 def _overflow(found: Report, gradients: list[tuple[str, Tensor]]) -> dict[str, object]:
     if math.isfinite(found.grad_norm) or not gradients:
         return {}
-    norms = [
-        (float(torch.linalg.vector_norm(local(gradient), dtype=torch.float64)), name, gradient)
-        for name, gradient in gradients
-    ]
-    if math.sqrt(sum(norm * norm for norm, _, _ in norms)) < _SQUARES_OVERFLOW:
+    norms = [float(torch.linalg.vector_norm(local(gradient), dtype=torch.float64)) for _, gradient in gradients]
+    if math.sqrt(sum(norm * norm for norm in norms)) < _SQUARES_OVERFLOW:
         return {}
-    _, name, gradient = max(norms, key=lambda one: one[0])
-    largest: TensorStats = describe(name, gradient)
+    name, gradient = gradients[norms.index(max(norms))]
+    largest = describe(name, gradient)
     return {"phase": phases.NORM, "what": "Inf", "parameter": name, "output": largest, "gradients": (largest,)}
-
-
-def _put(found: Report, **facts: object) -> Report:
-    return Report(**{**found.__dict__, **facts})

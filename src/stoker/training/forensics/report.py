@@ -1,6 +1,4 @@
-"""What an investigation found on one rank: shapes that cross from the rank to the record and to `stoker nan`. No torch
-here.
-"""
+"""What an investigation found on one rank, for the record and `stoker nan`. No torch."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ class Report:
     label: str  # GPU 6, CPU 0
     loss: float
     grad_norm: float
-    phase: str
+    phase: str = CLEAN
     what: str = ""  # NaN | Inf | -Inf: the first bad value
     op: str = ""  # aten.bmm
     module: str = ""  # layers.3.attention

@@ -1,11 +1,9 @@
-"""Where in the model the code is. Modules are followed by hooks; code outside of any module says its name with
-`scope("loss")`.
-"""
+"""Where in the model the code is: modules by hooks; code outside of any by `scope("loss")`."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 OUTSIDE = "(outside of any module)"
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -31,22 +29,18 @@ class Stack:
         return None
 
 
-class _Scope(AbstractContextManager[None]):
-    def __init__(self, stack: Stack, name: str) -> None:
-        self._stack, self._name = stack, name
-
-    def __enter__(self) -> None:
-        self._stack.push(self._name, in_backward=False)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.pop()
+@contextmanager
+def _entered(stack: Stack, name: str) -> Iterator[None]:
+    stack.push(name, in_backward=False)
+    try:
+        yield
+    finally:
+        stack.pop()
 
 
 def scope(name: str) -> AbstractContextManager[None]:
     """with scope("loss"): ...   Does nothing unless an investigation is under way."""
-    return _NOTHING if _active is None else _Scope(_active, name)
+    return _NOTHING if _active is None else _entered(_active, name)
 
 
 def follow(stack: Stack | None) -> None:

@@ -1,12 +1,11 @@
-"""Batches of a step, prepared by a thread while the step before is computed: read from the mapped shards, in pinned
-memory.
-"""
+"""A step's batches, read from the mapped shards into pinned memory by a thread during the step before."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,12 +18,14 @@ from stoker.training.balance.plan import Plans
 from stoker.training.data.order import Order
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.material import Rows
+from stoker.training.parallel.group import Group
 from stoker.training.parallel.split import Share, cut, even_micro, split
 
+HOST = torch.device("cpu")
 AHEAD = 2  # steps
-CUT_AHEAD = (
-    AHEAD + 4
-)  # no batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one is being made
+# No batch of the step this many behind one whose numbers are heard has been begun: another is launched, AHEAD wait, one
+# is being made.
+CUT_AHEAD = AHEAD + 4
 
 
 @shape
@@ -63,113 +64,70 @@ class Course:
 
 
 class Feeder:
-    """`plans`: who computes how many of a step's samples, with micro-batches of `micro` at most; without them shares
-    are equal.
-    """
+    """`plans`: who computes how many of a step's samples, `micro` at once at most; without them, equal shares."""
 
     def __init__(
         self,
         samples: Rows,
         order: Order,
         course: Course,
+        group: Group,
         *,
-        first_step: int,
-        steps: int,
-        ranks: int,
-        rank: int,
+        steps: range,
         micro: int,
-        equal_steps: bool,
-        pinned: bool,
         plans: Plans | None = None,
     ) -> None:
-        self._samples, self._order, self._course = samples, order, course
-        self._steps = range(first_step, steps)
-        self._ranks, self._rank, self._micro, self._equal, self._pinned, self._plans = (
-            ranks,
-            rank,
-            micro,
-            equal_steps,
-            pinned,
-            plans,
-        )
-        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(AHEAD)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
-        self._thread.start()
+        self._samples, self._order, self._course, self._group = samples, order, course, group
+        self._steps, self._micro, self._plans = steps, micro, plans
 
-    def __iter__(self) -> Iterator[StepBatch]:
-        while True:
-            found = self._queue.get()
-            if found is None:
-                return
-            if isinstance(found, BaseException):
-                raise found
-            yield found
-
-    def __enter__(self) -> Feeder:
-        return self
-
-    def __exit__(self, *problem: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._stop.set()
-        while self._thread.is_alive():
+    def batches(self) -> Generator[StepBatch]:
+        """Closed early, it waits for the one that is being made."""
+        steps, waiting = enumerate(self._steps), deque[Future[StepBatch]]()
+        with ThreadPoolExecutor(1, "feeder") as pool:
             try:
-                self._queue.get(timeout=0.05)
-            except queue.Empty:
-                continue
-
-    def _run(self) -> None:
-        try:
-            for index, step in enumerate(self._steps):
-                self._put(self.make(step, index))
-                if self._stop.is_set():
-                    return
-            self._put(None)
-        except BaseException as problem:  # handed to the loop, which raises it
-            self._put(problem)
-
-    def _put(self, item: StepBatch | BaseException | None) -> None:
-        while not self._stop.is_set():
-            try:
-                self._queue.put(item, timeout=0.2)
-                return
-            except queue.Full:
-                continue
+                for _ in self._steps:
+                    more = islice(steps, AHEAD + 2 - len(waiting))
+                    waiting.extend(pool.submit(self.make, step, index) for index, step in more)
+                    yield waiting.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def make(self, step: int, index: int) -> StepBatch:
         begin, end = self._course.of_step(index)
         share = self._share(step, end - begin)
         ids = self._order.ids(begin + share.begin, begin + share.end)
         made = [self._micro_batch(ids, share, number) for number in range(share.micro_steps)]
-        labels = (
-            sum(int((one.targets != IGNORED).sum()) for one in made)
-            if self._samples.chat
-            else len(ids) * self._samples.context
-        )
+        labels = len(ids) * self._samples.context
+        if self._samples.chat:
+            labels = sum(int((one.targets != IGNORED).sum()) for one in made)
         return StepBatch(step, end - begin, (end - begin) * self._samples.context, labels, tuple(made))
 
     def _share(self, step: int, samples: int) -> Share:
+        group = self._group
         if self._plans is None:
-            return split(samples, self._ranks, self._rank, self._micro, self._equal)
+            return split(samples, group.world, group.rank, self._micro, equal_steps=group.strategy == "fsdp")
         plan = self._plans.cut(step)
-        return cut(plan.of(samples), self._rank, even_micro(plan.shares[self._rank], self._micro))
+        return cut(plan.of(samples), group.rank, even_micro(plan.shares[group.rank], self._micro))
 
     def _micro_batch(self, ids: NDArray[np.int64], share: Share, number: int) -> MicroBatch:
         begin, end = share.rows(number)
         mine = ids[begin - share.begin : end - share.begin]
-        some = ids[:1] if len(ids) else np.zeros(1, dtype=np.int64)
-        batch = self._samples.batch(mine if len(mine) else some)
-        rows = share.micro
-        inputs = self._padded(batch.inputs, rows, 0)
-        targets = self._padded(batch.targets, rows, IGNORED)
-        if not len(mine):
-            targets.fill_(IGNORED)
-        segments = self._padded(batch.segments, rows, 0) if batch.segments is not None else None
-        return MicroBatch(tuple(int(one) for one in mine), inputs, targets, segments)
+        pinned = self._group.device.type == "cuda"
+        return MicroBatch(tuple(mine.tolist()), *padded(self._samples, mine, share.micro, pinned=pinned))
 
-    def _padded(self, array: NDArray[Any], rows: int, value: int) -> Tensor:
-        found = torch.full((rows, array.shape[1]), value, dtype=torch.from_numpy(array).dtype, pin_memory=self._pinned)
+
+def padded(
+    samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned."""
+
+    def table(array: NDArray[Any], filling: int) -> Tensor:
+        found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)
         found[: len(array)] = torch.from_numpy(array)
-        return found
+        return found.to(device)
+
+    batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
+    targets = table(batch.targets, IGNORED)
+    if not len(ids):
+        targets.fill_(IGNORED)
+    return table(batch.inputs, 0), targets, table(batch.segments, 0) if batch.segments is not None else None

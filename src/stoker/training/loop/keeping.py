@@ -143,9 +143,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _sharded_like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Optimizer state is made of local pieces; with its parameter's mesh around it, a checkpoint knows which piece it
-    is.
-    """
+    """Optimizer state is local pieces; its parameter's mesh around it tells a checkpoint which piece it is."""
     if not hasattr(parameter, "device_mesh") or hasattr(tensor, "device_mesh"):
         return tensor
     from torch.distributed.tensor import DTensor

@@ -1,17 +1,59 @@
 """What learns: a decoder, unless a stage says otherwise; how its weights come and go, and how it is measured on what
-was held out.
+was held out: nats per token and bits per byte, over the same samples whatever the number of ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import nn
 
 from stoker.contract.shape import shape
-from stoker.training.loop.evaluate import Measure, validate
+from stoker.training.data.reader import IGNORED
+from stoker.training.loop.feeder import padded
+from stoker.training.loop.material import Rows
 from stoker.training.model import hf
 from stoker.training.model.decoder import Decoder
+from stoker.training.parallel.group import Group
 
 Say = Callable[[str], None]
+
+
+@shape
+class Validation:
+    loss: float  # nats per token
+    bits_per_byte: float | None  # None: not of text
+    tokens: int
+    right: float | None = None  # share of pairs whose better answer scores higher
+
+
+class Measure(Protocol):
+    def __call__(self, model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation: ...
+
+
+@torch.no_grad()
+def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micro: int) -> Validation:
+    """Rank r takes samples r, r + ranks, …; every rank makes the same number of calls, as FSDP needs."""
+    count = min(len(samples), max(tokens // samples.context, 1)) if tokens else len(samples)
+    mine = np.arange(group.rank, count, group.world, dtype=np.int64)
+    most = -(-count // group.world)
+    calls = -(-most // micro)
+    totals = torch.zeros(2, dtype=torch.float64, device=group.device)
+    training = model.training
+    model.eval()
+    for call in range(calls):
+        ids = mine[call * micro : (call + 1) * micro]
+        inputs, targets, segments = padded(samples, ids, micro, group.device)
+        loss = model(inputs, targets, None, segments)
+        totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+    model.train(training)
+    total, learned = group.sum(totals).tolist()
+    nats = total / learned if learned else math.nan
+    return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
 def _save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) -> None:
@@ -22,7 +64,6 @@ def _save(model: Decoder, folder: str, tokenizer: str, say: Say, write: bool) ->
 class Learner:
     kind: type[Decoder] = Decoder
     load: Callable[[Decoder, str, Say], None] = hf.load
-    save: Callable[[Decoder, str, str, Say, bool], None] = (
-        _save  # model, folder, the tokenizer's folder, say, whether this rank writes
-    )
+    # Model, folder, the tokenizer's folder, say, whether this rank writes.
+    save: Callable[[Decoder, str, str, Say, bool], None] = _save
     measure: Measure = validate

@@ -1,92 +1,71 @@
-"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow, where they are installed. One that is not is refused before
-training.
-"""
+"""--log-to: TensorBoard, Weights & Biases, trackio, MLflow; one that is not installed is refused before training."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from stoker.contract import redact
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
-
-
-class Logger(Protocol):
-    def log(self, step: int, values: dict[str, float]) -> None: ...
-    def close(self) -> None: ...
+from stoker.contract.shape import shape
 
 
-class _TensorBoard:
-    def __init__(self, folder: str) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+@shape
+class Logger:
+    log: Callable[[int, dict[str, float]], None]
+    close: Callable[[], None]
 
-        self._writer = SummaryWriter(os.path.join(folder, "tensorboard"))
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+def _tensorboard(folder: str, config: dict[str, Any]) -> Logger:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(os.path.join(folder, "tensorboard"))
+
+    def log(step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Logger(log, writer.close)
 
 
-class _Tracked:
+def _mlflow(folder: str, config: dict[str, Any]) -> Logger:
+    module = importlib.import_module("mlflow")
+    module.start_run(run_name=os.path.basename(folder))
+    sections = {section: keys for section, keys in config.items() if isinstance(keys, dict)}
+    module.log_params({f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()})
+    return Logger(lambda step, values: module.log_metrics(values, step=step), module.end_run)
+
+
+def _tracked(name: str) -> Callable[[str, dict[str, Any]], Logger]:
     """wandb, and trackio, which has the same words."""
 
-    def __init__(self, module: Any, folder: str, config: dict[str, Any]) -> None:
-        self._run = module
+    def opened(folder: str, config: dict[str, Any]) -> Logger:
+        module = importlib.import_module(name)
         module.init(project="stoker", name=os.path.basename(folder), config=config)
+        return Logger(lambda step, values: module.log(values, step=step), module.finish)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log(values, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    return opened
 
 
-class _MLflow:
-    def __init__(self, module: Any, folder: str, config: dict[str, Any]) -> None:
-        self._run = module
-        module.start_run(run_name=os.path.basename(folder))
-        module.log_params(
-            {
-                f"{section}.{key}": value
-                for section, keys in config.items()
-                if isinstance(keys, dict)
-                for key, value in keys.items()
-            }
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        self._run.log_metrics(values, step=step)
-
-    def close(self) -> None:
-        self._run.end_run()
+_LOGGERS = {"tensorboard": _tensorboard, "wandb": _tracked("wandb"), "trackio": _tracked("trackio"), "mlflow": _mlflow}
 
 
 def check_loggers(log_to: str) -> list[str]:
     wanted = [word for word in log_to.replace(" ", "").split(",") if word]
     for word in wanted:
-        if importlib.util.find_spec(PACKAGES[word]) is None:
+        if importlib.util.find_spec(word) is None:
             raise Refusal(
-                f"train.log_to {word}: it is not installed here; pip install {PACKAGES[word]}, or leave it out",
-                EX_UNAVAILABLE,
+                f"train.log_to {word}: it is not installed here; pip install {word}, or leave it out", EX_UNAVAILABLE
             )
     return wanted
 
 
 def open_loggers(log_to: str, folder: str, config: dict[str, Any], say: Callable[[str], None]) -> list[Logger]:
     config = redact.data(config)  # it leaves this machine
-    found: list[Logger] = []
+    loggers = []
     for word in check_loggers(log_to):
-        if word == "tensorboard":
-            found.append(_TensorBoard(folder))
-        else:
-            module = importlib.import_module(PACKAGES[word])
-            found.append(_MLflow(module, folder, config) if word == "mlflow" else _Tracked(module, folder, config))
+        loggers.append(_LOGGERS[word](folder, config))
         say(f"metrics also go to {word}")
-    return found
+    return loggers

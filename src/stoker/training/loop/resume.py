@@ -1,12 +1,10 @@
-"""What a checkpoint says of its run, and whether this run can go on with it. No torch: `stoker train` asks before a
-rank starts.
-"""
+"""What a checkpoint says of its run, and whether this run can resume from it. No torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from stoker.contract import layout, names
 from stoker.contract.names import EX_CANTCREAT, EX_CONFIG, EX_NOINPUT, Refusal
@@ -18,19 +16,15 @@ from stoker.training.checkpoint.config import CheckpointConfig
 from stoker.training.model.config import OPTIONS, ModelConfig
 from stoker.training.model.rows import with_rows
 
+if TYPE_CHECKING:
+    from stoker.training.data.prepared import Prepared
+    from stoker.training.loop.material import Material
+
+    Made = Prepared | Material  # data that was made with a tokenizer
+
 # What makes another model; the rest (dropout, init_std, load, depth) only says how it came to be.
 _SHAPE = ("layers", "dim", "heads", "kv_heads", "head_dim", "ff", "vocab_size",
           "rope_theta", "rope_factor", "rope_low", "rope_high", "rope_original", "norm_eps", "qk_norm", "tied", *OPTIONS)  # fmt: skip
-
-
-class Worded(Protocol):
-    """Data that was made with a tokenizer."""
-
-    @property
-    def tokenizer_digest(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
 
 @shape
@@ -51,7 +45,7 @@ class Position:
     best: float | None  # lowest validation loss so far
 
 
-def meta(position: Position, data: Data, model: ModelConfig, made: Worded, optimizer: str) -> dict[str, Any]:
+def meta(position: Position, data: Data, model: ModelConfig, made: Made, optimizer: str) -> dict[str, Any]:
     return {
         **as_json(position),
         "data": as_json(data),
@@ -66,7 +60,7 @@ def run_of(folder: str) -> str:
     return os.environ.get(names.RUN_ID) or os.path.basename(os.path.abspath(folder))
 
 
-def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Worded, optimizer: str) -> None:
+def check(found: Mapping[str, Any], where: str, model: ModelConfig, made: Made, optimizer: str) -> None:
     """One line per mismatch would be a list; the first is enough to know."""
     if found.get("tokenizer_digest") not in (None, made.tokenizer_digest):  # before the shape: it decides on vocab_size
         hint = "name that one with tokenizer.path, or start anew (checkpoint.resume never)"
@@ -102,11 +96,9 @@ def located(told: str) -> str:
     )
 
 
-def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Worded) -> int | None:
-    """A checkpoint this run is told to go on with: refused before a rank starts if it does not fit. One inside the run
-    directory is looked at by the ranks.
-
-    Gives the step it goes on at, None where that is not known here.
+def check_before_launch(told: CheckpointConfig, model: ModelConfig, optimizer: str, made: Made) -> int | None:
+    """Refuses a checkpoint that this run is told to resume from and that does not fit; one inside the run directory is
+    left to the ranks. Gives the step it resumes at, None where that is not known here.
     """
     if told.folder:
         try:
@@ -155,17 +147,9 @@ def position(found: Mapping[str, Any], data: Data) -> tuple[Position, str]:
         raise Refusal("the checkpoint does not say how far it is: it was written by something else", EX_CONFIG)
     other = [key for key in mine if theirs.get(key) != mine[key]]
     words = {"key": "the data", "seed": "its order", "context": "the context length", "count": "the number of samples"}
-    line = (
-        f"{', '.join(words[key] for key in other)} differs from the checkpoint's: the data begins at its first sample"
-        if other
-        else ""
-    )
-    return (
-        Position(
-            int(found["step"]),
-            0 if other else int(found["samples"]),
-            int(found["tokens"]),
-            float(best) if best is not None else None,
-        ),
-        line,
-    )
+    lowest = float(best) if best is not None else None
+    if not other:
+        return Position(found["step"], found["samples"], found["tokens"], lowest), ""
+    changed = ", ".join(words[key] for key in other)
+    line = f"{changed} differs from the checkpoint's: the data begins at its first sample"
+    return Position(found["step"], 0, found["tokens"], lowest), line

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,25 +32,14 @@ Batch = TypeVar("Batch")
 Words = tuple[bool, bool, bool, bool]  # stop, save, busy, slow
 
 
-class Agreed(Protocol):
-    """What the ranks said with a step, the same on all of them."""
-
-    @property
-    def stop(self) -> bool: ...  # somebody was told to stop
-    @property
-    def save(self) -> bool: ...  # by rank 0's clock
-    @property
-    def busy(self) -> bool: ...  # somebody still writes the checkpoint before
-    @property
-    def slow(self) -> bool: ...  # by rank 0's clock
-
-
 @shape
 class Answers:
-    stop: bool
-    save: bool
-    busy: bool
-    slow: bool
+    """What the ranks said with a step, the same on all of them."""
+
+    stop: bool  # somebody was told to stop
+    save: bool  # by rank 0's clock
+    busy: bool  # somebody still writes the checkpoint before
+    slow: bool  # by rank 0's clock: steps take seconds
 
 
 def agree(words: Words, group: Group) -> Answers:
@@ -68,7 +57,7 @@ class Task:
         self.finished = False  # nothing is left to learn, though steps are left
         self.score: float | None = None  # the validation loss of this very step
 
-    def hear(self, launched: Any) -> Agreed:
+    def hear(self, launched: Any) -> Answers:
         """Reads a step's numbers and reports them. Raises where they end the run."""
         raise NotImplementedError
 
@@ -137,7 +126,7 @@ class Loop:
         self._unheard = step
         self.done, task.score = self.done + 1, None
         if self.done == self.first + BUFFERS_AFTER + 1 and keeper.wanted:
-            keeper.saver.prepare_buffers_aside(keeper.tensors)
+            keeper.saver.prepare_buffers(keeper.tensors)
         self._profile.step()
         save = (agreed is not None and agreed.save) or keeper.step_due(self.done, self.steps)
         now = task.at_once or save or task.validation_due(self.done) or self._slow
@@ -159,7 +148,7 @@ class Loop:
     def whole(self) -> bool:
         return self.done >= self.steps or self._task.finished
 
-    def _hear(self) -> Agreed:
+    def _hear(self) -> Answers:
         step, self._unheard = self._unheard, None
         return self._task.hear(step)
 

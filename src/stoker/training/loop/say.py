@@ -13,7 +13,7 @@ from stoker.contract import names, redact, terminal
 from stoker.contract.untrusted import printable_lines
 from stoker.control.record.metrics import Metrics
 from stoker.training.balance.plan import Plan
-from stoker.training.loop.evaluate import Validation
+from stoker.training.loop.learner import Validation
 from stoker.training.loop.loggers import Logger, open_loggers
 from stoker.training.loop.speed import Speed, clock
 from stoker.training.parallel.group import Group
@@ -78,9 +78,7 @@ class Voice:
         )
 
     def plan(self, step: int, plan: Plan, imbalance: float) -> None:
-        """The samples of each rank from a later step on: into the metrics of the step that decided it, and by a mark
-        into the run's events.
-        """
+        """Each rank's samples from a later step on: into this step's metrics, and by a mark into the run's events."""
         self.metrics(step, shares=list(plan.shares), shares_from=plan.step, imbalance=round(imbalance, 4))
         if self._group.first:
             stoker.mark(f"BALANCE {plan.step}: {','.join(map(str, plan.shares))}")

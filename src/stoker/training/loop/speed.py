@@ -16,22 +16,12 @@ PEAKS = {
     "RTX 6000 Ada": 364.2, "RTX A6000": 154.8, "RTX A5000": 111.1, "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080": 97.5, "RTX 3090": 71.0,
     "RTX 3080": 59.5,
 }  # fmt: skip
-
-
-_OTHER_CARD = {
-    "laptop",
-    "max",
-    "mig",
-    "ti",
-    "super",
-    "d",
-}  # beside a known name these make another card, or a part of one
+# Beside a known name these make another card, or a part of one.
+_OTHER_CARD = {"laptop", "max", "mig", "ti", "super", "d"}
 
 
 def peak_of(name: str) -> float | None:
-    """FLOP/s of the card that calls itself so; the longest known name whose words stand in it counts. None: nobody
-    knows.
-    """
+    """FLOP/s of the card of this name: the longest known name whose words are in it counts. None: unknown."""
     words = _words(name)
     if _OTHER_CARD & set(words):
         return None
@@ -47,16 +37,12 @@ def _within(few: list[str], many: list[str]) -> bool:
     return any(many[place : place + len(few)] == few for place in range(len(many)))
 
 
-def peak_flops(device: torch.device) -> float | None:
-    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
 class Speed:
     """Over the last steps whose numbers have come. The very first rate holds the compilation."""
 
     def __init__(self, flops_per_token: int, ranks: int, device: torch.device, window: int = 20) -> None:
         self._flops, self._ranks, self._device = flops_per_token, ranks, device
-        self._peak = peak_flops(device)
+        self._peak = peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
         self._seen: deque[tuple[float, int]] = deque(maxlen=window + 1)
         self._tokens = 0
 
@@ -113,6 +99,5 @@ class Startup:
         self._last = now
 
     def said(self) -> str:
-        return f"{self._last - self._began:.1f} s: " + ", ".join(
-            f"{name} {seconds:.1f}" for name, seconds in self._parts
-        )
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self._parts)
+        return f"{self._last - self._began:.1f} s: {parts}"

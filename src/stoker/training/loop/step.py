@@ -1,5 +1,4 @@
-"""One optimizer step, without a word from the GPU: forward and backward of the micro-batches, norm, finite check,
-clipping, update.
+"""One optimizer step, without a word from the GPU: forward, backward, norm, finite check, clipping, update.
 
 Loss, gradient norm and the flag "not finite" travel to the host behind the step and are read one step later. A step
 that is not finite changes nothing, and neither does any after it: the weights stay those that made it, for the replay.
@@ -18,9 +17,11 @@ from stoker.contract.shape import shape
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.loop.feeder import MicroBatch, StepBatch
-from stoker.training.loop.graph import MicroStep
+from stoker.training.loop.run import Answers
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync
+
+WARM_UP = 3  # eager calls before a graph's capture: compilation, cuBLAS and autograd must have settled
 
 
 @shape
@@ -31,14 +32,10 @@ class Numbers:
     loss: float
     norm: float
     bad: bool
-    stop: bool  # somebody was told to stop
-    save: bool  # rank 0 says that it is time
-    busy: bool  # somebody still writes the checkpoint before
-    slow: bool = False  # rank 0 says that steps take seconds
-    compute: tuple[
-        float, ...
-    ] = ()  # seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures
-    waiting: tuple[float, ...] = ()  # and of the exchange after it
+    answers: Answers
+    # Seconds of each rank's own work, of the step `StepClock.lag` before; nothing where nobody measures.
+    compute: tuple[float, ...]
+    waiting: tuple[float, ...]  # and of the exchange after it
 
 
 class Pending:
@@ -61,20 +58,81 @@ class Pending:
         """Waits for the step, while the GPU already works on the next."""
         if self._event is not None:
             self._event.synchronize()
-        loss, norm, bad, stop, save, busy, slow, *seconds = self._host.tolist()
+        loss, norm, bad, *rest = self._host.tolist()
+        answers, seconds = Answers(*(value > 0 for value in rest[:4])), rest[4:]
         ranks = len(seconds) // 2
-        return Numbers(
-            self.step,
-            loss,
-            norm,
-            bad > 0,
-            stop > 0,
-            save > 0,
-            busy > 0,
-            slow > 0,
-            tuple(seconds[:ranks]),
-            tuple(seconds[ranks:]),
+        return Numbers(self.step, loss, norm, bad > 0, answers, tuple(seconds[:ranks]), tuple(seconds[ranks:]))
+
+
+class MicroStep:
+    """Forward and backward of a micro-batch; for small models as one CUDA graph: thousands of kernels of a few µs each
+    are bound by their launches.
+    """
+
+    def __init__(self, wrapped: nn.Module, scale: Tensor, graph_with: Optimizer | None) -> None:
+        self._wrapped, self._scale, self._optimizer = wrapped, scale, graph_with
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: Tensor | None = None
+        self._targets: Tensor | None = None
+        self._loss: Tensor | None = None
+        self._calls = 0
+
+    @property
+    def graphed(self) -> bool:
+        """Gradients keep their place from now on."""
+        return self._optimizer is not None
+
+    def eager(self, micro: MicroBatch) -> Tensor:
+        device = self._scale.device
+        segments = micro.segments.to(device, non_blocking=True) if micro.segments is not None else None
+        loss = self._wrapped(
+            micro.inputs.to(device, non_blocking=True),
+            micro.targets.to(device, non_blocking=True),
+            self._scale,
+            segments,
         )
+        loss.backward()
+        found: Tensor = loss.detach()
+        return found
+
+    def __call__(self, micro: MicroBatch) -> Tensor:
+        if self._optimizer is None or micro.segments is not None:
+            return self.eager(micro)
+        self._calls += 1
+        if self._calls <= WARM_UP:
+            return self.eager(micro)
+        if self._inputs is None or self._targets is None:
+            self._inputs = micro.inputs.to(self._scale.device)
+            self._targets = micro.targets.to(self._scale.device)
+        else:
+            self._inputs.copy_(micro.inputs, non_blocking=True)
+            self._targets.copy_(micro.targets, non_blocking=True)
+        if self._graph is None:
+            self._capture()
+        assert self._graph is not None and self._loss is not None
+        self._graph.replay()
+        return self._loss
+
+    def _capture(self) -> None:
+        """The gradients of the eager calls are the buffers the graph adds to."""
+        assert self._inputs is not None
+        # A number sampled here would make other dropout than the replay of this step has.
+        dice = torch.cuda.get_rng_state()
+        kept = [p.grad.clone() if p.grad is not None else None for p in self._wrapped.parameters()]
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # once on the stream of the capture, for its workspaces
+            self._wrapped(self._inputs, self._targets, self._scale, None).backward()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # other threads pin memory meanwhile
+            loss = self._wrapped(self._inputs, self._targets, self._scale, None)
+            loss.backward()
+            self._loss = loss.detach()
+        for parameter, before in zip(self._wrapped.parameters(), kept, strict=True):
+            if parameter.grad is not None:
+                parameter.grad.zero_() if before is None else parameter.grad.copy_(before)
+        torch.cuda.set_rng_state(dice)
 
 
 class Stepper:
@@ -112,10 +170,9 @@ class Stepper:
             torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1)
 
     def scale(self, batch: StepBatch) -> Tensor:
-        """Ranks ÷ learned tokens of all: the mean over ranks that DDP and FSDP2 take makes it a mean over tokens,
-        however uneven the split.
-
-        Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens."""
+        """Ranks ÷ learned tokens of all: DDP's and FSDP2's mean over ranks becomes one over tokens, however uneven the
+        split. Where ranks learn alone for some steps, it is 1 ÷ this rank's own tokens.
+        """
         if self._chat:
             labels = torch.tensor(float(batch.labels), pin_memory=self._scale.is_cuda).to(
                 self._group.device, non_blocking=True
@@ -132,9 +189,7 @@ class Stepper:
         return self._micro.eager(micro)
 
     def step(self, batch: StepBatch, share: float, *, words: Callable[[], Sequence[bool]]) -> Pending:
-        """`words`: this rank's stop, save, busy and slow, asked when its work is on its way; what is read of them later
-        is the same on all.
-        """
+        """`words`: this rank's stop, save, busy and slow, asked when its work is launched; all read the same later."""
         self.scale(batch)
         if self._clock is not None:
             self._clock.begin()
@@ -167,15 +222,12 @@ class Stepper:
         if self._meeting is not None:
             self._meeting.learned(batch.labels)
             if self._meeting.due(batch.step):
-                self._meeting.meet(
-                    self._optimizer.parameters, bad=self.bad
-                )  # a bad step's weights stay as they are, for its replay
+                # A bad step's weights stay as they are, for its replay.
+                self._meeting.meet(self._optimizer.parameters, bad=self.bad)
         return Pending(batch.step, torch.cat([values[:1], norm[None], self.bad[None], values[2:]]))
 
     def _seconds(self) -> list[float]:
-        """This rank's in its own places, zeros in the others': their sum over ranks has everybody's, in the one
-        exchange a step has anyway.
-        """
+        """This rank's in its own places, zeros elsewhere: the sum over ranks, which a step makes anyway, has all."""
         if self._clock is None:
             return []
         found = [0.0] * (2 * self._group.world)

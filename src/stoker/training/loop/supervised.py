@@ -5,35 +5,41 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 import stoker
 from stoker.contract import layout
 from stoker.contract.shape import shape
+from stoker.contract.untrusted import printable_lines
 from stoker.contract.wholefile import APPEND, write_whole
 from stoker.training.balance.balancer import Balancer
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.saver import Saver
+from stoker.training.forensics import dump, replay
+from stoker.training.forensics.banner import banner
+from stoker.training.forensics.culprit import NonFinite, decide
 from stoker.training.forensics.inject import Drill
-from stoker.training.loop import resume, trip
+from stoker.training.forensics.report import Report
+from stoker.training.loop import resume
 from stoker.training.loop.config import TrainConfig
-from stoker.training.loop.evaluate import Validation
-from stoker.training.loop.feeder import CUT_AHEAD, Course, StepBatch
-from stoker.training.loop.learner import Learner
+from stoker.training.loop.feeder import CUT_AHEAD, Course, MicroBatch, StepBatch
+from stoker.training.loop.learner import Learner, Validation
 from stoker.training.loop.material import Material, Rows
-from stoker.training.loop.run import Task
+from stoker.training.loop.run import Answers, Task
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Speed, Startup
 from stoker.training.loop.step import Numbers, Pending, Stepper
+from stoker.training.model import ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import flops_per_token
 from stoker.training.optim.config import OptimConfig
 from stoker.training.optim.optimizer import Optimizer
-from stoker.training.parallel.group import Group
+from stoker.training.parallel.group import Group, no_sync
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 BEFORE = "before.json"
@@ -99,7 +105,6 @@ class Supervised(Task):
         self.loss = float("nan")
         self.tokens = start.position.tokens  # since the beginning of the run
         self.best = start.position.best
-        self.validation: Validation | None = None  # the newest
         per_token = flops_per_token(parts.model.config, parts.model.context_length)
         self._speed = Speed(per_token, self._group.world, self._group.device)
         self._balancer = self._make_balancer()
@@ -107,9 +112,7 @@ class Supervised(Task):
         self._samples = SampleLog(c.folder, self._group.rank, start.position.step) if logged else None
 
     def begin(self) -> None:
-        """Right before the first step. train.eval_first is kept in a file of its own: the run may go on in another
-        attempt, which can't measure it any more.
-        """
+        """train.eval_first is kept in a file: the run may resume in another attempt, which can't measure it."""
         if self._c.train.eval_first and not self._start.position.step and self._material.held_out is not None:
             found = self._measure(self._material.held_out)
             self._voice.say_once(f"Validation before the first step | Loss: {found.loss:.4f}")
@@ -136,27 +139,16 @@ class Supervised(Task):
             tell=self._voice.plan,
         )
 
-    def hear(self, launched: Launched) -> Numbers:
+    def hear(self, launched: Launched) -> Answers:
         pending, batch = launched.pending, launched.batch
         numbers = pending.read()
         if batch.step == self._start.position.step:
             self._startup.done("first step")
             self._voice.say_once(f"first step after {self._startup.said()}")
         if numbers.bad:
-            found = trip.explain(
-                numbers,
-                batch,
-                self._stepper,
-                self._parts.model,
-                self._parts.wrapped,
-                self._parts.drill,
-                self._group,
-                self._voice,
-                folder=self._c.folder if self._c.dump else None,
-                decode=load_tokenizer(self._material.tokenizer).decode,
-            )
+            summary = self._explain(numbers, batch)
             self._saver.close()  # a save under way is of finite steps: it is the one to go back to
-            raise found
+            raise NonFinite(summary)
         self.loss = numbers.loss
         self.tokens += batch.tokens
         self._speed.step(batch.tokens, pending.when)
@@ -166,7 +158,44 @@ class Supervised(Task):
         if self._balancer is not None:
             self._balancer.hear(numbers.step, batch.samples, numbers.compute, numbers.waiting)
         self._report(numbers, launched.rate)
-        return numbers
+        return numbers.answers
+
+    def _explain(self, numbers: Numbers, batch: StepBatch) -> str:
+        """A non-finite step, replayed and explained by all ranks together. Gives the summary they agree on."""
+        parts, group, stepper = self._parts, self._group, self._stepper
+        parts.drill.step = batch.step
+        ready.unfuse(parts.model)  # module by module, so that the first bad operation has a name
+        stepper.scale(batch)
+
+        def run(number: int, micro: MicroBatch) -> Tensor:
+            stepper.set_seed(batch.step, number)
+            # Whole gradients stay this rank's own; shards exist only after their exchange.
+            with no_sync(parts.wrapped, last=group.strategy == "fsdp"):
+                return stepper.forward_backward(micro)
+
+        micro_batches = [
+            replay.MicroBatch(
+                partial(run, number, micro), micro.ids, micro.inputs[: len(micro.ids)], micro.targets[: len(micro.ids)]
+            )
+            for number, micro in enumerate(batch.micro_batches)
+        ]
+        again = replay.Replay(micro_batches, after=parts.drill.spoil_gradients)
+        known = Report(batch.step, group.rank, group.world, group.label, numbers.loss, numbers.norm)
+        found = replay.investigate(parts.model, again, known)
+        culprits = decide([Report.from_json(one) for one in group.all(found.report.to_json())])
+        where = ""
+        if self._c.dump:
+            decode = load_tokenizer(self._material.tokenizer).decode
+            everything = group.first or group.strategy == "fsdp" or not culprits.ranks
+            try:
+                written = dump.write(self._c.folder, found, parts.model, again, decode=decode, parameters=everything)
+                where = f"; `stoker nan {written}` shows it"
+            except OSError as problem:
+                self._voice.say(f"the dump could not be written: {problem}")
+        if group.rank in culprits.ranks or (not culprits.ranks and group.first):
+            print(printable_lines(banner(found.report)), flush=True)
+            self._voice.say(f"{culprits.summary}{where}")
+        return culprits.summary
 
     def _report(self, numbers: Numbers, rate: float) -> None:
         speed = self._speed
@@ -199,7 +228,6 @@ class Supervised(Task):
         stoker.phase("eval")
         self.meet()
         found = self._measure(self._material.held_out)
-        self.validation = found
         better = math.isfinite(found.loss) and (self.best is None or found.loss < self.best)
         self.score = found.loss
         if better:
@@ -248,9 +276,7 @@ class SampleLog:
         self._from = resumed_at
 
     def write(self, step: int, ids: list[int]) -> None:
-        """`from`: the step this attempt began at; of a step that was made twice, the line with the larger `from`
-        counts.
-        """
+        """`from`: the step this attempt began at; of a step made twice, the line with the larger one counts."""
         self._file.write(json.dumps({"step": step, "from": self._from, "ids": ids}) + "\n")
 
     def close(self) -> None:

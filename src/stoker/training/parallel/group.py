@@ -35,17 +35,13 @@ class Group:
         self.label = f"GPU {card}" if self.device.type == "cuda" else f"CPU {self.rank}"
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        nccl, limit = _own_nccl(self.device), timedelta(seconds=c.timeout)
+        backend = "cpu:gloo,cuda:nccl" if nccl else "gloo"
         if self.world > 1 or (c.strategy == "fsdp" and "MASTER_ADDR" in os.environ):
-            dist.init_process_group(
-                _backend(self.device),
-                timeout=timedelta(seconds=c.timeout),
-                device_id=self.device if _own_nccl(self.device) else None,
-            )
+            dist.init_process_group(backend, timeout=limit, device_id=self.device if nccl else None)
         elif c.strategy == "fsdp":
             store = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(
-                _backend(self.device), store=store, rank=0, world_size=1, timeout=timedelta(seconds=c.timeout)
-            )
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=limit)
 
     @property
     def first(self) -> bool:
@@ -88,9 +84,7 @@ class Group:
         return result
 
     def _await_first(self) -> None:
-        """Until rank 0 comes here, too. By the store: reading or writing a large model may take longer than a
-        collective may.
-        """
+        """Until rank 0 is here, by the store: reading or writing a large model may outlast a collective's timeout."""
         if self.world == 1:
             return
         self._meetings += 1
@@ -113,9 +107,8 @@ class Group:
             if self.world > 1:
                 self._await_first()  # it may be writing the model
                 dist.barrier()  # torch 2.13's gloo aborts when a rank leaves while another still talks to it
-            if (
-                "gloo" in dist.get_backend()
-            ):  # its destructor can wait for a thread that waits for the GIL (docs/log.md): the process's end will do
+            # gloo's destructor can wait for a thread that waits for the GIL (docs/log.md): the process's end will do.
+            if "gloo" in dist.get_backend():
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
             dist.destroy_process_group()
 
@@ -132,17 +125,9 @@ def _device(c: ParallelConfig, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _shared_card() -> bool:
-    """Several ranks on one card: NCCL refuses them, gloo does not."""
-    return os.environ.get(names.SHARED_GPU) == "1"
-
-
 def _own_nccl(device: torch.device) -> bool:
-    return device.type == "cuda" and dist.is_nccl_available() and not _shared_card()
-
-
-def _backend(device: torch.device) -> str:
-    return "cpu:gloo,cuda:nccl" if _own_nccl(device) else "gloo"
+    """NCCL refuses several ranks on one card, gloo does not."""
+    return device.type == "cuda" and dist.is_nccl_available() and os.environ.get(names.SHARED_GPU) != "1"
 
 
 def shard(model: nn.Module, group: Group, dtype: torch.dtype) -> None:

@@ -1,8 +1,7 @@
 """Who computes which samples of a step. Pure.
 
-Any number of ranks may share any number of samples: shares differ by one at most, or are as a plan says
-(balance/plan.py). Each rank pads its last micro-batch with samples whose targets are masked, so that every micro-batch
-has one shape; the loss is weighted by tokens, and padding has none.
+Shares differ by one at most, or are as a plan says (balance/plan.py). Each rank pads its last micro-batch with samples
+whose targets are masked: every micro-batch has one shape; the loss is weighted by tokens, of which padding has none.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ class Share:
 
 
 def split(samples: int, ranks: int, rank: int, micro: int, equal_steps: bool) -> Share:
-    """`equal_steps`: every rank makes as many micro-steps as the others, as FSDP needs. Every rank makes one at least:
-    DDP's exchange needs all of them.
-    """
+    """`equal_steps`: as many micro-steps on every rank, for FSDP. At least one on each: DDP's exchange needs all."""
     base, more = divmod(samples, ranks)
     begin = rank * base + min(rank, more)
     end = begin + base + (rank < more)
@@ -58,7 +55,5 @@ def largest_share(samples: int, ranks: int) -> int:
 
 
 def even_micro(share: int, most: int) -> int:
-    """The micro-batch, not above `most`, that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and 4 rows
-    of padding.
-    """
+    """The micro-batch up to `most` that wastes least: 12 samples with room for 8 are 2 × 6, not 8 + 4 and padding."""
     return -(-share // -(-share // most))

@@ -17,10 +17,10 @@ from stoker.training.balance.plan import Plans
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.config.schema import Config
 from stoker.training.data.order import Order
-from stoker.training.forensics.inject import Drill, parse
+from stoker.training.forensics.config import parse
+from stoker.training.forensics.inject import Drill
 from stoker.training.loop import resume
 from stoker.training.loop.feeder import Course
-from stoker.training.loop.fit import largest_micro
 from stoker.training.loop.learner import Learner
 from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
@@ -29,12 +29,14 @@ from stoker.training.model import hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
-from stoker.training.optim.optimizer import Optimizer, local
+from stoker.training.optim.optimizer import Optimizer, gradient_norm, local
+from stoker.training.parallel.config import local_steps
 from stoker.training.parallel.group import Group, shard
 from stoker.training.parallel.split import even_micro, largest_share
-from stoker.training.parallel.words import local_steps
 
 GRAPH_PARAMETERS = 60_000_000  # below this a step is bound by launches, not by arithmetic: a CUDA graph pays
+SPARE = 0.92  # of what is free: fragments, NCCL's buffers, an evaluation
+WITHOUT_GPU = 8
 MANY = 1024  # samples a micro-batch may have where no batch.tokens limits it
 
 
@@ -118,24 +120,8 @@ def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, v
     halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
     if not micro:
-
-        def forward_backward(inputs: torch.Tensor) -> None:
-            segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
-            # None is left out, and a reward model's targets are places in their row.
-            targets = inputs % inputs.shape[1]
-            model(inputs, targets, torch.zeros((), device=group.device), segments).backward()
-
-        micro = largest_micro(
-            forward_backward,
-            optimizer,
-            group,
-            share=share,
-            context=c.data.context_length,
-            vocabulary=model.config.vocab_size,
-            say=voice.say_once,
-            own=balanced(c, group),
-            halvings=halvings if sharded else 0,
-        )
+        again = halvings if sharded else 0
+        micro = largest_micro(c, model, optimizer, group, voice, share=share, chat=chat, halvings=again)
     if halvings:
         micro = max(micro >> halvings, 1) if c.batch.micro or not sharded else micro
         voice.say_once(f"micro-batch halved {halvings} time(s) after running out of GPU memory: {micro}")
@@ -146,10 +132,85 @@ def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, v
     return micro
 
 
-def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None) -> int:
-    """With micro auto and no tokens it is what fitted at the first start: neither a halving nor fuller cards make it
-    another run.
+def largest_micro(
+    c: Config,
+    model: Decoder,
+    optimizer: Optimizer,
+    group: Group,
+    voice: Voice,
+    *,
+    share: int,
+    chat: bool,
+    halvings: int,
+) -> int:
+    """micro_batch: auto. The most samples whose worst case fits: full context, gradients kept, an optimizer step. Two
+    small trials give the bytes per sample, a third proves the guess, which shrinks until it fits.
+
+    All ranks try the same numbers and agree on each outcome: unlike cards take what the smallest can; balanced, each
+    takes what it can itself. Sharded, a trial exchanges weights: a rank that ran out of memory alone can't take the
+    others back, so it fails, and the launcher starts again with `halvings` of the guess.
     """
+    device = group.device
+    sharded = group.strategy == "fsdp" and group.world > 1
+    agreed = (lambda value: value) if balanced(c, group) else group.smallest
+    if device.type != "cuda":
+        found = even_micro(share, min(share, WITHOUT_GPU))
+        voice.say_once(f"micro-batch auto: {found} (no GPU to fill)")
+        return found
+
+    def peak(micro: int) -> int | None:
+        try:
+            found = _trial(c, model, optimizer, device, micro, chat=chat)
+        except torch.OutOfMemoryError:
+            if sharded:
+                raise
+            found = 0
+        optimizer.zero()
+        torch.cuda.empty_cache()
+        return found if agreed(found) else None
+
+    if sharded:
+        stoker.mark("CAN-HALVE-MICRO-BATCH")
+    one = peak(1)
+    if one is None:
+        raise torch.OutOfMemoryError(
+            "one sample does not fit: shorten data.context_length, set compute.recompute full, or use parallel.strategy"
+            " fsdp"
+        )
+    two = peak(2) if share > 1 else None
+    if two is None:
+        return 1
+    free, _ = torch.cuda.mem_get_info(device)
+    room = (free + torch.cuda.memory_reserved(device)) * SPARE
+    guess = agreed(min(share, max(2, int((room - one) // max(two - one, 1)) + 1)))
+    guess = even_micro(share, max(guess >> halvings, 1))
+    while guess > 2 and peak(guess) is None:
+        guess = even_micro(share, max(guess * 7 // 8, 2))
+    a_sample = f"{(two - one) / 2**30:.2f} GiB a sample"
+    voice.say_once(f"micro-batch auto: {guess} ({a_sample}, {room / 2**30:.0f} GiB of room)")
+    return guess
+
+
+def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: int, *, chat: bool) -> None:
+    """Forward and backward."""
+    inputs = torch.randint(0, model.config.vocab_size, (micro, c.data.context_length), device=device)
+    segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
+    # None is left out, and a reward model's targets are places in their row.
+    targets = inputs % inputs.shape[1]
+    model(inputs, targets, torch.zeros((), device=device), segments).backward()
+
+
+def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, chat: bool) -> int:
+    torch.cuda.reset_peak_memory_stats(device)
+    for _ in range(2):  # the second with the gradients of the first
+        random_micro_batch(c, model, device, micro, chat=chat)
+    optimizer.step(0.0, gradient_norm(optimizer.parameters), torch.ones((), device=device))  # "bad": it moves nothing
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device)
+
+
+def samples_per_step(c: Config, micro: int, world: int, found: Checkpoint | None) -> int:
+    """With micro auto and no tokens it stays what fitted at the first start, whatever is halved or fuller now."""
     b = c.batch
     if b.tokens or b.micro:
         return b.tokens // c.data.context_length if b.tokens else b.micro * b.accumulation * world
@@ -199,9 +260,7 @@ def start_of(
 
 
 def settle(c: Config, parts: Parts) -> None:
-    """DDP rebuilds its buckets after the first backward: without two steps for nothing, the first one after a resume
-    would add in another order.
-    """
+    """DDP rebuilds its buckets after the first backward: without two, a resume would add in another order."""
     group = parts.group
     if not c.compute.deterministic or group.world < 3 or group.strategy != "ddp":
         return

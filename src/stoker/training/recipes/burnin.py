@@ -17,7 +17,7 @@ import os
 import statistics
 import time
 from datetime import timedelta
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only so, and reads it once
@@ -44,9 +44,7 @@ LOCAL = int(os.environ.get("LOCAL_RANK", "0"))
 
 
 class Model:
-    """A transformer without its attention: matmuls, exp, reductions and an optimizer that reads all memory are what
-    finds bad silicon.
-    """
+    """Matmuls, exp, reductions and an optimizer that reads all memory find bad silicon: attention is left out."""
 
     def __init__(self, width: int, blocks: int, classes: int, device: torch.device) -> None:
         block = [(2 * width, width), (2 * width,), (width, 2 * width), (width,)]
@@ -107,9 +105,8 @@ def speed(device: torch.device) -> dict[str, float]:
     side, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 25)
     if big:
         side, count = 8192, 1 << 30
-    a = torch.randn(side, side, device=device).to(
-        precision(device)
-    )  # constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these
+    # Constants draw less power: an H200 makes 894 TFLOP/s of zeros, 788 of these.
+    a = torch.randn(side, side, device=device).to(precision(device))
     out = torch.empty_like(a)
     tflops = 2 * side**3 / median_seconds(lambda: torch.mm(a, a, out=out), device) / 1e12
     source = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -125,9 +122,7 @@ def batch_of(step: int, width: int, batch: int, classes: int, seed: torch.Genera
 
 
 def bits(loss: Tensor, parameters: list[Tensor]) -> tuple[str, str]:
-    """The loss's own bits, and the parameters' bit patterns summed as integers: exact in any order, one read of memory,
-    one copy to the host.
-    """
+    """The loss's bits, and the parameters' summed as integers: exact in any order, one copy to the host."""
     sums = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in parameters]
     first, *rest = torch.stack([loss.detach().float().view(torch.int32).to(torch.int64), *sums]).tolist()
     total = 0
@@ -166,24 +161,14 @@ def replica(told: argparse.Namespace, device: torch.device, write: Any) -> None:
         torch.autograd.backward(loss)
         optimizer.step()
         loss_bits, total = bits(loss, model.parameters)
-        write(
-            {
-                "is": "step",
-                "step": step,
-                "loss": loss_bits,
-                "sum": total,
-                "seconds": round(time.perf_counter() - begin, 6),
-            }
-        )
+        seconds = round(time.perf_counter() - begin, 6)
+        write({"is": "step", "step": step, "loss": loss_bits, "sum": total, "seconds": seconds})
         step += 1
         now = time.monotonic()
         if RANK == 0 and now - said >= 5.0:
             said = now
-            print(
-                f"Step [{step}{f'/{told.steps}' if told.steps else ''}] | Loss: {loss.item():.4f} | ETA:"
-                f" {left(told, step, now - began)}",
-                flush=True,
-            )
+            of, eta = f"/{told.steps}" if told.steps else "", left(told, step, now - began)
+            print(f"Step [{step}{of}] | Loss: {loss.item():.4f} | ETA: {eta}", flush=True)
     write({"is": "speed", "when": "end", **speed(device)})
 
 
@@ -195,20 +180,15 @@ def left(told: argparse.Namespace, step: int, spent: float) -> str:
 
 
 def links(device: torch.device, where: str) -> None:
-    """All-reduce of integers, whose sum is exact in any order: all ranks together, then pair by pair, nobody else on
-    the wires.
-    """
+    """All-reduce of integers, exact in any order: all ranks together, then pair by pair, nobody else on the wires."""
     dist.init_process_group("gloo")
     cards: list[str] = [""] * WORLD
     dist.all_gather_object(cards, str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "")
-    backend = (
-        "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"
-    )  # NCCL refuses two ranks on one card
+    # NCCL refuses two ranks on one card.
+    backend = "nccl" if all(cards) and len(set(cards)) == WORLD and dist.is_nccl_available() else "gloo"
     if backend == "gloo":
         device = torch.device("cpu")
-    pairs = (
-        list(combinations(range(WORLD), 2)) if WORLD <= EVERY_PAIR else [(rank, rank + 1) for rank in range(WORLD - 1)]
-    )
+    pairs = list(combinations(range(WORLD), 2) if WORLD <= EVERY_PAIR else pairwise(range(WORLD)))
     with (
         os.fdopen(os.open(os.path.join(where, "links.jsonl"), APPEND | os.O_TRUNC, 0o644), "w", 1, "utf-8")
         if RANK == 0
@@ -225,10 +205,8 @@ def links(device: torch.device, where: str) -> None:
             seconds, size = max(one["seconds"] for one in told), told[0]["bytes"]
             bus = 2 * (len(ranks) - 1) / len(ranks) * size / seconds / 1e9
             wrong = {str(rank): one["wrong"] for rank, one in enumerate(found) if one is not None and one["wrong"]}
-            print(
-                json.dumps({**about, "is": "link", "bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}),
-                file=file,
-            )
+            measured = {"bytes": size, "seconds": seconds, "bus_gbs": bus, "wrong": wrong}
+            print(json.dumps({**about, "is": "link", **measured}), file=file)
             if RANK in ranks:
                 dist.destroy_process_group(group)
     dist.barrier()
@@ -255,11 +233,8 @@ def all_reduce(group: Any, ranks: tuple[int, ...], device: torch.device, backend
         sync(device)
         times.append(time.perf_counter() - begin)
         wrong += int((x != wanted).sum())
-    return {
-        "seconds": statistics.median(times[2:]),
-        "bytes": 4 * count,
-        "wrong": wrong,
-    }  # the first ones make the connections
+    seconds = statistics.median(times[2:])  # the first ones make the connections
+    return {"seconds": seconds, "bytes": 4 * count, "wrong": wrong}
 
 
 def parse() -> argparse.Namespace:
@@ -286,12 +261,8 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         properties = torch.cuda.get_device_properties(device)
-        about = {
-            "device": "cuda",
-            "card": properties.name,
-            "uuid": str(properties.uuid),
-            "units": properties.multi_processor_count,
-        }
+        card = {"card": properties.name, "uuid": str(properties.uuid), "units": properties.multi_processor_count}
+        about = {"device": "cuda", **card}
     else:
         torch.set_num_threads(1)  # a CPU rank is one core, and its sums have one order
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -304,18 +275,8 @@ def main() -> None:
         def write(record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
-        write(
-            {
-                "schema": SCHEMA,
-                "is": "replica",
-                "rank": RANK,
-                "world_size": WORLD,
-                **about,
-                "torch": torch.__version__,
-                "round": ROUND,
-                "seed": SEED,
-            }
-        )
+        about |= {"torch": torch.__version__, "round": ROUND, "seed": SEED}
+        write({"schema": SCHEMA, "is": "replica", "rank": RANK, "world_size": WORLD, **about})
         replica(told, device, write)
         write({"is": "end"})
     if WORLD > 1:

@@ -7,15 +7,12 @@ Reads top to bottom: settings, prompts, embeddings, neighbours, weights. Writes 
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
 import stoker
-from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.density.clusters import clusters
 from stoker.training.density.embed import embed_shared
@@ -26,16 +23,7 @@ from stoker.training.evaluate.tasks import Prompts, prompts_of
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import (
-    finish,
-    from_rank_0,
-    open_model,
-    run,
-    settings,
-    tokenizer_of,
-    weights_of,
-    where_runs_go,
-)
+from stoker.training.recipes import stage
 
 # How often a prompt should be sampled. Where prompts are sparse each counts for more: w ∝ (1 / density)^power. Pure.
 
@@ -47,9 +35,7 @@ def weights(density: NDArray[np.float64], power: float, most: float) -> NDArray[
 
 
 def capped(raw: NDArray[np.float64], most: float) -> NDArray[np.float64]:
-    """Water-filling: what lies above the cap is cut, and the rest is raised in proportion, until nothing is above and
-    the mean is 1.
-    """
+    """Water-filling: cut at the cap, the rest raised in proportion, until the mean is 1 with nothing above."""
     count = len(raw)
     if most <= 1 or count == 0:
         return np.ones(count)
@@ -100,12 +86,12 @@ WEIGHTS = "weights.jsonl"
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv, "density")
+    c = stage.settings(argv, "density")
     prompts = prompts_of(c.density.prompts, "density.prompts")
     if prompts.skipped:
-        from_rank_0(prompts.skipped)
-    folder = weights_of(c.model.load)
-    tokenizer = tokenizer_of(c)
+        stage.from_rank_0(prompts.skipped)
+    folder = stage.weights_of(c.model.load)
+    tokenizer = stage.tokenizer_of(c)
     rows = [
         prompt_ids(tokenizer, question, Manner(c.evaluate.chat, system=c.generate.system))
         for question in prompts.questions
@@ -114,7 +100,7 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)):
         stoker.phase("eval")
-        vectors = embed_shared(open_model(c, folder, group.device).eval(), rows, group)
+        vectors = embed_shared(stage.open_model(c, folder, group.device).eval(), rows, group)
     if group.first:
         _weigh(c, prompts, centred(vectors))
     group.close()
@@ -147,15 +133,13 @@ def _weigh(c: Config, prompts: Prompts, vectors: Vectors) -> None:
             "density": float(density[number]),
             "cluster": int(label[number]),
         }
-    where = where_runs_go(c)
-    os.makedirs(where, 0o700, exist_ok=True)
-    write_whole(os.path.join(where, WEIGHTS), "".join(json.dumps(line) + "\n" for line in lines).encode())
-    from_rank_0(
+    stage.write_rows(c, WEIGHTS, lines)
+    stage.from_rank_0(
         f"{found['prompts']} prompts in {found['clusters']} clusters: Gini {found['gini']:.3f}, sampled by weight"
         f" {found['gini_weighted']:.3f}; weights {found['weight_min']:.2f} to {found['weight_max']:.2f}"
     )
-    finish(c, "density", found)
+    stage.finish(c, "density", found)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(stage.run(main))

@@ -8,7 +8,6 @@ Writes completions.jsonl, diversity_report.md and result.json.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -32,16 +31,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import (
-    finish,
-    from_rank_0,
-    open_model,
-    run,
-    settings,
-    tokenizer_of,
-    weights_of,
-    where_runs_go,
-)
+from stoker.training.recipes import stage
 from stoker.training.tokenizer.tokenizer import load as load_tokenizer
 
 COMPLETIONS, REPORT = "completions.jsonl", "diversity_report.md"
@@ -51,9 +41,9 @@ Answers = list[list[str]]
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv, "diversity")
+    c = stage.settings(argv, "diversity")
     folders = [_folder(getattr(c.diversity, name), f"diversity.{name}") for name in ("baseline", "compared")]
-    embedder = weights_of(c.model.load)
+    embedder = stage.weights_of(c.model.load)
     questions = _questions(c, folders)
 
     group = Group(c.parallel)
@@ -72,14 +62,14 @@ def main(argv: list[str]) -> int:
 def _folder(given: str, key: str) -> str:
     if not given:
         raise Refusal(f"{key} is empty: name a model's folder", EX_CONFIG)
-    return weights_of(given)
+    return stage.weights_of(given)
 
 
 def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
     """Those that fit in both models' contexts, spread over the file."""
     prompts = prompts_of(c.diversity.prompts, "diversity.prompts")
     if prompts.skipped:
-        from_rank_0(prompts.skipped)
+        stage.from_rank_0(prompts.skipped)
     room, fit = c.data.context_length - c.generate.new_tokens, set(range(len(prompts.questions)))
     for folder in folders:
         words = load_tokenizer(folder)
@@ -89,7 +79,7 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
         ]
         fit &= set(refuse_long(lengths, room, f"diversity.prompts for {folder}"))
     if len(fit) < len(prompts.questions):
-        from_rank_0(
+        stage.from_rank_0(
             f"diversity.prompts: {len(prompts.questions) - len(fit)} of {len(prompts.questions)} are longer than {room}"
             " tokens and are left out"
         )
@@ -104,12 +94,10 @@ def _questions(c: Config, folders: Sequence[str]) -> list[Question]:
 
 
 def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group) -> Answers:
-    """Every rank gets all. Both models get the same prompts and seeds: where they agree on the probabilities, they
-    write the same.
-    """
+    """All of them, on every rank. Both models get the same prompts and seeds: equal ones write the same."""
     tokenizer, manner = load_tokenizer(folder), Manner(c.evaluate.chat, system=c.generate.system)
     prompts = [prompt_ids(tokenizer, question, manner) for question in questions]
-    model = open_model(c, folder, group.device).eval()
+    model = stage.open_model(c, folder, group.device).eval()
     engine = Engine(
         model, rows=c.generate.rows, length=max(map(len, prompts)) + c.generate.new_tokens, vocab=tokenizer.vocab_size
     )
@@ -126,14 +114,14 @@ def _answers(c: Config, folder: str, questions: Sequence[Question], group: Group
     together = {place: answers for part in group.all(mine) for place, answers in part.items()}
     cut = sum(answer.cut for answers in together.values() for answer in answers)
     about_cut = f", {cut} cut at {c.generate.new_tokens} tokens" if cut else ""
-    from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts{about_cut}")
+    stage.from_rank_0(f"{folder}: {c.diversity.answers} answers to each of {len(prompts)} prompts{about_cut}")
     return [[answer.text for answer in together[place]] for place in range(len(prompts))]
 
 
 def _embedded(c: Config, folder: str, texts: Sequence[str], group: Group) -> Vectors:
-    tokenizer = tokenizer_of(c)
+    tokenizer = stage.tokenizer_of(c)
     rows = [[tokenizer.end_id, *tokenizer.encode(text)] for text in texts]  # an empty answer has a place, too
-    return centred(embed_shared(open_model(c, folder, group.device).eval(), rows, group))
+    return centred(embed_shared(stage.open_model(c, folder, group.device).eval(), rows, group))
 
 
 def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers, vectors: Vectors) -> None:
@@ -145,23 +133,18 @@ def _compare(c: Config, prompts: list[str], baseline: Answers, compared: Answers
         for which, answers in enumerate((baseline, compared))
     )
     found = told(compare(ours, theirs, c.diversity.rounds, c.train.seed))
-    from_rank_0(found["verdict"])
+    stage.from_rank_0(found["verdict"])
 
-    where = where_runs_go(c)
-    os.makedirs(where, 0o700, exist_ok=True)
     lines = [
         {"model": name, "index": index, "prompt": prompt, "answers": texts}
         for name, answers in (("baseline", baseline), ("compared", compared))
         for index, (prompt, texts) in enumerate(zip(prompts, answers, strict=True))
     ]
-    write_whole(
-        os.path.join(where, COMPLETIONS),
-        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode(),
-    )
+    where = stage.write_rows(c, COMPLETIONS, lines)
     text = report(found, prompts, baseline, compared, (c.diversity.baseline, c.diversity.compared), c.diversity.rounds)
     write_whole(os.path.join(where, REPORT), text.encode())
-    finish(c, "diversity", found)
+    stage.finish(c, "diversity", found)
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(stage.run(main))

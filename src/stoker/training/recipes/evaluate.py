@@ -8,8 +8,6 @@ Reads top to bottom: settings, questions, model, answers, numbers. Writes comple
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +17,6 @@ import torch
 import stoker
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.shape import replace
-from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.evaluate import scores
 from stoker.training.evaluate.answering import Asked, Marker, Outcome, choose, put, sample, write
@@ -31,29 +28,20 @@ from stoker.training.model import ready
 from stoker.training.model.attention import kernels
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
-from stoker.training.recipes.stage import (
-    finish,
-    from_rank_0,
-    open_model,
-    run,
-    settings,
-    tokenizer_of,
-    weights_of,
-    where_runs_go,
-)
+from stoker.training.recipes import stage
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
 COMPLETIONS = "completions.jsonl"
 
 
 def main(argv: list[str]) -> int:
-    c = settings(argv, "evaluate")
+    c = stage.settings(argv, "evaluate")
     if not c.evaluate.tasks and not c.evaluate.texts:
         raise Refusal(
             "nothing to evaluate: name files of questions with evaluate.tasks, or text with evaluate.texts", EX_USAGE
         )
-    folder = weights_of(c.model.load)
-    tokenizer = tokenizer_of(c)
+    folder = stage.weights_of(c.model.load)
+    tokenizer = stage.tokenizer_of(c)
     manner = Manner(c.evaluate.chat, c.evaluate.shots, c.generate.system)
     tasks = [
         put(task, tokenizer, manner, c.data.context_length, c.generate.new_tokens)
@@ -65,11 +53,11 @@ def main(argv: list[str]) -> int:
     group = Group(c.parallel)
     with kernels(ready.attention(c.compute, group.device)), torch.no_grad():
         stoker.phase("eval")
-        model = open_model(c, folder, group.device).eval()
+        model = stage.open_model(c, folder, group.device).eval()
         engine = _engine(c, tasks, model, tokenizer)
         mine = [one for asked in tasks for one in _answers(c, asked, model, engine, tokenizer, manner, group)]
         texts, tokens = c.evaluate.texts, c.train.eval_tokens
-        per_byte = measure(texts, c.data, tokens, model, tokenizer, group, from_rank_0) if texts else None
+        per_byte = measure(texts, c.data, tokens, model, tokenizer, group, stage.from_rank_0) if texts else None
 
     together = [one for part in group.all(mine) for one in part]
     if group.first:
@@ -81,28 +69,27 @@ def main(argv: list[str]) -> int:
 
 def _announce(asked: Asked) -> None:
     if asked.task.skipped:
-        from_rank_0(asked.task.skipped)
+        stage.from_rank_0(asked.task.skipped)
     left = len(asked.prompts) - len(asked.places)
     long = f"; {left} are too long for the context and left out" if left else ""
-    from_rank_0(f"task {asked.task.name}: {len(asked.open)} open questions, {len(asked.closed)} with choices{long}")
+    stage.from_rank_0(
+        f"task {asked.task.name}: {len(asked.open)} open questions, {len(asked.closed)} with choices{long}"
+    )
 
 
 def _engine(c: Config, tasks: Sequence[Asked], model: Decoder, tokenizer: Tokenizer) -> Engine | None:
     """One for all tasks: on a GPU its shapes are captured once."""
     lengths = [len(asked.prompts[place]) for asked in tasks for place in asked.open]
-    return (
-        Engine(model, rows=c.generate.rows, length=max(lengths) + c.generate.new_tokens, vocab=tokenizer.vocab_size)
-        if lengths
-        else None
-    )
+    if not lengths:
+        return None
+    length = max(lengths) + c.generate.new_tokens
+    return Engine(model, rows=c.generate.rows, length=length, vocab=tokenizer.vocab_size)
 
 
 def _answers(
     c: Config, asked: Asked, model: Decoder, engine: Engine | None, tokenizer: Tokenizer, manner: Manner, group: Group
 ) -> list[Outcome]:
-    """This rank's. Greedy answers are shared question by question, sampled ones block by block: they depend on their
-    place in a call.
-    """
+    """This rank's: greedy ones by question, sampled ones by block, as they depend on their place in a call."""
     chosen = choose(asked, asked.closed[group.rank :: group.world], model, tokenizer, manner)
     if engine is None or not asked.open:
         return chosen
@@ -130,16 +117,13 @@ def _answers(
 def _report(c: Config, outcomes: list[Outcome], per_byte: float | None) -> None:
     scored = scores.metrics(outcomes, per_byte)
     for line in scores.table(scored):
-        from_rank_0(line)
+        stage.from_rank_0(line)
     for line in _about_cut(scored["all"], c.generate.new_tokens):
-        from_rank_0(line)
-    where = where_runs_go(c)
-    os.makedirs(where, 0o700, exist_ok=True)
-    write_whole(
-        os.path.join(where, COMPLETIONS),
-        "".join(json.dumps(scores.row(one), ensure_ascii=False) + "\n" for one in outcomes).encode(),
+        stage.from_rank_0(line)
+    stage.write_rows(c, COMPLETIONS, map(scores.row, outcomes))
+    stage.finish(
+        c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": scores.samples(outcomes)}
     )
-    finish(c, "evaluate", {**scored, "new_tokens": c.generate.new_tokens}, more={"samples": scores.samples(outcomes)})
 
 
 def _about_cut(share: dict[str, Any], limit: int) -> Iterator[str]:
@@ -150,4 +134,4 @@ def _about_cut(share: dict[str, Any], limit: int) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(stage.run(main))

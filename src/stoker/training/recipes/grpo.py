@@ -3,39 +3,87 @@
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --max-steps 60
     stoker train grpo --model.load sft/hf --grpo.prompts prompts.jsonl --grpo.weights density/weights.jsonl --grpo.reward_model reward/hf
 
-Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: loss.py has the
-formula, update.py the learning, loop/run.py saves and stops.
+Reads top to bottom: settings, prompts, ranks, model, reference, steps. rl/ has a file for each idea: update.py has
+the formula and the learning; loop/run.py saves and stops.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 import stoker
 from stoker.contract import names
-from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.names import EX_CONFIG, EX_SOFTWARE, Refusal
 from stoker.contract.shape import as_json
+from stoker.training.config.schema import Config
+from stoker.training.evaluate.marking import right_in_form
 from stoker.training.loop.keeping import Keeper, newest, tensors_of
 from stoker.training.loop.profiling import Profile
 from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
-from stoker.training.model import hf, ready
+from stoker.training.model import hf, hf_hub, ready
 from stoker.training.model.rows import with_rows
 from stoker.training.optim import schedule
 from stoker.training.optim.optimizer import Optimizer
 from stoker.training.parallel.group import Group
 from stoker.training.recipes import stage
+from stoker.training.reward.model import open_reward, scores
 from stoker.training.rl import prompts as asking
 from stoker.training.rl.breaker import Stopped
-from stoker.training.rl.reward import reward, scorer_of
+from stoker.training.rl.rollout import Answer, rollout_of
 from stoker.training.rl.rollout import outcome as outcome_of
-from stoker.training.rl.rollout import rollout_of
 from stoker.training.rl.task import GrpoTask, Launched, result, resumed
 from stoker.training.rl.update import Updater, advantages
 from stoker.training.tokenizer.tokenizer import Tokenizer
+from stoker.training.tokenizer.tokenizer import load as load_tokenizer
+
+# What an answer is worth: 1 if it is right in the expected form, and a share of what the reward model thinks of it.
+Scorer = Callable[[Sequence[tuple[Any, str]]], list[float]]
+
+
+def scorer_of(c: Config, tokenizer: Tokenizer, device: torch.device, micro: int) -> Scorer | None:
+    """The reward model, where one is given."""
+    folder = c.grpo.reward_model
+    if not folder:
+        return None
+    if load_tokenizer(hf_hub.folder_of(folder, lambda line: None)).digest != tokenizer.digest:
+        raise Refusal(
+            f"grpo.reward_model {folder} has another tokenizer than model.load: its scores would be of other words",
+            EX_CONFIG,
+        )
+    model = open_reward(folder, c.data.context_length, c.compute, device)
+    return functools.partial(scores, model, tokenizer, device=device, micro=micro)
+
+
+def reward(answers: Sequence[Answer], scorer: Scorer | None, weight: float) -> tuple[list[float], list[bool]]:
+    """(rewards, which are right). Only differences between answers to one prompt mean anything in the reward model's
+    scores: each counts by how far it is above the mean of its prompt's.
+    """
+    correct = [right_in_form(answer.text, answer.prompt.answer) for answer in answers]
+    rewards = [float(one) for one in correct]
+    if scorer is not None and answers:
+        scores = scorer([(answer.prompt.asked, answer.text) for answer in answers])
+        of_prompt: dict[int, list[float]] = {}
+        for answer, score in zip(answers, scores, strict=True):
+            of_prompt.setdefault(answer.prompt.row, []).append(score)
+        means = {row: sum(some) / len(some) for row, some in of_prompt.items()}
+        rewards = [
+            one + weight * _sigmoid(score - means[answer.prompt.row])
+            for one, score, answer in zip(rewards, scores, answers, strict=True)
+        ]
+    return rewards, correct
+
+
+def _sigmoid(score: float) -> float:
+    return 1 / (1 + math.exp(-score)) if score >= 0 else math.exp(score) / (1 + math.exp(score))
+
 
 MICRO = 16  # answers a rank learns from at once, where batch.micro is auto
 
@@ -75,7 +123,7 @@ def main(argv: list[str]) -> int:
     if c.grpo.kl > 0:
         reference = stage.open_model(c, weights, group.device).to(model.dtype).requires_grad_(False)
         ready.make_ready(reference, c.compute, group.device, voice.say_once)
-    scorer = scorer_of(c.grpo.reward_model, c.data.context_length, c.compute, tokenizer, group.device, micro)
+    scorer = scorer_of(c, tokenizer, group.device, micro)
 
     # Where a checkpoint left them, if there is one.
     found = newest(c.checkpoint, folder, group, voice)

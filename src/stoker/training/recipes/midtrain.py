@@ -6,14 +6,12 @@ stoker train midtrain --model.load runs/latest/hf --data chats.jsonl
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from stoker.training.recipes import stage
 from stoker.training.recipes.pretrain import learn
 
-
-def main(argv: list[str]) -> int:
-    return stage.guarded(lambda: learn("midtrain", argv))
-
+main = partial(learn, "midtrain")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(stage.run(main))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 
 import torch
 
@@ -42,11 +43,8 @@ def learn(name: str, argv: list[str]) -> int:
     check_loggers(c.train.log_to)
     ready.environment(stage.from_rank_0)
     on_gpu = torch.cuda.is_available() and c.parallel.device != "cpu"
-    compiler = (
-        ready.warm_compiler()
-        if on_gpu and ready.compiled(c.compute, torch.device("cuda")) and not c.nan.inject
-        else None
-    )
+    compiles = on_gpu and ready.compiled(c.compute, torch.device("cuda")) and not c.nan.inject
+    compiler = ready.warm_compiler() if compiles else None
 
     # Data: `stoker train` has prepared it, and this only opens it. Under torchrun one rank builds it and the others
     # wait: there is no process group yet.
@@ -73,9 +71,7 @@ def learn(name: str, argv: list[str]) -> int:
     return trained.code
 
 
-def main(argv: list[str]) -> int:
-    return stage.guarded(lambda: learn("pretrain", argv))
-
+main = partial(learn, "pretrain")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(stage.run(main))

@@ -64,16 +64,13 @@ def main(argv: list[str]) -> int:
 
     # Pairs: read by every rank, before there is a process group.
     tokenizer = stage.tokenizer_of(c)
-    pairs = read_pairs(
-        stage.rows_of(c.reward.pairs, "reward.pairs"),
-        tokenizer,
-        c.data.context_length,
-        c.reward.pairs,
-        stage.from_rank_0,
-    )
+
+    def pairs_in(path: str, key: str) -> list[Pair]:
+        return read_pairs(stage.rows_of(path, key), tokenizer, c.data.context_length, path, stage.from_rank_0)
+
+    pairs = pairs_in(c.reward.pairs, "reward.pairs")
     if c.reward.held_out:
-        rows = stage.rows_of(c.reward.held_out, "reward.held_out")
-        held_out = read_pairs(rows, tokenizer, c.data.context_length, c.reward.held_out, stage.from_rank_0)
+        held_out = pairs_in(c.reward.held_out, "reward.held_out")
     else:
         if len(pairs) < 2:
             raise Refusal(

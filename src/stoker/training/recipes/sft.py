@@ -7,14 +7,12 @@ stoker train sft --model.load runs/latest/hf --data chats.jsonl
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from stoker.training.recipes import stage
 from stoker.training.recipes.pretrain import learn
 
-
-def main(argv: list[str]) -> int:
-    return stage.guarded(lambda: learn("sft", argv))
-
+main = partial(learn, "sft")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(stage.run(main))

@@ -1,6 +1,4 @@
-"""What the recipes that are no plain training share: their beginning, and result.json, written last, by which a stage
-is known to be done.
-"""
+"""What the recipes share: their beginning, and result.json, which is written last: then the stage is done."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,13 +18,13 @@ from stoker.contract.wholefile import write_whole
 from stoker.control.record import ownership
 from stoker.control.record.metrics import read_metrics
 from stoker.training.config.derived import derivable
+from stoker.training.config.keys import as_yaml
 from stoker.training.config.resolve import flags, on_cpu, recipe_settings
 from stoker.training.config.schema import Config
-from stoker.training.config.yamlform import as_yaml
 from stoker.training.data import jsonl
 from stoker.training.data.prepared import Prepared
 from stoker.training.forensics.culprit import NonFinite
-from stoker.training.loop.supervised import BEFORE, Supervised
+from stoker.training.loop.supervised import BEFORE
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
@@ -61,9 +59,7 @@ def settings(argv: list[str], name: str) -> Config:
 
 
 def with_stage_defaults(name: str, c: Config, given: Collection[str], prepared: Prepared | None = None) -> Config:
-    """`stoker train` has given every key that can be derived, and has printed the block. Under torchrun that is done
-    here.
-    """
+    """`stoker train` has given every key that can be derived and printed the block; under torchrun it is done here."""
     if all(key in given for key in derivable(STAGES[name].learning)):
         return c
     at = situation(name, c, int(os.environ.get("WORLD_SIZE", "1")), prepared)
@@ -126,6 +122,16 @@ def finish(
     write_whole(os.path.join(where_runs_go(c), RESULT), json.dumps(told, indent=1).encode())
 
 
+def write_rows(c: Config, name: str, rows: Iterable[Mapping[str, Any]]) -> str:
+    """A jsonl file in the run directory, which is given back."""
+    folder = where_runs_go(c)
+    os.makedirs(folder, 0o700, exist_ok=True)
+    write_whole(
+        os.path.join(folder, name), "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+    )
+    return folder
+
+
 def run_directory(c: Config, group: Group) -> str:
     """Rank 0 makes it, with the settings in it."""
     folder = where_runs_go(c)
@@ -135,41 +141,15 @@ def run_directory(c: Config, group: Group) -> str:
     return folder
 
 
-def learned(task: Supervised, done: int, folder: str) -> dict[str, Any]:
-    """The numbers of a stage that trained."""
-    found = task.validation
-    if found is None:
-        return learned_before(folder, done, task.tokens)
-    return {
-        **_before(folder),
-        "steps": done,
-        "tokens": task.tokens,
-        "loss": task.loss,
-        "val_loss": found.loss,
-        "val_bits_per_byte": found.bits_per_byte,
-        "val_right": found.right,
-    }
-
-
-def learned_before(folder: str, steps: int, tokens: int) -> dict[str, Any]:
-    """Of one that was trained in an earlier attempt, from the metrics it left."""
-    return {"steps": steps, "tokens": tokens, **_newest(folder), **_before(folder)}
-
-
-def _before(folder: str) -> dict[str, Any]:
-    """What train.eval_first measured, if it was asked to."""
-    path = os.path.join(folder, BEFORE)
-    if not os.path.exists(path):
-        return {}
-    told = read_json(path)
-    return {key: told[key] for key in ("val_loss_before", "val_bits_per_byte_before")}
-
-
-def _newest(folder: str) -> dict[str, Any]:
-    wanted: dict[str, Any] = dict.fromkeys(("loss", "val_loss", "val_bits_per_byte", "val_right"))
+def learned(folder: str, steps: int, tokens: int) -> dict[str, Any]:
+    """The numbers of a stage that trained, in this attempt or one before: from the metrics it left."""
+    newest: dict[str, Any] = dict.fromkeys(("loss", "val_loss", "val_bits_per_byte", "val_right"))
     for line in read_metrics(folder):
-        wanted |= {key: line[key] for key in wanted if key in line}
-    return wanted
+        newest |= {key: line[key] for key in newest if key in line}
+    before = os.path.join(folder, BEFORE)  # what train.eval_first measured, if it was asked to
+    told = read_json(before) if os.path.exists(before) else {}
+    first = {key: told[key] for key in ("val_loss_before", "val_bits_per_byte_before") if key in told}
+    return {"steps": steps, "tokens": tokens, **newest, **first}
 
 
 def from_rank_0(line: str) -> None:
@@ -177,17 +157,12 @@ def from_rank_0(line: str) -> None:
         print(printable_lines(redact.whole(line)), flush=True)
 
 
-def guarded(main: Callable[[], int]) -> int:
-    """Refusals are one line and a code; a traced NaN has said its own, and needs no page of frames behind it."""
+def run(main: Callable[[list[str]], int], argv: list[str] | None = None) -> int:
+    """A recipe's last line. A refusal is one line and a code; a traced NaN is reported already: no frames."""
     try:
-        return main()
+        return main(sys.argv[1:] if argv is None else argv)
     except NonFinite as found:
         raise found.with_traceback(None) from None
     except Refusal as refusal:
         print(redact.whole(f"stoker: {refusal.line}"), file=sys.stderr, flush=True)
         return refusal.code
-
-
-def run(main: Callable[[list[str]], int]) -> int:
-    """What a recipe's last line calls."""
-    return guarded(lambda: main(sys.argv[1:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import Any
 
 from stoker.contract.shape import as_json, shape
@@ -17,7 +18,7 @@ from stoker.training.loop.run import Loop
 from stoker.training.loop.say import Voice
 from stoker.training.loop.speed import Startup
 from stoker.training.loop.step import Stepper
-from stoker.training.loop.supervised import Launched, Parts, Settings, Start, Supervised
+from stoker.training.loop.supervised import Launched, Parts, Settings, Supervised
 from stoker.training.model import ready
 from stoker.training.optim import schedule
 from stoker.training.parallel.group import Group
@@ -56,7 +57,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
         voice.say_once(f"nothing to do: {first} of {steps} steps are done")
         if not group.from_first(os.path.isdir(os.path.join(folder, "hf"))):
             export(c, parts, folder, voice)  # it was killed between its last checkpoint and its export
-        return Trained(0, True, parts, stage.learned_before(folder, steps, start.position.tokens))
+        return Trained(0, True, parts, stage.learned(folder, steps, start.position.tokens))
 
     # The steps.
     keeper = Keeper(c.checkpoint, folder, group, voice, tensors, keep_best=c.checkpoint.keep_best)
@@ -76,12 +77,17 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
         meeting=parts.meeting,
     )
     build.settle(c, parts)
-    task = _task(c, parts, start, stepper, keeper, voice, startup)
+    keep_best = c.checkpoint.keep_best and keeper.wanted
+    told = Settings(folder, c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
+    task = Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
     profile = Profile(c.train.profile_steps if c.train.profile and group.first else 0, folder, device, voice.say)
     loop = Loop(task, keeper, group, voice, profile, first=first, steps=steps)
     task.begin()
-    with _feeder(parts, start, order) as feeder:
-        for batch in loop.over(feeder):
+    micro = parts.own_micro if parts.plans else parts.micro
+    rows, plans = material.train, parts.plans
+    feeder = Feeder(rows, order, start.course, group, steps=range(first, steps), micro=micro, plans=plans)
+    with closing(feeder.batches()) as batches:
+        for batch in loop.over(batches):
             parts.drill.step = batch.step
             share = schedule.share(c.optim, batch.step, steps)
             pending = stepper.step(batch, share, words=loop.words)  # forward, backward, update
@@ -89,32 +95,7 @@ def train(c: Config, material: Material, learner: Learner, group: Group, voice: 
     task.close()
     if loop.whole:
         export(c, parts, folder, voice)
-    return Trained(loop.code, loop.whole, parts, stage.learned(task, loop.done, folder))
-
-
-def _task(
-    c: Config, parts: Parts, start: Start, stepper: Stepper, keeper: Keeper, voice: Voice, startup: Startup
-) -> Supervised:
-    keep_best = c.checkpoint.keep_best and keeper.wanted
-    told = Settings(stage.where_runs_go(c), c.train, c.optim, c.parallel.comm, c.nan.dump, keep_best)
-    return Supervised(parts, start, told, stepper, keeper.saver, voice, startup)
-
-
-def _feeder(parts: Parts, start: Start, order: Order) -> Feeder:
-    group = parts.group
-    return Feeder(
-        parts.material.train,
-        order,
-        start.course,
-        first_step=start.position.step,
-        steps=start.steps,
-        ranks=group.world,
-        rank=group.rank,
-        micro=parts.own_micro if parts.plans else parts.micro,
-        equal_steps=group.strategy == "fsdp",
-        pinned=group.device.type == "cuda",
-        plans=parts.plans,
-    )
+    return Trained(loop.code, loop.whole, parts, stage.learned(folder, loop.done, task.tokens))
 
 
 def export(c: Config, parts: Parts, folder: str, voice: Voice) -> None:

@@ -10,7 +10,7 @@ loss is −log of that, summed over pairs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from stoker.contract.names import EX_DATAERR, EX_NOINPUT, Refusal
 from stoker.contract.tensorheader import read_header
 from stoker.training.data.reader import IGNORED
-from stoker.training.loop.evaluate import Validation, padded
-from stoker.training.loop.learner import Learner, Say
+from stoker.training.loop.feeder import padded
+from stoker.training.loop.learner import Learner, Say, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.model import hf, hf_config, hf_hub, ready
 from stoker.training.model.config import ModelConfig
@@ -84,9 +84,7 @@ class RewardModel(Decoder):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """With targets the sum of the pairs' losses times `scale`; without, the scores. The prompt's own likelihood is
-        in both answers of a pair alike.
-        """
+        """Scores; with targets the pairs' losses × `scale`. The prompt's likelihood is the same in both answers."""
         read, told = self.parts(inputs, segments)
         scores = read if told is None else read + self.trust * told
         if targets is None:
@@ -210,9 +208,7 @@ def scores(
 def score_ids(
     model: RewardModel, rows: Sequence[tuple[Sequence[int], int]], device: torch.device, micro: int = 64
 ) -> list[float]:
-    """Of each (conversation, place where its answer begins). Rows of like length go together; each is read at its last
-    token.
-    """
+    """Of each (conversation, where its answer begins), read at its last token. Like lengths go together."""
     order = sorted(range(len(rows)), key=lambda one: len(rows[one][0]))
     found = [0.0] * len(rows)
     for begin in range(0, len(order), micro):
@@ -229,6 +225,3 @@ def score_ids(
         for one, value in zip(some, values[:, 0].tolist(), strict=True):
             found[one] = value
     return found
-
-
-Scorer = Callable[[Sequence[tuple[Prompt, str]]], list[float]]

@@ -1,7 +1,6 @@
 """Pairs of answers as packed rows of tokens: better and worse lie side by side in one row, each a segment of its own.
 
-The target at the better answer's last token is the place of the worse answer's last token in the row; all other targets
-are not learned.
+The target at the better answer's last token is the place of the worse answer's last token; nothing else is learned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The circuit breaker: a run that learns nothing any more, or has broken its model, ends with the reason instead of
-going on for hours. Pure.
-"""
+"""The stop rules: a run that learns nothing any more, or has broken its model, ends with the reason. Pure."""
 
 from __future__ import annotations
 
@@ -61,9 +59,7 @@ class History:
         return judge(self.first, self.recent, self._c)
 
     def troubled(self) -> bool:
-        """The newest step looks broken already, though not yet for long enough: weights that are not worth a
-        checkpoint.
-        """
+        """The newest step looks broken, though not yet for long enough: its weights are not worth a checkpoint."""
         last = self.recent[-1]
         return not last.finite or _kl(self._c)(last) or _entropy(self._c)(last) or _length(self._c, self.first)(last)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from stoker.contract.shape import shape
 from stoker.training.tokenizer import chat
 from stoker.training.tokenizer.tokenizer import Tokenizer
 
-TOLERATED = (
-    0.01  # of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be
-)
+# Of the rows: fewer that can't be used are left out and said, more are a file that is not what it should be.
+TOLERATED = 0.01
 NAMED = 3
+Draw = Callable[[int, int, int], list[int]]  # of step, seed and how many
 
 
 @shape
@@ -85,9 +86,8 @@ def _messages(asked: Any) -> list[tuple[str, bytes]] | str:
 
 def _named(problem: str, numbers: Sequence[int], total: int, path: str) -> str:
     which = ", ".join(map(str, numbers[:NAMED])) + (", …" if len(numbers) > NAMED else "")
-    return (
-        f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{'s' if len(numbers) > 1 else ''} {which})"
-    )
+    plural = "s" if len(numbers) > 1 else ""
+    return f"grpo.prompts {path}: {len(numbers)} of {total} rows {problem} (row{plural} {which})"
 
 
 def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt], count: int, path: str) -> Draw:
@@ -96,7 +96,7 @@ def draw_of(rows: Sequence[Mapping[str, Any]] | None, prompts: Sequence[Prompt],
     kept: NDArray[np.float64] = chances[[prompt.row for prompt in prompts]]
     if not kept.any():
         raise Refusal(f"grpo.weights {path}: every weight is 0, no prompt would be sampled", EX_DATAERR)
-    return Draw(kept)
+    return partial(draw, kept)
 
 
 def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray[np.float64]:
@@ -127,9 +127,7 @@ def weights(rows: Sequence[Mapping[str, Any]], count: int, path: str) -> NDArray
 
 
 def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """How often each prompt is sampled in a step of `count`, on average: by its weight, but never twice while there are
-    enough others.
-    """
+    """How often a step of `count` samples each on average: by weight, but never twice while others are left."""
     times: NDArray[np.float64] = count * weights / weights.sum()
     if count > np.count_nonzero(weights):
         return times
@@ -141,21 +139,16 @@ def expected(weights: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     return times
 
 
-class Draw:
-    """Which prompts a step asks: a function of (seed, step), the same for any number of ranks."""
+def draw(weights: NDArray[np.float64], step: int, seed: int, count: int) -> list[int]:
+    """Which prompts a step asks: a function of (seed, step), the same for any number of ranks.
 
-    def __init__(self, weights: NDArray[np.float64]) -> None:
-        self._weights = weights
-
-    def __call__(self, step: int, seed: int, count: int) -> list[int]:
-        """Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares.
-        Frequencies are exact.
-        """
-        random = np.random.Generator(np.random.Philox(number_from("draw", seed, step)))
-        order = random.permutation(len(self._weights))
-        edges = np.cumsum(expected(self._weights, count)[order])
-        places = np.searchsorted(edges * (count / edges[-1]), random.random() + np.arange(count), side="right")
-        return [int(order[place]) for place in np.minimum(places, len(order) - 1)]
+    Systematic sampling over a shuffled order: one offset, then every whole number along the summed shares. Exact.
+    """
+    random = np.random.Generator(np.random.Philox(number_from("draw", seed, step)))
+    order = random.permutation(len(weights))
+    edges = np.cumsum(expected(weights, count)[order])
+    places = np.searchsorted(edges * (count / edges[-1]), random.random() + np.arange(count), side="right")
+    return [int(order[place]) for place in np.minimum(places, len(order) - 1)]
 
 
 def number_from(*parts: object) -> int:

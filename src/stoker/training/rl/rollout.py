@@ -34,14 +34,8 @@ class Rollout:
     def __init__(
         self, engine: Engine, tokenizer: Tokenizer, stop: Collection[int], c: GenerateConfig, group: int, ranks: Group
     ) -> None:
-        self._engine, self._tokenizer, self._stop, self._c, self._group, self._ranks = (
-            engine,
-            tokenizer,
-            frozenset(stop),
-            c,
-            group,
-            ranks,
-        )
+        self._engine, self._tokenizer, self._stop = engine, tokenizer, frozenset(stop)
+        self._c, self._group, self._ranks = c, group, ranks
         self.refresh = engine.refresh  # after the weights changed
 
     def __call__(self, prompts: Sequence[Prompt], *seeds: int) -> list[Answer]:
@@ -97,9 +91,8 @@ class Outcome:
 
     @property
     def reward(self) -> float:
-        return float(
-            self.rewards[0] if self.constant else self.rewards.mean()
-        )  # the value itself: a mean of equals may differ in its last bit
+        # The value itself: a mean of equals may differ in its last bit.
+        return float(self.rewards[0] if self.constant else self.rewards.mean())
 
     @property
     def spread(self) -> float:
@@ -109,12 +102,9 @@ class Outcome:
 def outcome(
     answers: Sequence[Answer], rewards: Sequence[float], correct: Sequence[bool], count: int, ranks: Group
 ) -> Outcome:
-    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step, and the same numbers on
-    all.
-    """
+    """Each rank fills in its own places, and the sum is everybody's: one small exchange a step."""
     table = torch.zeros(4, count, dtype=torch.float64)
     for answer, reward, right in zip(answers, rewards, correct, strict=True):
-        table[:, answer.place] = torch.tensor(
-            [reward, float(right), float(len(answer.ids)), float(answer.whole)], dtype=torch.float64
-        )
+        numbers = [reward, float(right), float(len(answer.ids)), float(answer.whole)]
+        table[:, answer.place] = torch.tensor(numbers, dtype=torch.float64)
     return Outcome(*ranks.sum(table.to(ranks.device)).cpu())

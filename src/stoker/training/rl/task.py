@@ -7,7 +7,7 @@ from typing import Any
 
 import stoker
 from stoker.contract.names import EX_CONFIG, Refusal
-from stoker.contract.shape import shape
+from stoker.contract.shape import as_json, shape
 from stoker.training.checkpoint.reading import Checkpoint
 from stoker.training.loop.run import Answers, Task, Words, agree
 from stoker.training.loop.say import Voice
@@ -80,7 +80,7 @@ class GrpoTask(Task):
         self._speed.begin()
 
     def hear(self, launched: Launched) -> Answers:
-        self._tell(launched.step, launched.outcome, launched.learned, launched.updates, launched.rate)
+        self._tell(launched)
         finding = self.history.finding()
         if finding is not None and not finding.solved:
             raise Stopped(finding.line)
@@ -90,15 +90,8 @@ class GrpoTask(Task):
         return agree(launched.words, self._group)
 
     def meta(self, done: int) -> dict[str, Any]:
-        position = self.position
-        return {
-            "stage": STAGE,
-            "step": done,
-            "updates": position.updates,
-            "tokens": position.tokens,
-            "history": self.history.to_json(),
-            **self._about,
-        }
+        so_far = {**as_json(self.position), "step": done, "history": self.history.to_json()}
+        return {"stage": STAGE, **so_far, **self._about}
 
     def troubled(self) -> bool:
         return self.history.troubled()
@@ -106,21 +99,22 @@ class GrpoTask(Task):
     def summary(self) -> str:
         return f"reward {self.history.recent[-1].reward:.3f}"
 
-    def _tell(self, step: int, outcome: Outcome, learned: Learned, updates: int, rate: float) -> None:
+    def _tell(self, launched: Launched) -> None:
+        step, outcome, learned, rate = launched.step, launched.outcome, launched.learned, launched.rate
         tokens = int(outcome.lengths.sum())
-        self.position = Position(step + 1, updates, self.position.tokens + tokens)
+        self.position = Position(step + 1, launched.updates, self.position.tokens + tokens)
         kl = learned.kl if self._c.kl > 0 and learned.finite else None
         seen = Seen(
             step,
             outcome.reward,
             outcome.spread,
-            float(outcome.correct.mean()),
-            kl,
-            learned.entropy if learned.finite else None,
-            float(outcome.lengths.mean()),
-            float(1 - outcome.whole.mean()),
-            learned.finite,
-            outcome.unlike(self._c.group),
+            correct=float(outcome.correct.mean()),
+            kl=kl,
+            entropy=learned.entropy if learned.finite else None,
+            length=float(outcome.lengths.mean()),
+            cut=float(1 - outcome.whole.mean()),
+            finite=learned.finite,
+            unlike=outcome.unlike(self._c.group),
         )
         self.history.add(seen)
         self._speed.step(tokens, None)

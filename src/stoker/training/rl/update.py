@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,9 +18,58 @@ from stoker.training.model.decoder import Decoder
 from stoker.training.model.logprobs import token_logprobs
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync, wrap
-from stoker.training.rl.batches import Batch, Row, arrange
 from stoker.training.rl.config import GrpoConfig
 from stoker.training.rl.rollout import Answer
+
+# Answers as micro-batches: sorted by length, padded on the right to a multiple of 16, so that there are few shapes and
+# little padding.
+
+MULTIPLE = 16
+
+
+@shape
+class Row:
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    advantage: float
+
+
+@shape
+class Batch:
+    inputs: Tensor  # [B, T]; padding is behind what is read, and attention is causal: it needs no mask
+    where: Tensor  # [N]: flat places in [B, T] whose successors are the answers' tokens
+    targets: Tensor  # [N]
+    advantages: Tensor  # [N]
+    counted: Tensor  # [N]: 1; 0 in the batch of a rank that has none
+    old: Tensor | None = None  # [N]: log-probabilities when the answers were sampled; None: those of this very pass
+    reference: Tensor | None = None
+
+
+def arrange(rows: Sequence[Row], micro: int, context: int, device: torch.device) -> list[Batch]:
+    """`context`: the longest row. At least one batch: a rank without answers takes part, with a token that counts 0."""
+    if not rows:
+        return [_batch([Row((0,), (0,), 0.0)], context, device, 0.0)]
+    # Stable: the same rows give the same batches.
+    ordered = sorted(rows, key=lambda row: len(row.prompt) + len(row.answer))
+    return [_batch(ordered[begin : begin + micro], context, device, 1.0) for begin in range(0, len(ordered), micro)]
+
+
+def _batch(rows: Sequence[Row], context: int, device: torch.device, counted: float) -> Batch:
+    longest = max(len(row.prompt) + len(row.answer) - 1 for row in rows)  # the last token is predicted, not read
+    T = min(-(-longest // MULTIPLE) * MULTIPLE, context)
+    inputs = np.zeros((len(rows), T), dtype=np.int64)
+    where = []
+    for number, row in enumerate(rows):
+        read = (*row.prompt, *row.answer[:-1])
+        inputs[number, : len(read)] = read
+        begin = number * T + len(row.prompt) - 1
+        where.append(np.arange(begin, begin + len(row.answer)))
+    targets = np.concatenate([np.asarray(row.answer, dtype=np.int64) for row in rows])
+    advantages = np.repeat([row.advantage for row in rows], [len(row.answer) for row in rows]).astype(np.float32)
+    weights = np.full(len(targets), counted, dtype=np.float32)
+    put = [torch.from_numpy(one).to(device) for one in (inputs, np.concatenate(where), targets, advantages, weights)]
+    return Batch(*put)
+
 
 # GRPO's loss: each answer token's clipped surrogate, and its divergence from the model it all began with.
 
@@ -67,9 +117,7 @@ EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, scaled: bool) -> Tensor:
-    """[prompts, group] to the same shape. A group whose rewards are all alike teaches nothing: exactly 0, whatever
-    rounding makes of its mean.
-    """
+    """[prompts, group] to the same shape. Equal rewards teach nothing: exactly 0, whatever rounding makes of them."""
     above = rewards - rewards.mean(1, keepdim=True)
     if scaled:
         above = above / (above.square().mean(1, keepdim=True).sqrt() + EPSILON)
@@ -122,9 +170,7 @@ class Updater:
         self._optimizer.set_count(done)
 
     def settle(self) -> None:
-        """DDP rebuilds its buckets after the first backward: without two for nothing, the first step after a resume
-        would add in another order.
-        """
+        """As recipes/build.py: without two backwards for nothing, a resume would add in another order."""
         if self._group.world < 3:
             return
         for _ in range(2):
@@ -143,9 +189,7 @@ class Updater:
         return Learned(loss, kl, entropy, sum(one[3] for one in told) / len(told), all(one[4] == 0 for one in told))
 
     def _parts(self, answers: Sequence[Answer], advantages: Sequence[float], lengths: Sequence[int]) -> list[_Part]:
-        """Answer by answer dealt out to the updates, by place: the same for any number of ranks, and each has some of
-        every prompt's.
-        """
+        """Answers dealt out to the updates by place: the same for any number of ranks, with some of every prompt's."""
         count = self._c.updates
         rows = [
             (answer.place, Row(answer.prompt.ids, answer.ids, advantage))
@@ -160,9 +204,7 @@ class Updater:
 
     @torch.no_grad()
     def _with_fixed(self, batch: Batch) -> Batch:
-        """What stays as it is during the updates. With a single one the old log-probabilities are those of its own
-        pass.
-        """
+        """What the updates don't change. With a single one the old log-probabilities are those of its own pass."""
         if self._reference is not None:
             batch = replace(batch, reference=logprobs(self._reference, batch, self._temperature)[0])
         return replace(batch, old=logprobs(self._model, batch, self._temperature)[0]) if self._c.updates > 1 else batch

@@ -6,9 +6,8 @@ import textwrap
 
 from stoker.training.config import presets
 from stoker.training.config.derived import about
-from stoker.training.config.keys import DEFAULTS, KEYS
+from stoker.training.config.keys import DEFAULTS, KEYS, scalar
 from stoker.training.config.schema import ABOUT
-from stoker.training.config.yamlform import scalar
 from stoker.training.stages.registry import learning
 
 _HEAD = """# Every key of `stoker train`, with its meaning and its default.
