@@ -1,9 +1,12 @@
-"""The register of checks. Adding one is adding a function with `@check` in one of the files below, and its test."""
+"""The register of checks. Adding one is adding a function with `@check` to a file of checks/, new or
+old, and its test.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
@@ -55,12 +58,9 @@ def unknown(text: str) -> Finding:
     return Finding("", "unknown", text)
 
 
-def load(fast: bool = False) -> dict[str, Check]:
-    """All checks, in the order of the files; `fast` leaves out the files that have none of those."""
-    from stoker.control.doctor import environment, gpu, host  # noqa: F401
-
-    if not fast:
-        from stoker.control.doctor import net, torch  # noqa: F401
+def load() -> dict[str, Check]:
+    """All checks, in the order of their files."""
+    modules_in("stoker.control.doctor.checks")
     return CHECKS
 
 

@@ -28,7 +28,7 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
-    fast = [one for one in check.load(fast=True).values() if one.fast and one.id not in _PLANNED]
+    fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
     lines = []
     for finding in check.run(fast, found, check.Asked(plan.world_size, runs_dir)):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")

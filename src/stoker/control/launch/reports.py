@@ -309,7 +309,7 @@ class Reports:
         self._feed(lambda: self._attempt.watch.groups(message["groups"]))
 
     def _bad_number(self, bad: BadNumber) -> None:
-        from stoker.control.verdict import numbers
+        from stoker.control.verdict.rules import numbers
 
         label, world = self._label(bad.rank), self._attempt.plan.world_size
         if not bad.step:  # the line has none: the optimizer's count, as of the last beat

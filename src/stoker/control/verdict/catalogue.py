@@ -1,14 +1,15 @@
 """The catalogue: every cause a verdict can name, one entry each. docs/verdicts.md is generated from it.
 
 An entry is a function from a case (one rank's end, and the evidence around it) to what was found, or None. Adding a
-cause is adding one decorated function to the file of its family, and its case to the tests. Causes Stoker finds by
-other means than a rank's end (a stall, a number, its own trouble) are entries without a function.
+cause is adding one decorated function to a file of rules/, new or old, and its case to the tests. Causes Stoker finds
+by other means than a rank's end (a stall, a number, its own trouble) are entries without a function.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from stoker.contract.discovery import modules_in
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import wording
@@ -78,6 +79,19 @@ def cause(
         return function
 
     return keep
+
+
+def rules() -> list[Cause]:
+    """The causes that are read off a rank's end, in the order in which they are tried: by their file's ORDER, then as
+    they stand in it. What names a reason comes before what only names an exception or a signal.
+    """
+    families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
+    return [
+        cause_
+        for family in families
+        for cause_ in CATALOGUE.values()
+        if cause_.explain is not None and cause_.explain.__module__ == family.__name__
+    ]
 
 
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:

@@ -7,8 +7,8 @@ from typing import Any
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
-from stoker.control.verdict import data  # noqa: F401  registers data.shm
 from stoker.control.verdict.catalogue import CATALOGUE, entry
+from stoker.control.verdict.rules import data  # noqa: F401  registers data.shm
 
 _SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"

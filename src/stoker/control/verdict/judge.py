@@ -11,32 +11,17 @@ import signal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import (
-    data,
-    environment,
-    gpu,
-    gpu_memory,
-    grpo,
-    hang,
-    host,
-    kernels,
-    launch,
-    memory,
-    nccl,
-    network,
-    numbers,
-    rank,
-)
-from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
+from stoker.control.verdict import hang, launch
+from stoker.control.verdict.catalogue import Case, rules, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
+from stoker.control.verdict.rules import numbers
 from stoker.control.verdict.wording import exit_code
 
 AT_ONCE_S = (
     5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
 )
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
-# The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
-_FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
+_RULES = rules()
 
 
 def judge(evidence: Evidence) -> Verdict:
@@ -159,14 +144,10 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
 
 
 def explain(end: RankEnd, evidence: Evidence) -> Verdict:
-    """The first cause of the catalogue that the end fits. Its families are asked in order, each family's causes as they
-    stand in its file.
-    """
+    """The first cause of the catalogue that the end fits."""
     case = Case(end, evidence)
-    for family in _FAMILIES:
-        for cause in CATALOGUE.values():
-            if cause.explain is not None and cause.explain.__module__ == family.__name__:
-                found = cause.explain(case)
-                if found is not None:
-                    return verdict_of(cause, case, found)
+    for cause in _RULES:
+        found = cause.explain(case) if cause.explain else None
+        if found is not None:
+            return verdict_of(cause, case, found)
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")

@@ -10,8 +10,8 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import entry
-from stoker.control.verdict.host import AGENT_LOST, HOST_LOST
-from stoker.control.verdict.memory import RAM_LIMIT
+from stoker.control.verdict.rules.host import AGENT_LOST, HOST_LOST
+from stoker.control.verdict.rules.memory import RAM_LIMIT
 
 AT_ONCE_S = 2.5
 

@@ -8,8 +8,10 @@ import signal
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.consequence import lost_worker
 from stoker.control.verdict.lastwords import amount, at, find, line_of, path_in, said
-from stoker.control.verdict.memory import memory_trend
+from stoker.control.verdict.rules.memory import memory_trend
 from stoker.control.verdict.wording import first_line, traced
+
+ORDER = 50
 
 _SMALL_SHM = 2**30
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"

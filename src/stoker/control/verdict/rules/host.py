@@ -8,6 +8,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause, entry
 from stoker.control.verdict.lastwords import find, line_of
 from stoker.control.verdict.wording import traced
 
+ORDER = 60
+
 _LIMITS = (
     "ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)",
     "fewer threads: OMP_NUM_THREADS (Stoker sets cores ÷ ranks unless it is set), fewer data-loader workers",

@@ -6,6 +6,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import at, find, line_of
 from stoker.control.verdict.wording import first_line, place, traced
 
+ORDER = 55
+
 _RIGHT_PYTHON = "is it the right Python environment? the ranks use the one that runs Stoker"
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.gpu import DEAD
 from stoker.control.verdict.lastwords import find, line_of, noticed
+from stoker.control.verdict.rules.gpu import DEAD
+
+ORDER = 35
 
 _DEBUG = (
     "stoker run --debug-retry …   # runs it again with blocking launches: the line above is where the error was"

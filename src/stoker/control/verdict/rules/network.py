@@ -8,6 +8,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import at, find, line_of
 from stoker.control.verdict.wording import first_line
 
+ORDER = 40
+
 # The store (MASTER_ADDR, MASTER_PORT) is where ranks of either backend meet first.
 STORE = (
     r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"

@@ -11,6 +11,8 @@ from stoker.contract.shapes import BadNumber, RankEnd
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
 from stoker.control.verdict.wording import first_line
 
+ORDER = 10
+
 # Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before
 # looking spreads a NaN everywhere.
 _FIX = (

@@ -9,6 +9,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import find, line_of, noticed
 from stoker.control.verdict.wording import first_line
 
+ORDER = 30
+
 # NVIDIA's Xid catalogue, as the doctor has it: those of the hardware. What an application causes by itself (13, 31, 43)
 # or what the driver has mended (63, 92) accuses no card.
 _XIDS = {

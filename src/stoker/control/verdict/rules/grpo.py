@@ -7,6 +7,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import find
 from stoker.control.verdict.wording import last_lines
 
+ORDER = 15
+
 _SAID = r"GRPO stopped itself: (.+)"
 
 

@@ -11,6 +11,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause, entry
 from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.wording import first_line, place
 
+ORDER = 20
+
 RAM_LIMIT = entry(
     "oom.ram-limit",
     "A rank's resident memory passed --ram-limit.",

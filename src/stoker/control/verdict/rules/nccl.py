@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict import network
 from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import amount, find, line_of, said
+from stoker.control.verdict.rules import network
 from stoker.control.verdict.wording import first_line, place
+
+ORDER = 45
 
 _WARN = "stoker run --env NCCL_DEBUG=WARN …   # NCCL then says more before it gives up"
 

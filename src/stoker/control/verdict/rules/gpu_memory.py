@@ -10,6 +10,8 @@ from stoker.control.verdict.catalogue import Case, Found, cause
 from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.wording import place
 
+ORDER = 25
+
 # torch's out-of-memory message as numbers. Its wording, from torch 2.9 on (CUDA, HIP and XPU): CUDA out of memory.
 # Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Process 727 has
 # 100.51 GiB memory in use. Including non-PyTorch memory, this process has 38.10 GiB memory in use. 130.00 GiB
