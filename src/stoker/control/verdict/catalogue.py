@@ -7,12 +7,14 @@ by other means than a rank's end (a stall, a number, its own trouble) are entrie
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from stoker.contract.discovery import modules_in
-from stoker.contract.shape import shape
+from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import wording
+from stoker.control.verdict.lastwords import find
 
 
 @shape
@@ -52,9 +54,21 @@ class Cause:
     fix: tuple[str, ...]
     retryable: bool
     explain: Callable[[Case], Found | None] | None = None
+    family: str = ""  # the module of its function
 
 
+Match = re.Match[str]
+Explanation = Callable[..., Found | None]  # of a case, and of the match where the cause says a pattern
 CATALOGUE: dict[str, Cause] = {}
+
+
+def steps(text: str) -> tuple[str, ...]:
+    """What to do, one step a line. A line that ends in a backslash goes on in the next."""
+    return tuple(re.sub(r" {4,}", " ", line.strip()) for line in text.splitlines() if line.strip())
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def entry(
@@ -62,20 +76,25 @@ def entry(
 ) -> Cause:
     """A cause that is not read off a rank's end."""
     assert id not in CATALOGUE, id
-    CATALOGUE[id] = made = Cause(id, says, seen, contradicts, fix, retryable)
+    CATALOGUE[id] = made = Cause(id, _one_line(says), _one_line(seen), _one_line(contradicts), fix, retryable)
     return made
 
 
 def cause(
-    id: str, *, seen: str, contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
-) -> Callable[[Callable[[Case], Found | None]], Callable[[Case], Found | None]]:
-    """A cause read off a rank's end. The function's docstring is the sentence that says what happened."""
+    id: str, *, seen: str, said: str = "", contradicts: str = "", fix: tuple[str, ...] = (), retryable: bool = False
+) -> Callable[[Explanation], Explanation]:
+    """A cause read off a rank's end. The function's docstring is the sentence that says what happened.
 
-    def keep(function: Callable[[Case], Found | None]) -> Callable[[Case], Found | None]:
-        assert id not in CATALOGUE, id
-        CATALOGUE[id] = Cause(
-            id, " ".join((function.__doc__ or "").split()), seen, contradicts, fix, retryable, function
-        )
+    `said`: a pattern in the rank's last words. The function gets the match, and is not asked where there is none.
+    """
+
+    def keep(function: Explanation) -> Explanation:
+        def explain_match(case: Case) -> Found | None:
+            match = find(case, said)
+            return function(case, match) if match else None
+
+        made = entry(id, function.__doc__ or "", seen=seen, contradicts=contradicts, fix=fix, retryable=retryable)
+        CATALOGUE[id] = replace(made, explain=explain_match if said else function, family=function.__module__)
         return function
 
     return keep
@@ -86,12 +105,7 @@ def rules() -> list[Cause]:
     they stand in it. What names a reason comes before what only names an exception or a signal.
     """
     families = sorted(modules_in("stoker.control.verdict.rules"), key=lambda module: getattr(module, "ORDER", 70))
-    return [
-        cause_
-        for family in families
-        for cause_ in CATALOGUE.values()
-        if cause_.explain is not None and cause_.explain.__module__ == family.__name__
-    ]
+    return [cause_ for family in families for cause_ in CATALOGUE.values() if cause_.family == family.__name__]
 
 
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:

@@ -7,7 +7,7 @@ from typing import Any
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
-from stoker.control.verdict.catalogue import CATALOGUE, entry
+from stoker.control.verdict.catalogue import CATALOGUE, entry, steps
 from stoker.control.verdict.rules import data  # noqa: F401  registers data.shm
 
 _SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
@@ -95,26 +95,22 @@ entry(
     "A rank is in uninterruptible sleep.",
     seen=_SEEN + "/proc says state D, in both looks",
     contradicts="the state changes: then the disk is slow, not gone",
-    fix=(
-        (
-            "a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its"
-            " GPU is not free until it is gone"
-        ),
-        _STACKS,
-    ),
+    fix=steps(f"""
+    a network file system, a disk or a driver does not answer: dmesg; such a process can't be killed, and its GPU is \
+    not free until it is gone
+    {_STACKS}
+    """),
 )
 entry(
     "hang.gpu-kernel",
     "A GPU kernel does not end.",
     seen=_SEEN + "its main thread waits for the GPU, which is at 100 %, and it is in no collective",
     contradicts="the other ranks have not entered its collective: then they are late, and the kernel is NCCL's",
-    fix=(
-        (
-            "look at {where}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes"
-            " them blocking"
-        ),
-        _STACKS,
-    ),
+    fix=steps(f"""
+    look at {{where}}, and at the kernels launched before it (launches are asynchronous): --debug-retry makes them \
+    blocking
+    {_STACKS}
+    """),
     retryable=True,
 )
 entry(
@@ -128,21 +124,17 @@ entry(
 entry(
     "hang.op-mismatch",
     "Ranks have entered different operations.",
-    seen=(
-        "the flight recorder: the same number of the same group is another operation on this rank. Blamed is who did"
-        " what most did not; of as many on each side, who left the order in which the operations came before; without"
-        " such an order both are named and nobody is blamed"
-    ),
+    seen="""the flight recorder: the same number of the same group is another operation on this rank. Blamed is who
+    did what most did not; of as many on each side, who left the order in which the operations came before; without
+    such an order both are named and nobody is blamed""",
     contradicts="the operation is done on some rank: then they do match",
     fix=("look at {where}: every rank of a group must make the same calls in the same order", _STACKS),
 )
 entry(
     "hang.shape-mismatch",
     "Ranks have entered the same operation with different shapes.",
-    seen=(
-        "the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line; gloo may"
-        " have ended a rank for it (SIGABRT)"
-    ),
+    seen="""the flight recorder: all_reduce or broadcast of other sizes under the same number, at the same line;
+    gloo may have ended a rank for it (SIGABRT)""",
     contradicts="operations whose sizes may differ (gather, all_to_all); another line: gloo.diverged",
     fix=("look at {where}: the tensors must have one shape on all ranks; is a last batch shorter here?", _STACKS),
 )
@@ -151,23 +143,19 @@ entry(
     "All ranks have entered the same operation and it does not end.",
     seen="the flight recorder: same number, same operation, same shape everywhere",
     contradicts="one of them has not entered it",
-    fix=(
-        (
-            "the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface"
-            " names, MTU"
-        ),
-        _STACKS,
-    ),
+    fix=steps(f"""
+    the way between the ranks: `stoker doctor`, NCCL_DEBUG=INFO in one run; several hosts: firewall, interface names, \
+    MTU
+    {_STACKS}
+    """),
     retryable=True,
 )
 for _backend in ("gloo", "nccl"):
     entry(
         f"{_backend}.unequal-batches",
         "A rank had fewer batches than the others and left the loop.",
-        seen=(
-            "the flight recorder: another operation under the same number; the others are in a backward pass, this rank"
-            " is not"
-        ),
+        seen="""the flight recorder: another operation under the same number; the others are in a backward pass,
+        this rank is not""",
         contradicts="all are in a backward pass: then the model's paths differ",
         fix=(
             "give every rank the same number of batches: DistributedSampler(drop_last=True), or DDP's join()",
@@ -178,11 +166,9 @@ for _backend in ("gloo", "nccl"):
     entry(
         f"{_backend}.diverged",
         "Ranks are on different paths: each waits in a call the others have not made.",
-        seen=(
-            "the flight recorder: ranks that wait for each other in different groups, or in calls of different sizes at"
-            " different lines, or in sends and receives that don't pair. Blamed is who left the path of most ranks; of"
-            " as many on each side, who left the order of the steps before"
-        ),
+        seen="""the flight recorder: ranks that wait for each other in different groups, or in calls of different
+        sizes at different lines, or in sends and receives that don't pair. Blamed is who left the path of most
+        ranks; of as many on each side, who left the order of the steps before""",
         contradicts="one of them waits for nobody: then that one is late",
         fix=(
             "look at {where}: a branch that depends on the rank, or on data that differs, must not hold a collective",

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.control.verdict.catalogue import Case
 from stoker.control.verdict.wording import place
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.verdict.catalogue import Case
 
 _DIRECT = "\nThe above exception was the direct cause of the following exception:\n"
 _DURING = "\nDuring handling of the above exception, another exception occurred:\n"
@@ -58,10 +61,8 @@ def find(case: Case, pattern: str) -> re.Match[str] | None:
 
 def line_of(found: re.Match[str]) -> str:
     """The whole line that holds the match."""
-    text = found.string
-    return text[
-        text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1
-    ].strip()
+    before, after = found.string[: found.start()].rpartition("\n")[2], found.string[found.end() :].partition("\n")[0]
+    return (before + found[0] + after).strip()
 
 
 def at(case: Case) -> str:

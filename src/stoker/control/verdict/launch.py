@@ -87,10 +87,8 @@ entry(
 entry(
     "launch.runs-dir",
     "The run directory can't be written, or is not safe from other users.",
-    seen=(
-        "creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the"
-        " run directory while the run was going on"
-    ),
+    seen="""creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved
+    the run directory while the run was going on""",
     contradicts="a rank's own files: data.no-space, data.permission",
     fix=("another folder, of your own: --runs-dir DIR, or $STOKER_RUNS",),
 )
@@ -98,10 +96,8 @@ entry(
     "launch.no-space",
     "The disk or the quota of the run directory is full.",
     seen="before the start: ENOSPC or EDQUOT when the run's record is made",
-    contradicts=(
-        "the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of"
-        " it is data.no-space"
-    ),
+    contradicts="""the disk fills later: the run continues, the verdict is written into reserved space, and a rank
+    that fails of it is data.no-space""",
     fix=(
         "df -h and df -i on that folder; stoker clean --cache shows what caches take",
         "another folder: --runs-dir DIR, or $STOKER_RUNS",

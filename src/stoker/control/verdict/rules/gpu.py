@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.lastwords import find, line_of, noticed
 from stoker.control.verdict.wording import first_line
 
@@ -48,10 +48,8 @@ def _xids(case: Case) -> list[tuple[int, str]]:
 
 @cause(
     "gpu.lost",
-    seen=(
-        'Xid 79 in the kernel\'s log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can\'t find the'
-        " card any more"
-    ),
+    seen="""Xid 79 in the kernel's log, "GPU is lost", "CUDA error: unknown error" (999), or NVML that can't find
+    the card any more""",
     contradicts="the card answers and a kernel failed on it: gpu.launch-failure or gpu.illegal-access",
     fix=DEAD,
     retryable=True,
@@ -91,18 +89,14 @@ def ecc(case: Case) -> Found | None:
 
 @cause(
     "gpu.xid",
-    seen=(
-        "the kernel's log has an Xid of the hardware (48 62 64 74 79 95 119 120; 94 as one the driver contained) since"
-        " the rank started, and the rank's end speaks of its GPU"
-    ),
+    seen="""the kernel's log has an Xid of the hardware (48 62 64 74 79 95 119 120; 94 as one the driver contained)
+    since the rank started, and the rank's end speaks of its GPU""",
     contradicts="Xid 13, 31, 43, 63 or 92: an application's own error, or one that was corrected",
-    fix=(
-        (
-            "nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot"
-            " (nvidia-smi --gpu-reset -i N, as root)"
-        ),
-        *DEAD,
-    ),
+    fix=steps("""
+    nvidia-smi -q -d ECC,PAGE_RETIREMENT,ROW_REMAPPER   # shows the card's errors; reset it or reboot (nvidia-smi \
+    --gpu-reset -i N, as root)
+    """)
+    + DEAD,
     retryable=True,
 )
 def xid(case: Case) -> Found | None:
@@ -118,26 +112,19 @@ def xid(case: Case) -> Found | None:
 
 @cause(
     "gpu.busy",
+    said=r"is/are busy or unavailable",
     seen='CUDA error 46: "CUDA-capable device(s) is/are busy or unavailable"',
     contradicts='a number of GPUs that does not fit says "invalid device ordinal": gpu.ordinal',
-    fix=(
-        (
-            "nvidia-smi --query-gpu=index,compute_mode --format=csv   # Exclusive_Process or Prohibited: nvidia-smi -i"
-            " N -c DEFAULT, as root"
-        ),
-        (
-            "stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is"
-            " sick"
-        ),
-        *DEAD,
-    ),
+    fix=steps("""
+    nvidia-smi --query-gpu=index,compute_mode --format=csv   # Exclusive_Process or Prohibited: nvidia-smi -i N -c \
+    DEFAULT, as root
+    stoker doctor --only gpu.   # who holds it, and whether a context can be made at all: if not, the card is sick
+    """)
+    + DEAD,
     retryable=True,
 )
-def busy(case: Case) -> Found | None:
+def busy(case: Case, found: Match) -> Found:
     """The GPU would not take the process: its compute mode, its memory, or a sick card."""
-    found = find(case, r"is/are busy or unavailable")
-    if not found:
-        return None
     held = [
         f"pid {one.get('pid')} ({one.get('command') or 'outside this container'}) is on the card"
         for one in case.end.around.holders
@@ -151,33 +138,25 @@ def busy(case: Case) -> Found | None:
 
 @cause(
     "gpu.driver",
+    said=(
+        r"driver version is insufficient|driver on your system is too old|Found no NVIDIA driver|No CUDA GPUs are"
+        r" available|No HIP GPUs are available|"
+        r"Error 80[234]: |system not yet initialized|unsupported display driver|CUDA driver initialization failed"
+    ),
     seen=(
         '"CUDA driver version is insufficient", "NVIDIA driver on your system is too old", "Found no NVIDIA driver",'
         ' "No CUDA GPUs are available", CUDA errors 802 to 804, or a driver that does not answer before the start'
     ),
     contradicts="torch itself was built without CUDA: env.cuda-build",
-    fix=(
-        "nvidia-smi   # does the driver answer, and which CUDA version does it allow? torch's build must not be newer",
-        (
-            "a torch build for an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126), or"
-            " a newer driver on the host"
-        ),
-        (
-            "in a container: was it started with --gpus all (nvidia-container-toolkit)? is CUDA_VISIBLE_DEVICES empty"
-            " or wrong?"
-        ),
-        (
-            "error 802 on an NVSwitch machine: the fabric manager is not running (systemctl status"
-            " nvidia-fabricmanager, on the host)"
-        ),
-    ),
+    fix=steps("""
+    nvidia-smi   # does the driver answer, and which CUDA version does it allow? torch's build must not be newer
+    a torch build for an older CUDA (pip install torch --index-url https://download.pytorch.org/whl/cu126), or a newer \
+    driver on the host
+    in a container: was it started with --gpus all (nvidia-container-toolkit)? is CUDA_VISIBLE_DEVICES empty or wrong?
+    error 802 on an NVSwitch machine: the fabric manager is not running (systemctl status nvidia-fabricmanager, on the \
+    host)
+    """),
 )
-def driver(case: Case) -> Found | None:
+def driver(case: Case, found: Match) -> Found:
     """The NVIDIA driver is missing, too old, or shows no GPU."""
-    found = find(
-        case,
-        r"driver version is insufficient|driver on your system is too old|Found no NVIDIA driver|No CUDA GPUs are"
-        r" available|No HIP GPUs are available|"
-        r"Error 80[234]: |system not yet initialized|unsupported display driver|CUDA driver initialization failed",
-    )
-    return Found(f"{case.who}: {first_line(line_of(found))}", noticed(case, line_of(found))) if found else None
+    return Found(f"{case.who}: {first_line(line_of(found))}", noticed(case, line_of(found)))

@@ -89,14 +89,10 @@ AGENT_LOST = entry(
 HOST_LOST = entry(
     "host.lost",
     "A host of a run with several was lost while its ranks ran.",
-    seen=(
-        "no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or"
-        " sshd killed)"
-    ),
-    contradicts=(
-        "a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the"
-        " echo"
-    ),
+    seen="""no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection
+    (agent or sshd killed)""",
+    contradicts="""a rank failed by itself before that: then that is the cause. Ranks that lost their connection to
+    it are the echo""",
     fix=(
         "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
         "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",

@@ -7,7 +7,7 @@ import signal
 
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Found, cause, entry
+from stoker.control.verdict.catalogue import Case, Found, cause, entry, steps
 from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.wording import first_line, place
 
@@ -24,25 +24,15 @@ RAM_LIMIT = entry(
 
 @cause(
     "oom.host",
-    seen=(
-        "SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's"
-        " oom_kill counter rose, or the kernel's log says it killed that pid"
-    ),
-    contradicts=(
-        "neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:"
-        " oom.host-allocation"
-    ),
-    fix=(
-        (
-            "fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer"
-            " ranks"
-        ),
-        "--init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy",
-        (
-            "--ram-limit SIZE stops the job before the kernel does; a container's own limit is in"
-            " /sys/fs/cgroup/memory.max"
-        ),
-    ),
+    seen="""SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the
+    cgroup's oom_kill counter rose, or the kernel's log says it killed that pid""",
+    contradicts="""neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
+    oom.host-allocation""",
+    fix=steps("""
+    fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+    --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
+    --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
+    """),
 )
 def host(case: Case) -> Found | None:
     """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""

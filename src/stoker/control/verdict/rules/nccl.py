@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.lastwords import amount, find, line_of, said
 from stoker.control.verdict.rules import network
 from stoker.control.verdict.wording import first_line, place
@@ -29,72 +29,55 @@ def _evidence(case: Case, line: str) -> tuple[str, ...]:
 
 @cause(
     "nccl.version",
+    said=r"Mismatched NCCL version detected[^\n]*|NCCL version mismatch[^\n]*|undefined symbol: nccl\w+",
     seen='"Mismatched NCCL version detected", or a symbol of NCCL that the library found at run time does not have',
     contradicts="other invalid usage (two ranks on one GPU: gpu.duplicate; no interface: nccl.interface)",
-    fix=(
-        (
-            "python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch"
-            " build everywhere"
-        ),
-        (
-            "LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own"
-            " (pip list | grep nccl)"
-        ),
-    ),
+    fix=steps("""
+    python -c 'import torch; print(torch.__version__, torch.cuda.nccl.version())' on each host: the same torch build \
+    everywhere
+    LD_LIBRARY_PATH or LD_PRELOAD that brings in a system's libnccl: unset it; torch's wheels bring their own (pip \
+    list | grep nccl)
+    """),
 )
-def version(case: Case) -> Found | None:
+def version(case: Case, found: Match) -> Found:
     """The ranks, or torch and the library it found, have different versions of NCCL."""
-    found = find(case, r"Mismatched NCCL version detected[^\n]*|NCCL version mismatch[^\n]*|undefined symbol: nccl\w+")
-    return Found(f"{case.who}: {first_line(found[0])}", _evidence(case, line_of(found))) if found else None
+    return Found(f"{case.who}: {first_line(found[0])}", _evidence(case, line_of(found)))
 
 
 @cause(
     "nccl.interface",
+    said=r"no socket interface found|is neither AF_INET",
     seen='NCCL\'s "Bootstrap : no socket interface found", or an address without a family',
     contradicts="the interface is there and the peer does not answer: nccl.connection",
-    fix=(
-        (
-            "unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may"
-            " have different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)"
-        ),
-        "is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?",
-    ),
+    fix=steps("""
+    unset NCCL_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address): hosts may have \
+    different ones, and the value is a prefix (=eth0 is exact, ^docker excludes)
+    is it still set in ~/.bashrc, /etc/nccl.conf or ~/.nccl.conf?
+    """),
 )
-def interface(case: Case) -> Found | None:
+def interface(case: Case, found: Match) -> Found:
     """NCCL found no network interface to use."""
-    found = find(case, r"no socket interface found|is neither AF_INET")
-    return (
-        Found(f"{case.who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)", _evidence(case, line_of(found)))
-        if found
-        else None
-    )
+    return Found(f"{case.who}: NCCL finds no network interface (NCCL_SOCKET_IFNAME?)", _evidence(case, line_of(found)))
 
 
 @cause(
     "nccl.shm",
-    seen=(
-        'NCCL\'s "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not be'
-        " extended"
-    ),
-    contradicts="torch's own shared memory between a loader and its workers: data.shm",
-    fix=(
-        (
-            "a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory"
-            " on /dev/shm"
-        ),
-        "stoker clean   # shows segments that dead runs left there",
-        "NCCL_SHM_DISABLE=1 goes on without, slower",
-    ),
-)
-def shm(case: Case) -> Found | None:
-    """NCCL could not get shared memory: /dev/shm is too small, or full."""
-    found = find(
-        case,
+    said=(
         r"[Ee]rror while (?:creating|attaching to) shared memory segment|failed to extend"
-        r" /dev/shm/nccl-|posix_fallocate failed",
-    )
-    if not found:
-        return None
+        r" /dev/shm/nccl-|posix_fallocate failed"
+    ),
+    seen="""NCCL's "Error while creating shared memory segment /dev/shm/nccl-…", or its /dev/shm file that could not
+    be extended""",
+    contradicts="torch's own shared memory between a loader and its workers: data.shm",
+    fix=steps("""
+    a larger /dev/shm: docker run --shm-size=16g or --ipc=host; in Kubernetes an emptyDir with medium: Memory on \
+    /dev/shm
+    stoker clean   # shows segments that dead runs left there
+    NCCL_SHM_DISABLE=1 goes on without, slower
+    """),
+)
+def shm(case: Case, found: Match) -> Found:
+    """NCCL could not get shared memory: /dev/shm is too small, or full."""
     around = case.end.around
     room = (
         (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
@@ -109,20 +92,18 @@ def shm(case: Case) -> Found | None:
 
 @cause(
     "nccl.connection",
-    seen=(
-        "at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the store"
-        " can't be reached or not all ranks came"
-    ),
+    seen="""at start-up, ranks on GPUs: NCCL's connection to a peer was refused, had no route or timed out; or the
+    store can't be reached or not all ranks came""",
     contradicts=(
         "the connection was there and broke (reset by peer, remote process exited): the echo of another rank's end"
     ),
     fix=(
         *network.REACH,
-        (
-            "a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get"
-            " ADDRESS), not docker0 or a VPN"
-        ),
-        _WARN,
+        *steps(f"""
+    a host with several networks: NCCL_SOCKET_IFNAME must name the one between the hosts (ip route get ADDRESS), not \
+    docker0 or a VPN
+    {_WARN}
+    """),
     ),
     retryable=True,
 )
@@ -143,29 +124,22 @@ def connection(case: Case) -> Found | None:
 
 @cause(
     "nccl.cuda",
+    said=r"unhandled cuda error|ncclUnhandledCudaError",
     seen='"unhandled cuda error" (ncclUnhandledCudaError), and its last error names no better cause',
     contradicts="the last error is out of memory, an illegal access, an ECC error …: then that is the cause",
-    fix=(
-        (
-            "the torch build and its NCCL must be the same on all hosts (python -c 'import torch;"
-            " print(torch.__version__, torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch"
-            " brings its own"
-        ),
-        "the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host",
-        "not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store",
-        (
-            "NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in"
-            " the BIOS, a virtual machine)"
-        ),
-        _WARN,
-    ),
+    fix=steps(f"""
+    the torch build and its NCCL must be the same on all hosts (python -c 'import torch; print(torch.__version__, \
+    torch.cuda.nccl.version())'); an installed CUDA toolkit does not matter, torch brings its own
+    the driver must be new enough for torch's CUDA build, and the card in its list: stoker doctor, on each host
+    not the firewall: a port that is closed says so (connection refused, timed out), and 29500 is only the store
+    NCCL_P2P_DISABLE=1, for one run: if it helps, the cards can't reach each other's memory (IOMMU or ACS in the BIOS, \
+    a virtual machine)
+    {_WARN}
+    """),
     retryable=True,
 )
-def cuda(case: Case) -> Found | None:
+def cuda(case: Case, found: Match) -> Found:
     """A CUDA call inside NCCL failed."""
-    found = find(case, r"unhandled cuda error|ncclUnhandledCudaError")
-    if not found:
-        return None
     last = _last_error(case)
     return Found(
         f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}",
@@ -176,15 +150,13 @@ def cuda(case: Case) -> Found | None:
 @cause(
     "nccl.system",
     seen='"unhandled system error" (ncclSystemError), and its last error names no better cause',
-    contradicts=(
-        "shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:"
-        " data.too-many-files"
-    ),
-    fix=(
-        _WARN,
-        "limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1",
-        *network.REACH,
-    ),
+    contradicts="""shared memory: nccl.shm; a peer that can't be reached: nccl.connection; too many open files:
+    data.too-many-files""",
+    fix=steps(f"""
+    {_WARN}
+    limits: ulimit -l (locked memory, unlimited for InfiniBand), ulimit -n, docker's --ulimit memlock=-1
+    """)
+    + network.REACH,
     retryable=True,
 )
 def system(case: Case) -> Found | None:
@@ -201,29 +173,21 @@ def system(case: Case) -> Found | None:
 
 @cause(
     "nccl.timeout",
-    seen=(
-        "NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen to"
-        " hang"
-    ),
+    said=r"Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*",
+    seen="""NCCL's watchdog ended the process after the process group's timeout, and no rank failed, left or is seen
+    to hang""",
     contradicts="a rank that failed by itself, left early or stopped: that is the cause, and the timeout its echo",
-    fix=(
-        (
-            "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a"
-            " sharded model is one), other code paths"
-        ),
-        "where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt",
-        (
-            "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT"
-            " is something else"
-        ),
-    ),
+    fix=steps("""
+    a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective (saving a sharded \
+    model is one), other code paths
+    where was each rank? `stoker logs --rank N`, and the stacks in the record of the attempt
+    long work on one rank between collectives: init_process_group(timeout=timedelta(hours=1)); NCCL_IB_TIMEOUT is \
+    something else
+    """),
     retryable=True,
 )
-def timeout(case: Case) -> Found | None:
+def timeout(case: Case, found: Match) -> Found:
     """A collective was not finished in time, and nothing shows why."""
-    found = find(case, r"Watchdog caught collective operation timeout[^\n]*|collective operation timeout: [^\n]*")
-    if not found:
-        return None
     line = line_of(found)
     work, ran = re.search(r"SeqNum=(\d+), OpType=(\w+)", line), re.search(r"ran for (\d+) milliseconds", line)
     what = f"{work[2]} number {work[1]}" if work else "a collective"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.lastwords import at, find, line_of
 from stoker.control.verdict.wording import first_line
 
@@ -15,16 +15,12 @@ STORE = (
     r"The client socket has (?:timed out after [^\n]*trying to connect to|failed to connect to[^\n]*) ?\(([^)]*)\)|"
     r"Timed out after (\d+) seconds waiting for clients\. (\d+/\d+) clients joined"
 )
-REACH = (
-    (
-        "every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both"
-        " directions: MASTER_PORT is only where they meet, the data has ports of its own"
-    ),
-    (
-        "MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them"
-        " knows (getent hosts NAME, on each)"
-    ),
-)
+REACH = steps("""
+    every host must reach every other on the ephemeral ports (/proc/sys/net/ipv4/ip_local_port_range), in both \
+    directions: MASTER_PORT is only where they meet, the data has ports of its own
+    MASTER_ADDR must be an address the other hosts can reach, not 127.0.0.1 and not a name that only one of them knows \
+    (getent hosts NAME, on each)
+    """)
 
 
 def _where(case: Case) -> tuple[str, ...]:
@@ -56,13 +52,11 @@ def port_in_use(case: Case) -> Found | None:
         'gloo\'s "Unable to find address for: eth0" or "Unable to find interface for", or a host name it can\'t resolve'
     ),
     contradicts="the interface is there and the peer does not answer: gloo.connection",
-    fix=(
-        (
-            "unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may"
-            " need different ones"
-        ),
-        "without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer",
-    ),
+    fix=steps("""
+    unset GLOO_SOCKET_IFNAME, or name an interface that exists on this host (ip -brief address); hosts may need \
+    different ones
+    without it gloo takes the address of the host's own name: getent hosts $(hostname) must answer
+    """),
 )
 def gloo_interface(case: Case) -> Found | None:
     """gloo was told to use a network interface that this host does not have."""
@@ -74,25 +68,18 @@ def gloo_interface(case: Case) -> Found | None:
 
 @cause(
     "gloo.shape",
+    said=r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)",
     seen='gloo\'s "op.preamble.length <= op.nbytes": a rank received more bytes than it expected',
     contradicts="the connection broke before: then the peer's end is the cause",
-    fix=(
-        (
-            "ranks called a collective with tensors of different sizes or types, or in another order: print shape and"
-            " dtype before it on each rank"
-        ),
-        (
-            "lists of unequal length: all_gather_object, or pad to the longest; a last batch that is smaller:"
-            " drop_last=True"
-        ),
-        "a model that differs between ranks (a layer only rank 0 has, another vocabulary size)",
-    ),
+    fix=steps("""
+    ranks called a collective with tensors of different sizes or types, or in another order: print shape and dtype \
+    before it on each rank
+    lists of unequal length: all_gather_object, or pad to the longest; a last batch that is smaller: drop_last=True
+    a model that differs between ranks (a layer only rank 0 has, another vocabulary size)
+    """),
 )
-def gloo_shape(case: Case) -> Found | None:
+def gloo_shape(case: Case, found: Match) -> Found:
     """Ranks sent each other tensors of different sizes in one collective."""
-    found = find(case, r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
-    if not found:
-        return None
     return Found(
         f"{case.who} received {found[1]} bytes where it expected {found[2]}: the ranks' collectives differ in size",
         (line_of(found), *_where(case)),
@@ -101,14 +88,10 @@ def gloo_shape(case: Case) -> Found | None:
 
 @cause(
     "gloo.connection",
-    seen=(
-        "at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of"
-        " connections could not be made"
-    ),
-    contradicts=(
-        "the connection was there and broke (reset, closed by peer): the echo of another rank's end. A refused"
-        " connection to something else than a peer: rank.exception"
-    ),
+    seen="""at start-up, ranks on CPU: the store can't be reached or not all ranks came, or gloo's full mesh of
+    connections could not be made""",
+    contradicts="""the connection was there and broke (reset, closed by peer): the echo of another rank's end. A
+    refused connection to something else than a peer: rank.exception""",
     fix=REACH,
     retryable=True,
 )
@@ -138,25 +121,19 @@ def store(case: Case) -> Found | None:
 
 @cause(
     "gloo.timeout",
+    said=r"gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation",
     seen='gloo\'s "Timed out waiting 1800000ms for recv operation to complete", and no rank failed or left',
     contradicts="a rank that failed, left early or is seen to hang: that is the cause",
-    fix=(
-        (
-            "a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow"
-            " save or evaluation on one rank"
-        ),
-        "long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))",
-    ),
+    fix=steps("""
+    a rank that did not take part: unequal numbers of batches, an `if rank == 0` around a collective, a slow save or \
+    evaluation on one rank
+    long work on one rank between collectives: init_process_group(timeout=timedelta(hours=2))
+    """),
     retryable=True,
 )
-def gloo_timeout(case: Case) -> Found | None:
+def gloo_timeout(case: Case, found: Match) -> Found:
     """A collective of gloo was not finished in time, and nothing shows why."""
-    found = find(case, r"gloo/transport/[^\n]*Timed out waiting (\d+)ms for (\w+) operation")
-    return (
-        Found(
-            f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}",
-            (line_of(found), *_where(case)),
-        )
-        if found
-        else None
+    return Found(
+        f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}",
+        (line_of(found), *_where(case)),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shapes import BadNumber, RankEnd
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, steps
 from stoker.control.verdict.wording import first_line
 
 ORDER = 10
@@ -25,10 +25,8 @@ _FIX = (
 entry(
     "nan.loss",
     "The loss is NaN or infinite, and stays so.",
-    seen=(
-        "three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient"
-        " norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss"
-    ),
+    seen="""three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a
+    gradient norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss""",
     contradicts="the next loss is a number: one bad batch; validation losses are not read",
     fix=_FIX,
 )
@@ -50,20 +48,15 @@ entry(
 
 @cause(
     "nan.traced",
-    seen=(
-        "stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad"
-        " operation (NonFinite)"
-    ),
+    seen="""stoker's own training found a loss or a gradient that is no number, replayed the step and named the
+    first bad operation (NonFinite)""",
     contradicts="a script that tells or prints its losses and goes on: nan.loss",
-    fix=(
-        (
-            "stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the"
-            " files"
-        ),
-        "a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)",
-        "--preset stable: all cautious numbers at once",
-        "not reproduced in the replay? `stoker burnin` compares the cards bit for bit",
-    ),
+    fix=steps("""
+    stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the files
+    a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
+    --preset stable: all cautious numbers at once
+    not reproduced in the replay? `stoker burnin` compares the cards bit for bit
+    """),
 )
 def traced(case: Case) -> Found | None:
     """A step's loss or gradient is NaN or infinite, and its replay says where that began."""

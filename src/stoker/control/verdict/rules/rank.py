@@ -29,7 +29,6 @@ _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same 
 @cause(
     "rank.breakpoint",
     seen="BdbQuit left the script: a debugger found the end of its input",
-    contradicts="",
     fix=(
         "remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1",
         "only rank 0 has the terminal: `if rank == 0: breakpoint()`",
