@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 from stoker.contract.discovery import modules_in
+from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import wording
@@ -98,6 +100,19 @@ def cause(
         return function
 
     return keep
+
+
+def report(cause_: Cause, summary: str, evidence: list[str], **more: Any) -> dict[str, Any]:
+    """Why Stoker stops the job itself: what launch.trouble makes a verdict of. `more` adds to it, or stands instead."""
+    return {
+        "cause": cause_.id,
+        "exit_code": EX_SOFTWARE,
+        "summary": summary,
+        "retryable": cause_.retryable,
+        "evidence": evidence,
+        "fix": list(cause_.fix),
+        **more,
+    }
 
 
 def rules() -> list[Cause]:

@@ -9,7 +9,7 @@ from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.catalogue import entry
+from stoker.control.verdict.catalogue import entry, report
 from stoker.control.verdict.rules.host import AGENT_LOST, HOST_LOST
 from stoker.control.verdict.rules.memory import RAM_LIMIT
 
@@ -257,37 +257,19 @@ def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
 
 
 def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
-    return {
-        "cause": "oom.ram-limit",
-        "rank": rank,
-        "at_once": True,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}",
-        "evidence": [f"resident memory {taken} bytes, limit {limit}"],
-        "fix": list(RAM_LIMIT.fix),
-    }
+    summary = f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}"
+    return report(RAM_LIMIT, summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
-    return {
-        "cause": "host.agent-lost",
-        "host": host,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"the agent on {f'host {host}' if host else 'this machine'} was lost: {why}; its ranks are stopped",
-        "evidence": [complaint] if complaint else [],
-        "fix": list(AGENT_LOST.fix),
-    }
+    where = f"host {host}" if host else "this machine"
+    summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
+    return report(AGENT_LOST, summary, [complaint] if complaint else [], host=host)
 
 
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
-    return {
-        "cause": "host.lost",
-        "host": host,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"host {host} is lost: {why.removeprefix('it ended: ')}",
-        "evidence": [complaint] if complaint and complaint not in why else [],
-        "fix": list(HOST_LOST.fix),
-    }
+    summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
+    return report(HOST_LOST, summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
 def regrouped(host: str) -> Verdict:
@@ -301,13 +283,7 @@ def regrouped(host: str) -> Verdict:
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:
-    return {
-        "cause": "launch.not-started",
-        "rank": rank,
-        "summary": f"rank {rank} could not be started: {why}",
-        "exit_code": EX_OSERR,
-        "fix": list(_NOT_STARTED.fix),
-    }
+    return report(_NOT_STARTED, f"rank {rank} could not be started: {why}", [], rank=rank, exit_code=EX_OSERR)
 
 
 def refused(refusal: Refusal) -> Verdict:

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shapes import BadNumber, RankEnd
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, steps
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, report, steps
 from stoker.control.verdict.wording import first_line
 
 ORDER = 10
@@ -97,18 +96,7 @@ def summary(bad: BadNumber, label: str, world: int) -> str:
 
 def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
     known = CATALOGUE[f"nan.{bad.kind}"]
-    seen = (
-        f"reported by stoker.beat: loss {bad.value}"
-        if bad.source == "beat"
-        else f"printed by rank {bad.rank}: {bad.line}"
-    )
-    return {
-        "cause": known.id,
-        "rank": None if bad.shared and world > 1 else bad.rank,
-        "exit_code": EX_SOFTWARE,
-        "retryable": known.retryable,
-        "summary": summary(bad, label, world) + ", and stays so",
-        "evidence": [seen, known.seen],
-        "fix": list(known.fix),
-        "step": bad.step,
-    }
+    printed = f"printed by rank {bad.rank}: {bad.line}"
+    seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else printed
+    rank = None if bad.shared and world > 1 else bad.rank
+    return report(known, f"{summary(bad, label, world)}, and stays so", [seen, known.seen], rank=rank, step=bad.step)
