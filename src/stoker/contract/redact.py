@@ -157,10 +157,8 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
             found.append(_assignment(word, 0))
         flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
     starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
-    across = [
-        *spans(" ".join(words)),
-        *word_spans(list(zip(words, starts, strict=True))),
-    ]  # `curl -u`, and what a shell without quotes took apart
+    # `curl -u`, and what a shell without quotes took apart.
+    across = [*spans(" ".join(words)), *word_spans(list(zip(words, starts, strict=True)))]
     for begin, end in across:
         for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
             first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])

@@ -224,9 +224,8 @@ _DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (
     commands,
 )
 
-_looked: dict[
-    str, list[Span]
-] = {}  # a variable's value is looked at when secrets are learned, when it is described and when it is written
+# A variable's value is looked at when secrets are learned, when it is described and when it is written.
+_looked: dict[str, list[Span]] = {}
 _SHORT, _MANY = 1024, 512
 
 

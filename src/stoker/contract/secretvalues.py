@@ -94,9 +94,8 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
         return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
     if value.lower().rstrip(".,:;)") in _PROSE:
         return False
-    if not name.isupper() and (
-        compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name
-    ):  # key=int(x), token=self.token
+    # key=int(x), token=self.token.
+    if not name.isupper() and (compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name):
         return False
     if separator[0] in "\"'`\\":  # JSON has nothing without quotes but numbers
         return telling
@@ -190,9 +189,8 @@ def commands(text: str) -> Iterator[Span]:
     words = []
     for found in compiled(r"\S+").finditer(text):
         word = found[0].lstrip("\"'`([{")
-        named = (
-            found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
-        )  # a sentence about `--password`, no command with it
+        # A sentence about `--password`, no command with it.
+        named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
         words.append(("" if named else word.rstrip("\"'`)]},"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]

@@ -63,9 +63,8 @@ class WholeFile:
 
 def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
     with WholeFile(path, durable=durable) as file:
-        file.write(
-            data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace")
-        )  # names that aren't UTF-8: \\udc80 is JSON
+        # Names that aren't UTF-8: \\udc80 is JSON.
+        file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: str, value: Any, durable: bool = True) -> None:

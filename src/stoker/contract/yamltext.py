@@ -96,9 +96,8 @@ def _bounded(root: Any) -> None:
         elif (
             isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_INT
         ):
-            raise NotYaml(
-                f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1
-            )  # 1:1:1… takes seconds
+            # 1:1:1… takes seconds.
+            raise NotYaml(f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1)
         elif isinstance(node, yaml.SequenceNode):
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))

@@ -138,9 +138,8 @@ def pack() -> bytes:
 
 def _add(archive: zipfile.ZipFile, path: str, name: str) -> None:
     with open(path, "rb") as file:
-        archive.writestr(
-            zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED
-        )  # same bytes, same digest
+        # Same bytes, same digest.
+        archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED)
 
 
 def nvml_source() -> str | None:

@@ -100,9 +100,8 @@ class Checking:
             if name in present:
                 found[name] = _with_torch(found[name], word)
         if question is not None:
-            pairs = self._stream(
-                question, addresses, pairs
-            )  # now that torch's import is over: it would share the processor
+            # Now that torch's import is over: it would share the processor.
+            pairs = self._stream(question, addresses, pairs)
         program: list[str] = []
         if files is not None:
             answers = {name: answer for name, answer in asking.answers(files, FILES_S).items() if name in present}

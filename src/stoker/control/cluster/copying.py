@@ -342,9 +342,8 @@ class _Copy:
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None
-        decoder = protocol.Decoder(
-            expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT
-        )  # it may need all that it was offered
+        # It may need all that it was offered.
+        decoder = protocol.Decoder(expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT)
         while True:
             data = os.read(self._process.stdout.fileno(), 1 << 18)
             if not data:

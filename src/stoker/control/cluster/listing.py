@@ -177,9 +177,8 @@ def _git_list(root: str, *which: str) -> list[str]:
         complaint = printable(done.stderr.decode("utf-8", "replace").strip())
         raise Refusal(f"git can't list {root}: {complaint}", EX_NOINPUT)
     paths = [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
-    return [
-        path for path in paths if not path.startswith("/") and ".." not in path.split("/")
-    ]  # an index may name anything
+    # An index may name anything.
+    return [path for path in paths if not path.startswith("/") and ".." not in path.split("/")]
 
 
 def _walk(root: str) -> Iterator[str]:

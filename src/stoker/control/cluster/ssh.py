@@ -135,10 +135,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
      "look at its sshd's log"),
 )  # fmt: skip
-_SAID, _LINE = (
-    8192,
-    300,
-)  # characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line
+# Characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line.
+_SAID, _LINE = (8192, 300)
 _NOT_RUN = re.compile(
     r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
 )

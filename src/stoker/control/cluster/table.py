@@ -89,9 +89,8 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
     made = []
     for label, cell, same in _ROWS:
         values = {one.name: cell(one) for one in facts.there}
-        if any(values.values()) and any(
-            value != name for name, value in values.items()
-        ):  # an address that is the name says nothing new
+        # An address that is the name says nothing new.
+        if any(values.values()) and any(value != name for name, value in values.items()):
             made.append(_row(facts, label, values, _strange(facts, label, values, same)))
     for what in dict.fromkeys(name for one in facts.there for name in one.files or {}):
         digests = {one.name: (one.files or {}).get(what, "") for one in facts.there}

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
             ...
 
 
-ROOT = os.path.dirname(
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-)  # the folder that holds stoker
+# The folder that holds stoker.
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 # Appended: ROOT may be a site-packages folder, and nothing in one may stand in for a module of the standard library.
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
 

@@ -207,9 +207,8 @@ def _same_file(handle: int, about: os.stat_result) -> bool:
 
 def _lease(handle: int) -> bool:
     try:
-        fcntl.fcntl(
-            handle, fcntl.F_SETSIG, signal.SIGURG
-        )  # a lease is called back by SIGIO, which would kill us; this one is ignored
+        # A lease is called back by SIGIO, which would kill us; this one is ignored.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
         return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

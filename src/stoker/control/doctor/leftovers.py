@@ -199,9 +199,8 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
     spared = untouchable(table)
-    busy: dict[
-        int, str
-    ] = {}  # a living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them
+    # A living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them.
+    busy: dict[int, str] = {}
     for (run_id, _), how in runs.items():
         if how.launcher:
             busy |= dict.fromkeys({how.launcher, *processes.descendants(how.launcher, table)}, run_id)

@@ -44,9 +44,8 @@ class Hashes:
         self._memory = memory or os.path.join(cache_folder(), "hashes.json")
         self._known: dict[str, tuple[int, int, int, str]] = {}
         self._changed = False
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # none yet, half a one, or something else: everything is read again
+        # None yet, half a one, or something else: everything is read again.
+        with contextlib.suppress(OSError, ValueError):
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
     def of(self, path: str) -> str:

@@ -28,9 +28,8 @@ def _cgroup_dirs(
             lines = [line.strip().split(":", 2) for line in file]
     except OSError:
         return [], True
-    for _, controllers, path in sorted(
-        lines, key=lambda line: not line[1]
-    ):  # a controller of version 1 counts where it is mounted
+    # A controller of version 1 counts where it is mounted.
+    for _, controllers, path in sorted(lines, key=lambda line: not line[1]):
         v2 = not controllers
         if not v2 and controller not in controllers.split(","):
             continue

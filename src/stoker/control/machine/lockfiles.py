@@ -63,9 +63,8 @@ def open_shared(make: bool) -> Folder | None:
     """None: it is not there. With `make` it is created for all users, sticky: nobody can remove another's lock files."""
     path = shared_path()
     if make:
-        before = os.umask(
-            0
-        )  # its final mode from the first moment: there is nothing to chmod later, and so nothing to be led astray
+        # Its final mode from the first moment: there is nothing to chmod later, and so nothing to be led astray.
+        before = os.umask(0)
         try:
             _make(path, 0o1777)
         finally:
@@ -269,9 +268,8 @@ def _locked_by(about: os.stat_result) -> int:
         for line in lines
         if len(words := line.split()) >= 6 and words[1] == b"FLOCK" and words[5].endswith(same_inode)
     ]
-    exact = [
-        words for words in found if words[5] == there
-    ] or found  # an overlay's stat has another device than its locks
+    # An overlay's stat has another device than its locks.
+    exact = [words for words in found if words[5] == there] or found
     return int(exact[0][4]) if exact and exact[0][4].isdigit() else 0
 
 

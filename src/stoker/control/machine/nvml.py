@@ -272,9 +272,8 @@ def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
     one = processes.process(pid)
-    if one is None or not _has_device_open(
-        pid
-    ):  # a pid of the host's, seen from inside a container, may be somebody else's here
+    # A pid of the host's, seen from inside a container, may be somebody else's here.
+    if one is None or not _has_device_open(pid):
         return Holder(pid, memory)
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)

@@ -57,9 +57,8 @@ def command(pid: int) -> str | None:
         # Not within a word: half a secret is not recognized as one.
         raw = raw[: max(raw.rfind(b"\0", 0, _COMMAND), raw.rfind(b" ", 0, _COMMAND), 0)]
     words = raw.decode("utf-8", "replace").split("\0")
-    shown = (
-        redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
-    )  # setproctitle writes one line
+    # setproctitle writes one line.
+    shown = redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
     line = " ".join(shown).strip()
     return f"{line} …".lstrip() if cut else line or None
 

@@ -309,9 +309,8 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._real
         self._real.exec_module(module)
-        then = self._finder.then.pop(
-            module.__name__, None
-        )  # not in find_spec: somebody may only ask whether torch is there
+        # Not in find_spec: somebody may only ask whether torch is there.
+        then = self._finder.then.pop(module.__name__, None)
         if not self._finder.then and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         if then is not None and inside():

@@ -67,9 +67,8 @@ def judge(evidence: Evidence) -> Verdict:
             f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for",
             0,
         )
-    told_to = bool(evidence.regrouping) and any(
-        end.ours for end in evidence.ends
-    )  # then 0 means "saved and left", not "done"
+    # Then 0 means "saved and left", not "done".
+    told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
         return Verdict("completed", "completed", f"{_everybody(evidence)} ended with 0", 0)
     if guilty is None and evidence.regrouping:

@@ -34,14 +34,8 @@ _VALUE = (
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]{1,40}[ _/-])?loss)" + _VALUE)
 _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
-_NOT_TRAINING = (
-    b"no",
-    b"best",
-    b"min",
-    b"lowest",
-    b"last",
-    b"final",
-)  # of "loss" itself: "5 min | loss nan" is a step's line
+# Of "loss" itself: "5 min | loss nan" is a step's line.
+_NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
 _TRAINING = (
     b"",
     b"train",
@@ -114,9 +108,8 @@ class Losses:
             return None
         which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
         counter = _COUNTER.findall(line)
-        if which in _NOT_TRAINING or (
-            counter and counter == self._counters.get(rank)
-        ):  # a bar that is drawn again shows the same loss
+        # A bar that is drawn again shows the same loss.
+        if which in _NOT_TRAINING or (counter and counter == self._counters.get(rank)):
             return None
         self._counters[rank] = counter
         self._printing.add(rank)

@@ -44,9 +44,8 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     # Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything.
     computes = one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
     waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
-    if (
-        one.gpu_use is not None and one.gpu_use >= 90 and not waits
-    ):  # it makes no step, and its card is busy all the same
+    # It makes no step, and its card is busy all the same.
+    if one.gpu_use is not None and one.gpu_use >= 90 and not waits:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
         held = ", holding the GIL" if gil else ""

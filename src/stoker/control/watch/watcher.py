@@ -203,9 +203,8 @@ class Watcher:
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
-        if (
-            starting and self._world > 1
-        ):  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
+        # Who never steps is not accused of that: somebody must be waiting for him, and nobody at work.
+        if starting and self._world > 1:
             idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
             if len(idle) == len(alive) or any(silence > progress.START_S for silence in idle.values()):
                 found |= idle
@@ -256,9 +255,8 @@ class Watcher:
             self._wait = min(self._wait * 2, MAX_WAIT_S)  # nothing new in it: looking costs stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
-        if (
-            not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]
-        ):  # said once, and again when it turns out worse
+        # Said once, and again when it turns out worse.
+        if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
             self._said = stall.rank, stall.proof
             actions.append(Suspect(stall, self._stops_in(stall, now)))
         why = self._stop_reason(stall, now)

@@ -192,8 +192,7 @@ def ended(case: Case) -> Found | None:
     """The script ended itself with an exit code."""
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
-    if case.end.code in _REFUSED and last.startswith(
-        "stoker: "
-    ):  # a recipe of ours: one line, and a code that says of which kind
+    # A recipe of ours: one line, and a code that says of which kind.
+    if case.end.code in _REFUSED and last.startswith("stoker: "):
         return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
     return Found(f"{case.who} ended with exit code {case.end.code}", seen)
