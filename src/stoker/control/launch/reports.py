@@ -55,7 +55,7 @@ class Reports:
         }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is
+        """`message` has the fields of its kind, of the right types (contract/protocol.py); whether it may say that is
         decided here.
         """
         self._check_ranks(host, message)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +23,6 @@ from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
-from stoker.control.scheduler import slurm_jobs
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed
@@ -77,14 +78,14 @@ class Submitted:
         return self._sum_up()
 
     def _ask(self) -> bool:
-        found = {one.id: one for one in slurm_jobs.tasks_of(self.number)}
+        found = {one.id: one for one in tasks_of(self.number)}
         for task in self._tasks:
             if (
                 task not in found
                 and (len(self._tasks) == 1 or task in self._known)
                 and not (task in self._known and self._known[task].over)
             ):
-                one = slurm_jobs.look(task)
+                one = look(task)
                 if one is not None:
                     found[task] = one
         for name, one in found.items():
@@ -167,7 +168,7 @@ def _unsettled(run: reader.Run | None) -> bool:
 
 def slurms_word(root: str, task: str) -> Job | None:
     """From Slurm while it remembers the job, else what was kept when it ended."""
-    found = slurm_jobs.look(task)
+    found = look(task)
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
@@ -203,3 +204,105 @@ def _last_lines(path: str) -> list[str]:
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 4096))
         return [line for line in redact.whole(file.read().decode("utf-8", "replace")).splitlines() if line.strip()][-5:]
+
+
+# ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
+
+_ASK_S = 20.0
+_UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
+_BATCH = re.compile(r"(\d+):(\d+)")
+
+
+def look(job: str) -> Job | None:
+    """None where Slurm is not there or knows nothing of it."""
+    return _controller(job) or _accounting(job)
+
+
+def tasks_of(job: str) -> list[Job]:
+    """A job by itself, or every task of an array; empty where the controller has forgotten it."""
+    return [
+        one
+        for one in map(read_controller, _run("scontrol", "--oneliner", "show", "job", job).splitlines())
+        if one is not None
+    ]
+
+
+def _controller(job: str) -> Job | None:
+    found = tasks_of(job)
+    return found[0] if found else None
+
+
+def read_controller(line: str) -> Job | None:
+    """One line of `scontrol --oneliner show job`."""
+    if not line.startswith("JobId="):
+        return None
+
+    def word(name: str) -> str:
+        match = re.search(rf"(?:^| ){name}=(\S*)", line)
+        return "" if match is None or match[1] in _UNTOLD else match[1]
+
+    code = _BATCH.fullmatch(word("ExitCode"))
+    array, task = word("ArrayJobId"), word("ArrayTaskId")
+    return Job(
+        f"{array}_{task}" if array and task else word("JobId"),
+        word("JobState"),
+        word("Reason"),
+        int(code[1]) if code else 0,
+        int(code[2]) if code else 0,
+        int(word("Restarts") or 0),
+        word("NodeList"),
+        word("TimeLimit"),
+    )
+
+
+def _accounting(job: str) -> Job | None:
+    text = _run(
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        f"--jobs={job}",
+        "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit",
+    )
+    lines = text.splitlines()
+    return read_accounting(lines[0]) if lines else None
+
+
+def read_accounting(line: str) -> Job | None:
+    """One line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
+    words = line.split("|")
+    if len(words) < 6:
+        return None
+    state, _, by = words[1].partition(" by ")
+    code = _BATCH.fullmatch(words[2])
+    clean = ["" if word in _UNTOLD else word for word in words]
+    return Job(
+        words[0],
+        state.strip(),
+        clean[3],
+        int(code[1]) if code else 0,
+        int(code[2]) if code else 0,
+        0,
+        clean[4],
+        clean[5],
+        by.strip(),
+    )
+
+
+def _run(*argv: str) -> str:
+    """Empty where the program is not there, does not answer or knows nothing: another source may."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(
+            argv,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ASK_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
