@@ -1,6 +1,4 @@
-"""The newest complete checkpoint below a run directory: what `stoker.resume()` gives a script, and what a stop reports
-as saved.
-"""
+"""The newest complete checkpoint of a run: what `stoker.resume()` gives, and what a stop reports as saved."""
 
 from __future__ import annotations
 

@@ -23,9 +23,7 @@ _SHORTEST = 4
 
 
 def digest(trace: Any) -> list[dict[str, Any]]:
-    """Per group: its ranks where torch says them, the newest operations, oldest first, which of them are done, and
-    which are the usual next one.
-    """
+    """Per group: its ranks if torch says them, its newest operations, which are done, which the usual next one."""
     groups: dict[str, dict[str, Any]] = {}
     path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
     for entry in trace.get("entries") or ():
@@ -65,9 +63,7 @@ def digest(trace: Any) -> list[dict[str, Any]]:
 
 
 def _is_usual(past: list[Any], key: Any) -> bool | None:
-    """Training repeats itself: is this what came next whenever the operations before it were the same? None: they have
-    not been repeated yet.
-    """
+    """Is this what came next whenever the operations before were the same? None: they have not repeated yet."""
     longest, nearest = 0, 0
     followers: set[Any] = set()
     # past[then] followed on past[:then], whose end is compared with the end of the whole.

@@ -80,9 +80,7 @@ def why_not_for_runs(root: str) -> str:
 
 
 def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
-    """Below the user's state folder; where there is no home that can be written, below TMPDIR. One per working
-    directory: names of runs must not clash.
-    """
+    """Below the user's state folder, else TMPDIR. One per working directory: names of runs must not clash."""
     home = environment.get("HOME") or os.path.expanduser("~")
     state = environment.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state")
     base = os.path.join(state, "stoker") if os.path.isabs(state) else ""

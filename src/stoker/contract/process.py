@@ -59,9 +59,7 @@ def owner(pid: int) -> int | None:
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
-    """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't
-    change its process any more.
-    """
+    """Signals exactly this process, and only one of our user. `if_still`: asked while the pidfd is held."""
 
     def the_same() -> bool:
         now = process(who.pid)

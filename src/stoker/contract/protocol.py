@@ -37,9 +37,7 @@ def encode(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Bytes in, messages out; what is no message, or larger than any may be, is a ProtocolError. `expect_sentinel` on
-    the side that reads an agent.
-    """
+    """Bytes in, messages out; else a ProtocolError. `expect_sentinel` on the side that reads an agent."""
 
     def __init__(self, expect_sentinel: bool = False, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self._buffer = bytearray()

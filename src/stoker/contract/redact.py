@@ -64,9 +64,7 @@ def command(line: str) -> str:
 
 
 def data(value: Any, keep: frozenset[str] = frozenset(), depth: int = _DEPTH) -> Any:
-    """The same for what becomes JSON: names and values. `keep`: keys whose values are words of ours, and stay as they
-    are.
-    """
+    """The same for what becomes JSON: names and values. `keep`: keys whose values stay as they are."""
     if isinstance(value, str):
         return whole(value)
     if isinstance(value, Mapping):

@@ -77,9 +77,7 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _cut_body(text: str, begun: int, limit: int) -> int:
-    """The end of the lines of base64 (and the headers before them) behind a BEGIN line. `limit`: where the next key
-    begins.
-    """
+    """The end of the base64 lines (and headers) behind a BEGIN line. `limit`: where the next key begins."""
     gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
     body = (
         rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"

@@ -1,6 +1,4 @@
-"""Secrets that are known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc.
-See secretshapes.
-"""
+"""Secrets known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc."""
 
 from __future__ import annotations
 

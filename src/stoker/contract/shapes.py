@@ -30,9 +30,7 @@ class RankError:
 
 @shape
 class Around:
-    """What an agent looks at when a rank ends badly: the keys of RankEnd.around, each absent or None where it could not
-    be seen.
-    """
+    """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
     host_available: int | None = None  # bytes

@@ -22,9 +22,7 @@ def is_library(file: str) -> bool:
 
 
 def threads_of(text: str) -> list[dict[str, Any]]:
-    """Each with its frames [function, file, line], innermost first; `current`: the one that crashed; `main`: the
-    interpreter's first.
-    """
+    """Each with frames [function, file, line], innermost first; `current`: it crashed; `main`: the first."""
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
         if line.startswith(("Thread 0x", _CURRENT)):

@@ -24,9 +24,7 @@ _readers: dict[tuple[str, str], Reader] = {}
 
 
 def read(kind: str, value: Any, module: str = __name__) -> Any:
-    """The value, as that type; ValueError says what was found instead. `module`: where the names of shapes are looked
-    up.
-    """
+    """The value, as that type; ValueError says what was found. `module`: where shapes are looked up."""
     reader = _readers.get((kind, module))
     if reader is None:
         reader = _readers[kind, module] = _reader(kind, module)

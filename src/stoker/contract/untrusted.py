@@ -1,6 +1,4 @@
-"""Text and files from elsewhere: other users, data, models, remote hosts. Read within bounds, printed without control
-codes.
-"""
+"""Text and files from elsewhere (users, data, models, hosts): read within bounds, printed without control codes."""
 
 from __future__ import annotations
 
@@ -81,9 +79,7 @@ def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool =
 
 
 def json_text(found: Any) -> str:
-    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of
-    them.
-    """
+    """Indented JSON: characters as they are, but escaped where a terminal would act on one of them."""
     import json
 
     text = json.dumps(found, indent=1, ensure_ascii=False)
@@ -123,9 +119,7 @@ def _children(parent: Any) -> Iterator[Any]:
 
 
 def within(found: Any, room: int) -> Any:
-    """A JSON value cut to about so many characters, each value and key counted as 64 more: what is beyond is left out.
-    Few have to be cut.
-    """
+    """A JSON value cut to about so many characters (64 more per value and key): the rest is left out."""
     return _within(found, [room])
 
 

@@ -1,6 +1,4 @@
-"""Files that are there with all their bytes, or not there: written under a name that nobody can have made before, then
-renamed.
-"""
+"""Files that are there whole or not at all: written under a name nobody can have made before, then renamed."""
 
 from __future__ import annotations
 

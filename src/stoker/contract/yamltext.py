@@ -61,9 +61,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _open_brackets(text: str) -> int:
-    """At most at once, those in texts and comments included. PyYAML's time grows with their number squared: 25 s for
-    100,000.
-    """
+    """At most at once, texts and comments too. PyYAML's time grows with their square: 25 s for 100,000."""
     import re
 
     most = now = 0

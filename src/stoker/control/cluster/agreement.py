@@ -1,6 +1,4 @@
-"""Where nothing is shared and nothing was copied, the program must be the same on all hosts. Answers of the agents'
-`files` probe in, lines out.
-"""
+"""Is the program the same on all hosts? Answers of the agents' `files` probe in, lines out."""
 
 from __future__ import annotations
 

@@ -73,9 +73,7 @@ def same_host(facts: Facts) -> Iterator[Finding]:
 
 @between("between.port-blocked")
 def port_blocked(facts: Facts) -> Iterator[Finding]:
-    """Each host reaches each other on the store's port and on an ephemeral one, both ways: NCCL and gloo use any port
-    above 1024.
-    """
+    """Each host reaches each other on the store's and an ephemeral port: NCCL and gloo use any above 1024."""
     for name, error in {pair.source: pair.error for pair in facts.pairs if pair.error}.items():
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
     shut = [pair for pair in facts.pairs if pair.closed]
@@ -128,9 +126,7 @@ def _address(facts: Facts, name: str) -> str:
 
 @between("between.mtu")
 def mtu(facts: Facts) -> Iterator[Finding]:
-    """Full-size packets arrive, not only small ones: where they vanish, jobs connect and then hang in their first
-    all-reduce.
-    """
+    """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
     for one in facts.hosts:
         if one.hole is not None:
             yield fail(
@@ -166,9 +162,7 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
 
 @between("between.hostname")
 def hostname(facts: Facts) -> Iterator[Finding]:
-    """Hostnames that resolve, to an address others can use, one per host. Only noted: Stoker passes addresses and
-    interfaces and needs no names.
-    """
+    """Each hostname resolves to an address of its own. Only noted: Stoker passes addresses, not names."""
     there = [one for one in facts.there if one.hostname]
     names = [one.hostname or "" for one in there]
     shared = sorted({name for name in names if names.count(name) > 1})
@@ -223,9 +217,7 @@ def _note(text: str, fix: str) -> Finding:
 
 @between("between.clock")
 def clock(facts: Facts) -> Iterator[Finding]:
-    """The clocks agree: logs, checkpoints by time and certificates go by them. Measured like NTP, from the protocol's
-    own round trip.
-    """
+    """The clocks agree: logs, checkpoints and certificates go by them. Measured as NTP does it."""
     known = [one for one in facts.there if one.skew is not None]
     if not known:
         return

@@ -208,9 +208,7 @@ def _runs_dir(host: Host) -> str:
 
 
 def address_of(host: Host, answer: Mapping[str, Any]) -> str | None:
-    """Where the others reach it: as told, else the address that ssh came to. None on this very machine: its way to the
-    others will show.
-    """
+    """Where the others reach it: as told, else where ssh came to. None on this machine: its route will show."""
     if host.address or host.here:
         return host.address
     return host.target if is_address(host.target) else answer.get("reached_at")
@@ -230,9 +228,7 @@ def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
 
 
 def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
-    """The doctor's checks on each host; what several hosts have in common is said once. Names and a missing torch are
-    said by between.*.
-    """
+    """The doctor's checks on each host, once for those that share a finding. between.* covers names and torch."""
     checks = [one for one in doctor.load().values() if one.id not in ("net.hostname", "torch.installed")]
     found: dict[tuple[str, str, str, str], list[str]] = {}
     slots = {host.name: host.slots or 0 for host in hosts.hosts}

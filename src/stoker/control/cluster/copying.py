@@ -306,9 +306,7 @@ class _Copy:
         self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
-        """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it
-        must not have.
-        """
+        """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
         digest = hashlib.sha256()
         self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)

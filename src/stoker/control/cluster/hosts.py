@@ -89,9 +89,7 @@ def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
 
 
 def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
-    """What a hosts file holds. `path` is named in refusals, and files are looked for beside it; not `written`: it is
-    not there yet.
-    """
+    """What a hosts file holds. `path` is named in refusals; files are looked for beside it. `written`: it exists."""
     for key in data:
         if key not in _TOP:
             _refuse(path, f"unknown key {key!r}{suggest(str(key), _TOP)}")

@@ -1,6 +1,4 @@
-"""`stoker cluster init`: a hosts file, written by asking the hosts for their cards, their torch and their way to each
-other.
-"""
+"""`stoker cluster init`: writes a hosts file by asking the hosts for their cards, torch and routes."""
 
 from __future__ import annotations
 
@@ -64,9 +62,7 @@ def main_part(
     gather: Gather,
     say: Say,
 ) -> None:
-    """`defaults`: user, python, identity … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or
-    nothing.
-    """
+    """`defaults`: user, python … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
     if os.path.lexists(out) and not force:
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))

@@ -1,6 +1,4 @@
-"""What belongs to a working directory: what git knows of it where it is a checkout, else all but what is made anew
-anyway.
-"""
+"""What belongs to a working directory: what git knows of it in a checkout, else all but what is made anew."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def working_directory(root: str) -> Listing:
 
 
 def tree(path: str) -> Listing:
-    """Prepared data or weights: a file or all of a folder. Links are followed: a cache of models is full of links to
-    its own store.
-    """
+    """Prepared data or weights: a file or a whole folder. Links are followed: a cache of models is full of them."""
     path = os.path.abspath(path)
     if os.path.isfile(path):
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)

@@ -1,6 +1,4 @@
-"""The network between the hosts, tried by the hosts themselves: every one listens, every other connects, then they
-stream to each other.
-"""
+"""The network between the hosts, tried by themselves: all listen, all connect, then they stream."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
 
 
 def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
-    """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more,
-    alone.
-    """
+    """All hosts at the same time, each to its k-th neighbour, as a ring does; slow pairs once more, alone."""
     names = list(addresses)
     good = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}

@@ -63,9 +63,7 @@ def run_env(facts: Facts, hosts: Hosts) -> dict[str, dict[str, str]]:
 def reduce(
     asking: Asking, worker: Question, facts: Facts, env: Mapping[str, Mapping[str, str]], repeats: int = REPEATS
 ) -> Reduce:
-    """`worker`: the open question to each host's torch. Rank 0's store takes a free port, which the others are then
-    told.
-    """
+    """`worker`: the open question to each host's torch. Rank 0's store takes a free port; the others are told."""
     hosts, backend = _able(facts), backend_of(facts)
     orders = {
         one.name: {

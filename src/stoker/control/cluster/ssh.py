@@ -70,9 +70,7 @@ def remote_line(words: Sequence[str]) -> str:
 
 
 def _shared() -> list[str]:
-    """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may
-    have 107 bytes.
-    """
+    """ssh's own connection sharing, per process: no run may die of another's. A socket's path has 107 bytes."""
     if unshared():
         return ["-oControlMaster=no", "-oControlPath=none"]
     return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
@@ -144,9 +142,7 @@ _SHELL = {126: "can't be executed there", 127: "is not there"}
 
 
 def explain(host: str, said: str, code: int | None) -> str:
-    """`said`: all of stderr (and what came before the agent's first word). `code`: the exit status; None where it has
-    not ended.
-    """
+    """`said`: all of stderr, and what came before the agent's first word. `code`: None: it has not ended."""
     said = "\n".join(printable(line, _LINE) for line in said[-_SAID:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
@@ -163,9 +159,7 @@ def explain(host: str, said: str, code: int | None) -> str:
 
 
 def _program(said: str) -> str:
-    """The path in a shell's complaint: `bash: line 1: /x/python: No such file or directory`, `sh: 1: python3: not
-    found`, `zsh:1: …: /x/python`.
-    """
+    """The path in a shell's complaint: `bash: line 1: /x/python: No such file`, `sh: 1: python3: not found`."""
     lines = [line for line in said.splitlines() if _NOT_RUN.search(line)]
     parts = [part.strip() for part in lines[-1].split(": ")] if lines else []
     named = [part for part in parts[1:] if not _NOT_RUN.search(part) and not re.fullmatch(r"(line )?\d+", part)]

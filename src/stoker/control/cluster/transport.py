@@ -80,9 +80,7 @@ def way_to(host: Host, hosts: Hosts) -> Transport:
 
 
 def reach(host: Host, hosts: Hosts) -> Link:
-    """The agent of any host. On another one nothing needs to be installed: the agent's files go first, over the same
-    stream.
-    """
+    """The agent of any host. Elsewhere nothing needs to be installed: the agent's files go first."""
     if host.here:
         return start([sys.executable, "-I", "-S", "-c", _BOOT, ROOT, "-1"], host.name, local=True)
     from stoker.control.cluster import agentzip

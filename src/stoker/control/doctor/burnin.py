@@ -133,9 +133,7 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
 
 
 def sheet(card: str | None) -> tuple[float, float] | None:
-    """The card's own figures: dense bf16 TFLOP/s, memory GB/s. None for a card we have no figures of, a MIG slice, a
-    laptop's chip of that name.
-    """
+    """The card's dense bf16 TFLOP/s and memory GB/s. None for an unknown card, a MIG slice, a laptop's chip."""
     if not card or any(word in card for word in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
@@ -187,9 +185,7 @@ def _compare(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
 
 
 def _expected(values: Mapping[int, list[Bits]]) -> Bits | None:
-    """One vote a replica, however many rounds it made. Without a majority those that never contradicted themselves
-    decide, if they agree.
-    """
+    """One vote a replica. Without a majority, those that never contradicted themselves decide, if they agree."""
     votes = Counter(Counter(mine).most_common(1)[0][0] for mine in values.values())
     top, count = votes.most_common(1)[0]
     if 2 * count > len(values):

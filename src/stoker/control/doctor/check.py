@@ -1,6 +1,4 @@
-"""The register of checks. Adding one is adding a function with `@check` to a file of checks/, new or
-old, and its test.
-"""
+"""The register of checks. Adding one: a function with `@check` in a file of checks/, new or old, and a test."""
 
 from __future__ import annotations
 

@@ -49,9 +49,7 @@ class Debris:
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """The lock files, and what in their folders is none: a line each. Anybody may put anything there; it is skipped,
-    never followed or waited for.
-    """
+    """The lock files, and a line for each thing that is none: anybody may put one there. It is never followed."""
     found: list[Lock] = []
     strange: list[str] = []
     for path in ("", *lockfiles.own_paths()):

@@ -56,9 +56,7 @@ class OnGpu:
 
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
-    """The machine, or why it can't be had. NVML is asked in a child: a call into a sick driver may never return, not
-    even for a SIGKILL.
-    """
+    """The machine, or why not. NVML is asked in a child: a call into a sick driver may never return."""
     if recorded:
         return read_recorded(recorded)
     answer, back = os.pipe()
@@ -86,9 +84,7 @@ def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
-    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's, and could be anybody's here: left
-    out.
-    """
+    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's: left out."""
     found: dict[int, int] = {}
     for holder in _holders(machine):
         if holder.command is not None:
@@ -120,9 +116,7 @@ def _age(one: Process) -> float:
 
 
 def lives(one: Process) -> bool:
-    """Still that process, and not merely waiting to be collected. The first thread may be gone while another hangs in
-    the driver.
-    """
+    """Still that process, and no zombie. Its first thread may be gone while another hangs in the driver."""
     now = process(one.pid)
     if now is None or now.start != one.start:
         return False
@@ -188,9 +182,7 @@ def standing(run_id: str, run_dir: str) -> Standing:
 
 
 def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Found], list[Found]]:
-    """(leftovers, those with a tag that are left alone because something speaks against it). `root`: of runs in this
-    folder only.
-    """
+    """(leftovers, those with a tag that something speaks against). `root`: of runs in this folder only."""
     table = processes.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()

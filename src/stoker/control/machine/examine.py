@@ -104,9 +104,7 @@ NOT_ASKED = "not asked"
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs
-    beside both.
-    """
+    """Asks for these parts, in two rounds: what needs nothing, then what needs the cards. torch runs beside both."""
     argv = [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH]
     torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
     first = _run(

@@ -1,6 +1,4 @@
-"""What an examination finds beyond a quick look: the GPUs' health, torch, the host, the network. None where it could
-not be asked.
-"""
+"""What an examination finds beyond a quick look. None where it could not be asked."""
 
 from __future__ import annotations
 

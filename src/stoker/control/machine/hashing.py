@@ -27,9 +27,7 @@ def sha256_of(path: str) -> str:
 
 
 def cache_folder() -> str:
-    """Absolute. A user without HOME and without an entry in the password database has none: what is kept there is kept
-    nowhere.
-    """
+    """Absolute. For a user without HOME and password entry, a folder that can't exist: nothing is kept."""
     home = os.path.expanduser("~")
     return os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"),

@@ -124,9 +124,7 @@ def swap_used() -> int | None:
 
 
 def cores() -> int:
-    """Those this process may use: by its affinity, and by the cgroup's quota of time, which is how a pod is given 8 of
-    128.
-    """
+    """Those this process may use: by affinity, and by the cgroup's quota, which gives a pod 8 of 128."""
     return min([len(os.sched_getaffinity(0)), *_quotas(*_cgroup_dirs("cpu"))])
 
 
@@ -162,9 +160,7 @@ def max_files() -> int | None:
 
 
 def cpus_near(pci: str) -> list[int]:
-    """The CPUs on the NUMA node of a PCI device (NVML's bus id has eight digits of domain, sysfs four); empty if the
-    kernel does not say.
-    """
+    """The CPUs near a PCI device; empty if unknown. NVML's bus id has eight digits of domain, sysfs four."""
     domain, _, rest = pci.lower().partition(":")
     try:
         with open(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist", encoding="ascii") as file:

@@ -41,9 +41,7 @@ def shared_path() -> str:
 
 
 def own_paths() -> tuple[str, ...]:
-    """Where this user's runs lock if the shared folder can't be used. The first is the same for all sessions of a user;
-    /run/user is not.
-    """
+    """Where this user locks if the shared folder can't be used. Only the first is the same for all sessions."""
     uid = os.getuid()
     return f"{shared_path()}-{uid}", f"/run/user/{uid}/stoker-gpu-locks"
 
@@ -113,9 +111,7 @@ def _opened(path: str, check: Callable[[str, int], str]) -> Folder | None:
 
 
 def _shared_notice(path: str, handle: int) -> str:
-    """Anybody's folder will do if it is open to all and sticky. Its owner can still remove lock files: that ends
-    exclusion, and no more.
-    """
+    """Any folder that is open to all and sticky will do. Its owner could remove lock files: that ends exclusion."""
     about = os.fstat(handle)
     mode = f"mode {stat.S_IMODE(about.st_mode):o}"
     open_to_all = about.st_mode & 0o1777 == 0o1777
@@ -150,9 +146,7 @@ def _what_is(path: str) -> str:
 
 
 def open_lock(folder: Folder, name: str) -> int:
-    """For writing; made where it is missing. Without O_CREAT first: a sticky folder may forbid that on another user's
-    file.
-    """
+    """For writing; made if missing. Without O_CREAT first: a sticky folder may forbid that on others' files."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     for _ in range(3):
         try:

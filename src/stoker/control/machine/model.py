@@ -12,9 +12,7 @@ SCHEMA = 1
 
 @shape
 class Holder:
-    """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user
-    are None.
-    """
+    """A process with a context on a GPU. In a container its pid may be the host's: no command and user then."""
 
     pid: int
     memory: int | None = None

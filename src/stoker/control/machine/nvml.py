@@ -1,6 +1,4 @@
-"""Asks NVML. No CUDA context, no torch: `nvidia-smi` shows no entry for us. A field a card doesn't have comes back as
-None.
-"""
+"""Asks NVML: no CUDA context, no torch, no entry in `nvidia-smi`. What a card doesn't have is None."""
 
 from __future__ import annotations
 
@@ -191,9 +189,7 @@ class Nvml:
         return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
 
     def _events(self, cards: list[Gpu], seconds: float) -> dict[str, list[int]]:
-        """Xids the driver reports while we listen: by uuid. What happened before is in the kernel's log, where that can
-        be read.
-        """
+        """Xids the driver reports while we listen, by uuid. Earlier ones are in the kernel's log."""
         nvml = self._nvml
         found: dict[str, list[int]] = {}
         listener = self._ask(nvml.nvmlEventSetCreate)

@@ -70,9 +70,7 @@ def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]
 
 
 def cgroup(pid: int) -> str:
-    """As systemd and containers set it: the unified hierarchy, or version 1's named one. Controllers of version 1 may
-    move a process at any time.
-    """
+    """The unified hierarchy, or version 1's named one: version 1's controllers may move a process at any time."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.rstrip("\n").partition(":")[2] for line in file]

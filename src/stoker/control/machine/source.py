@@ -24,9 +24,7 @@ def script_files(script: str) -> dict[str, str]:
 
 
 def module_files(module: str, workdir: str, python: str = "") -> dict[str, str]:
-    """The files of a module's whole package: below the working directory, as `python -m` looks there first, else where
-    that Python has it.
-    """
+    """The files of a module's package: below the working directory (as for `python -m`), else in that Python."""
     top = module.split(".", 1)[0]
     for place in (os.path.join(workdir, top), _installed(top, python)):
         if place and os.path.isdir(place):
@@ -92,9 +90,7 @@ def digest(named: Mapping[str, str]) -> str:
 
 
 def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> the hash of its content, a folder's with the names in it; "" where there is nothing. Big files are
-    remembered.
-    """
+    """Path -> the hash of its content (a folder's: with names); "" for nothing. Big files are remembered."""
     memory = Hashes()
     found = {}
     for told in paths:

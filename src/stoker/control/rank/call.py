@@ -49,9 +49,7 @@ def main(folder: str) -> None:
 
 
 def _prepare(caller: dict[str, Any]) -> None:
-    """The caller's sys.path and, where it has a file, its __main__ as __mp_main__: what multiprocessing does for a
-    spawned process.
-    """
+    """The caller's sys.path, and its __main__ as __mp_main__ if it has a file: as for a spawned process."""
     global importing_main
     from multiprocessing import spawn
 

@@ -57,9 +57,7 @@ def install() -> None:
 
 
 class _Silent:
-    """The beats of a forked worker that trains something of its own: it shares the page with its rank, and must not
-    write there.
-    """
+    """The beats of a forked worker that trains: it shares its rank's page, and must not write there."""
 
     def beat(self, *_: Any) -> None:
         return
@@ -149,9 +147,7 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 class _Groups(dict):  # type: ignore[type-arg]
-    """torch's table of the process groups' ranks. It tells the agent of each new group: the flight recorder does not
-    know the ranks of gloo's.
-    """
+    """torch's table of groups. It tells the agent of each new one: the flight recorder lacks gloo's ranks."""
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
@@ -182,9 +178,7 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
-    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be
-    what is reported here.
-    """
+    """A handler of the script's may raise meanwhile: torch's does when a data-loader worker dies."""
     global _reported
     if _reported or not inside():
         return

@@ -29,9 +29,7 @@ _REQUEST = re.compile(
 
 
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
-    """The nodes of the job we are in, in Slurm's order. None: no allocation, or a share of it that is one task on one
-    node: an ordinary local run.
-    """
+    """The nodes of our job, in Slurm's order. None: no allocation, or one task of it: an ordinary local run."""
     job = environ.get("SLURM_JOB_ID")
     if not job or run_we_are_in(environ):
         return None  # a rank's own `stoker run` has its rank's place, not the whole job's
@@ -85,9 +83,7 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:
-    """Are we the job's script or shell? Else we are a task of a step: alone in it (its place is ours), or one of many
-    (which can't be meant).
-    """
+    """Are we the job's script or shell? Else a task of a step: alone in it, or one of many (never meant)."""
     step = environ.get("SLURM_STEP_ID")
     if step is None or step == _INTERACTIVE_STEP or environ.get("SLURM_PTY_PORT"):
         return True
@@ -119,9 +115,7 @@ class Srun:
 
 
 def step_options(job: str, binds: bool) -> tuple[str, ...]:
-    """--overlap: the step shares what the job has with the job's script and with other agents' steps. All CPUs of the
-    job on that node are the ranks'.
-    """
+    """--overlap: the step shares the job's CPUs with its script and with other agents' steps."""
     found = (
         f"--jobid={job}",
         "--nodes=1",
@@ -221,9 +215,7 @@ def gpu_count(held: str) -> int:
 
 
 def _addresses(nodes: list[str]) -> dict[str, str]:
-    """Where Slurm's own daemons reach each node, as a number. A name that means loopback here is no address for the
-    others.
-    """
+    """Where Slurm's daemons reach each node, as a number. Loopback is no address for the others."""
     import ipaddress
     import socket
 

@@ -1,6 +1,4 @@
-"""A submitted Slurm job and the runs in it: follows its place in the queue, then what its run prints, and says how it
-ended.
-"""
+"""A submitted Slurm job and the runs in it: follows the queue, then the run's output, and says how it ended."""
 
 from __future__ import annotations
 
@@ -152,9 +150,7 @@ def job_of(run: reader.Run) -> str:
 
 
 def run_of(root: str, task: str) -> reader.Run | None:
-    """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from
-    before the job.
-    """
+    """The newest run of this job. Numbers come again when a cluster is set up anew: none from before the job."""
     submitted = read_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]

@@ -174,9 +174,7 @@ def cause_of(stall: Stall) -> str:
 
 
 def summary(stall: Stall, label: str) -> str:
-    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it in
-    gloo:all_reduce [[4]]
-    """
+    """rank 1 (CPU1) stands still after step 20: it sleeps at train.py:31, in load; ranks 0, 2-3 wait for it …"""
     step = f" after step {stall.step}" if stall.step else " before the first step"
     if stall.parties:
         return _parted(stall, label, step)
@@ -198,9 +196,7 @@ def summary(stall: Stall, label: str) -> str:
 
 
 def _parted(stall: Stall, label: str, step: str) -> str:
-    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31, in save; ranks
-    0, 2-3 entered …
-    """
+    """rank 1 (CPU1) left the path of ranks 0, 2-3 after step 20: it entered gloo:barrier at train.py:31 …"""
     each = [
         f"{_they(stall, ranks)} entered {entered}{f' at {where}' if where else ''}"
         for ranks, entered, where in stall.parties[:4]
@@ -226,9 +222,7 @@ def _they(stall: Stall, ranks: tuple[int, ...]) -> str:
 
 
 def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, Any]:
-    """Stoker stops the job for it. `printed`: the guilty rank's last lines, which may say what its workers died of in
-    silence.
-    """
+    """Stoker stops the job for it. `printed`: the guilty rank's last lines: its workers' end may be in them."""
     known = CATALOGUE[cause_of(stall)]
     more = {"rank": stall.rank, "at_once": True, "where": stall.where, "step": stall.step}
     stopped = f"no progress for {stall.silent_s:.1f} s; stopped: {why}"

@@ -79,9 +79,7 @@ def judge(evidence: Evidence) -> Verdict:
 
 
 def _raised_before(evidence: Evidence) -> RankEnd | None:
-    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not
-    get through its exit.
-    """
+    """The rank stopped for standing still, if it had reported its own exception before: its exit hung."""
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
     end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)

@@ -147,9 +147,7 @@ _UNKNOWN = entry(
 
 
 def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
-    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not
-    have helped then.
-    """
+    """`known`: what was wrong by then, with evidence and fix. More time to save would not have helped."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     if late:
@@ -196,9 +194,7 @@ def _short(path: str) -> str:
 
 
 def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
-    """SIGKILL is the ladder's last word. A rank that catches SIGTERM may end by the second one, before that; one that
-    catches nothing ends at once.
-    """
+    """Killed by SIGKILL, or late by a second SIGTERM, as a rank with a handler may be; without one it ends at once."""
     return end.ours and (
         end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S)
     )

@@ -1,6 +1,4 @@
-"""slurm.*: what the scheduler did to a run, in Slurm's own word. Not read off a rank's end: asked of Slurm, by `stoker
-why` and `stoker submit`.
-"""
+"""slurm.*: what the scheduler did to a run, asked of Slurm by `stoker why` and `stoker submit`."""
 
 from __future__ import annotations
 

@@ -26,9 +26,7 @@ def explain(
     silent: Mapping[int, float],
     steps: Mapping[int, int],
 ) -> Stall | None:
-    """`ended`: ranks that are gone -> exit code. `silent`: seconds without progress, of the ranks that are overdue.
-    None: nothing found that stands still.
-    """
+    """`ended`: rank -> exit code. `silent`: seconds without progress, of overdue ranks. None: nothing found."""
     if not snapshots:
         return None
     found = _culprit(snapshots, world, members, ended, silent)
@@ -279,9 +277,7 @@ def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
 
 
 def _stuck_worker(one: Snapshot) -> Worker | None:
-    """The worker the main thread waits for: it is in its data loader, and one of the workers is not waiting for work
-    itself.
-    """
+    """The worker the main thread waits for in its data loader: one that is not waiting for work itself."""
     if not stacks.in_loader(one.main):
         return None
     own = [worker for worker in one.workers if worker.frames or worker.state in "TtD"]

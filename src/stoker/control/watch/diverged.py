@@ -62,9 +62,7 @@ def parting(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, 
 
 
 def from_silence(snapshots: Mapping[int, Snapshot]) -> Parting | None:
-    """gloo ended some ranks because sizes differ, and those it left agree with each other: then the ended ones did
-    something else.
-    """
+    """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else."""
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = tuple(sorted(rank for rank in snapshots if rank not in known))
     under_way = [
@@ -245,9 +243,7 @@ def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, w
 
 
 def after_the_end(snapshots: Mapping[int, Snapshot], members: Members, world: int, sizes_differ: bool) -> Stall | None:
-    """Of ranks that failed in a collective, as they said or as faulthandler saw them. `sizes_differ`: gloo ended one
-    for that.
-    """
+    """Of ranks that failed in a collective. `sizes_differ`: gloo ended one for that."""
     apart = parting(snapshots, members, world) or (from_silence(snapshots) if sizes_differ else None)
     return _stall(apart, snapshots, proof=True) if apart is not None else None
 
@@ -291,9 +287,7 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
 
 
 def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting, bool]:
-    """Who has left the loop that the others are still in had fewer batches, and is the odd one where nothing else
-    tells.
-    """
+    """Who left the loop the others are in had fewer batches, and is the odd one if nothing else tells."""
     for party in apart.parties:
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
         if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
@@ -367,9 +361,7 @@ def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], o
 
 
 def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """From the outermost frame inward: the first one in which the two part. Before a loop, a rank has not left it: it
-    may come to it in its next step.
-    """
+    """At the first frame from outside where the two part: is mine behind their loop? Before it, it may still come."""
     for one, other in zip(reversed(mine), reversed(theirs), strict=False):
         if (one.file, one.name) != (other.file, other.name):
             return False

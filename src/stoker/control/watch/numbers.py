@@ -76,9 +76,7 @@ class Losses:
         return self._take(rank, step, loss, "beat", "")
 
     def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
-        """(step, rank, loss) of several ranks, in the order of their steps: averaging spreads a NaN, and the first to
-        have it is the one.
-        """
+        """(step, rank, loss) of several ranks, by step: averaging spreads a NaN, and who had it first is the one."""
         return [
             bad
             for bad in (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2]))

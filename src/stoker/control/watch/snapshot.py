@@ -1,6 +1,4 @@
-"""An agent's inspection of a rank, read back. Tolerant: a field that is missing or of the wrong kind is evidence we
-don't have.
-"""
+"""An agent's inspection of a rank, read back. A missing or wrong field is evidence we don't have."""
 
 from __future__ import annotations
 

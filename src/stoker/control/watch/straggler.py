@@ -57,9 +57,7 @@ class Late:
 
 
 class Pace:
-    """One rank's seconds a step, per look. Kept in order as they come: of 512 ranks, sorting each anew would be a tenth
-    of all the coordinator does.
-    """
+    """One rank's seconds a step, kept in order: sorting 512 ranks' anew is a tenth of the coordinator's work."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
@@ -217,9 +215,7 @@ def _median(values: list[float]) -> float:
 
 
 def waits_for_others(one: Snapshot) -> bool:
-    """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited
-    for.
-    """
+    """In most samples its main thread is in a collective, or waits for the GPU, where NCCL's are waited for."""
     inside = 0
     for threads in one.samples:
         main = main_thread(threads)

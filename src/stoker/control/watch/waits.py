@@ -53,9 +53,7 @@ class Waits:
 
 
 def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Waits:
-    """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will
-    enter nothing.
-    """
+    """`snapshots` of living ranks, and of failed ones as they were. A member without one will enter nothing."""
     table: dict[tuple[str, str], dict[int, Group]] = {}
     for rank, one in snapshots.items():
         for group in one.groups:
@@ -110,9 +108,7 @@ def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wai
 
 
 def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot], everybody: tuple[int, ...]) -> list[Wait]:
-    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer. Its name counts
-    ranks within the group.
-    """
+    """A send or receive waits for its peer, unless that is at the other end of it. Names count within the group."""
     found = _PEER.search(op.name)
     if not found or max(int(found[1]), int(found[3])) >= len(everybody):
         return []

@@ -284,9 +284,7 @@ class Watcher:
         return [Suspect(stall, 0.0), Stop(stall, why)] if why else []
 
     def _is_evidence(self, stall: Stall) -> bool:
-        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter
-        that starts or ends never is.
-        """
+        """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
         if (
@@ -322,9 +320,7 @@ class Watcher:
         return max(now + 0.25, over - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """When the guilty rank last gave a sign: a step, a line it printed, a collective it went on to. Signs without a
-        step count for a while only.
-        """
+        """When it last gave a sign: a step, a line, another collective. Signs without a step count for a while only."""
         if stall.rank is None or stall.rank in self._ended:
             return now - stall.silent_s
         one = self._ranks[stall.rank]
@@ -369,7 +365,5 @@ class Watcher:
 
 
 def _identity(stall: Stall) -> tuple[Any, ...]:
-    """What makes two looks see the same: a proof must also be about the same operation, a suspicion may find its rank
-    at another line.
-    """
+    """When two looks see the same: of a proof also the operation, of a suspicion only the rank."""
     return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)

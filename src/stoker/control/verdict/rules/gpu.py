@@ -28,9 +28,7 @@ DEAD = (
 
 
 def _xids(case: Case) -> list[tuple[int, str]]:
-    """Hardware Xids in the kernel's log since the rank started. They count only where the rank's own end speaks of its
-    GPU.
-    """
+    """Hardware Xids in the kernel's log since the rank's start. They count only if its end speaks of its GPU."""
     if "GPU" not in case.end.label:
         return []
     crashed = (

@@ -1,6 +1,4 @@
-"""nccl.*: NCCL's own errors. torch prints them as "NCCL error in: …", the kind (ncclSystemError …) and "Last error:"
-with NCCL's last warning.
-"""
+"""nccl.*: NCCL's own errors. torch prints "NCCL error in: …", the kind, and "Last error:" with NCCL's last warning."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""slow.*: a rank that is persistently slower than its peers. Nothing is stopped for it: it is named, with the reason
-where one is seen.
-"""
+"""slow.*: a rank that is persistently slower than its peers. It is named, with the reason; nothing stops."""
 
 from __future__ import annotations
 
