@@ -41,7 +41,8 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
         return None
     for entry in entries:
         if not entry.is_dir() or _complete(entry.path):
-            return SavedCheckpoint(entry.path, _changed(entry))
+            # A folder's own time changes when its last file is put in place, and a rename of the folder leaves it.
+            return SavedCheckpoint(entry.path, entry.stat().st_mtime)
     return None
 
 
@@ -55,11 +56,6 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
     if theirs and say is not None:
         say(f"{printable(path)} belongs to {owners.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
     return not theirs
-
-
-def _changed(entry: os.DirEntry[str]) -> float:
-    """A folder's own time changes when its last file is put in place, and a rename of the folder leaves it."""
-    return entry.stat().st_mtime
 
 
 def _step_in(name: str) -> int:

@@ -48,14 +48,17 @@ def process(pid: int) -> Process | None:
 
 def owner(pid: int) -> int | None:
     """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
+    uid = status(pid, b"Uid:")
+    return None if uid is None else int(uid)
+
+
+def status(pid: int, key: bytes) -> bytes | None:
+    """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"Uid:"):
-                    return int(line.split()[1])
+            return next((line.split()[1] for line in file if line.startswith(key)), None)
     except OSError:
         return None
-    return None
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:

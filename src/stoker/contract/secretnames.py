@@ -79,17 +79,8 @@ _FILES = word_set(
 )
 _ERRORS = word_set("bad expired incorrect invalid missing wrong")
 # Variables of shells and desktops.
-_HARMLESS = frozenset(
-    (
-        "PWD",
-        "OLDPWD",
-        "DESKTOP_SESSION",
-        "XDG_SESSION_ID",
-        "XDG_SESSION_TYPE",
-        "XDG_SESSION_CLASS",
-        "SESSION_MANAGER",
-        "GDMSESSION",
-    )
+_HARMLESS = word_set(
+    "PWD OLDPWD DESKTOP_SESSION XDG_SESSION_ID XDG_SESSION_TYPE XDG_SESSION_CLASS SESSION_MANAGER GDMSESSION"
 )
 _LONGEST = 128  # of a name: its end counts
 

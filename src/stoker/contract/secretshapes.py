@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from stoker.contract.secretnames import holds_any
+from stoker.contract.secretnames import holds_any, word_set
 from stoker.contract.secretvalues import Span, commands, compiled, elements, opaque, pairs, plain
 
 # ---- tokens that are known by their beginning ----
@@ -134,21 +134,7 @@ def _is_user_and_password(word: str) -> bool:
 
 _HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
                "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
-_HOOKS = frozenset(
-    (
-        "services",
-        "workflows",
-        "triggers",
-        "webhook",
-        "webhooks",
-        "webhookb2",
-        "hook",
-        "hooks",
-        "catch",
-        "key",
-        "incomingwebhook",
-    )
-)
+_HOOKS = word_set("services workflows triggers webhook webhooks webhookb2 hook hooks catch key incomingwebhook")
 
 
 def _urls(text: str) -> Iterator[Span]:

@@ -162,22 +162,8 @@ _PROGRAMS = {
     "ldapsearch": {"-w": "value"}, "ldapmodify": {"-w": "value"}, "mosquitto_pub": {"-P": "value"}, "mosquitto_sub": {"-P": "value"},
     "docker login": {"-p": "value"}, "podman login": {"-p": "value"}, "helm login": {"-p": "value"},
 }  # fmt: skip
-_COMMAND_MARKS = (
-    "--",
-    "curl",
-    "http",
-    "sshpass",
-    "redis-cli",
-    "smbclient",
-    "mysql",
-    "mariadb",
-    "ldap",
-    "mosquitto",
-    "docker",
-    "podman",
-    "helm",
-    "login",
-)
+_COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "mysql", "mariadb", "ldap", "mosquitto", "docker",
+                  "podman", "helm", "login")  # fmt: skip
 
 
 def commands(text: str) -> Iterator[Span]:

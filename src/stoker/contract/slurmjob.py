@@ -9,18 +9,8 @@ from stoker.contract.shape import shape
 FOLDER = "slurm"
 NOTICE = ".notice"  # made by the job's script when Slurm has told it that its end is near
 
-OVER = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-)
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+        "TIMEOUT")  # fmt: skip
 
 
 @shape
@@ -34,9 +24,7 @@ class Job:
     nodes: str = ""
     limit: str = ""  # its time limit
     by: str = ""  # who cancelled it, where accounting knows
-    noticed: bool = (
-        False  # Slurm told its script that the end is near, and the script stopped the run so that it could save
-    )
+    noticed: bool = False  # Slurm told its script that the end is near, and the run was stopped so that it could save
 
     @property
     def over(self) -> bool:

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.control.doctor.leftovers import open_files, pids_here
 from stoker.control.machine import lockfiles
 from stoker.control.machine.lockfiles import Unusable
-from stoker.control.machine.processes import process
+from stoker.control.machine.processes import open_files, pids_here, process
 
 MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened

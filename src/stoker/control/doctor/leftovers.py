@@ -292,11 +292,10 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
             )
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
-        note = (
-            f"{len(children)} below it, not stopped with it: {' '.join(f'--pid {child}' for child in children[:16])}"
-            if children
-            else ""
-        )
+        note = ""
+        if children:
+            flags = " ".join(f"--pid {child}" for child in children[:16])
+            note = f"{len(children)} below it, not stopped with it: {flags}"
         found.append(describe(one, held, tag[0] if tag else None, note))
     return found
 
@@ -367,22 +366,8 @@ def _advice(holder: Holder) -> str:
 def _device_openers() -> dict[int, list[str]]:
     """Who has a GPU's device file open: in a container the only pids that are certainly ours to name."""
     found: dict[int, list[str]] = {}
-    for pid in pids_here():
-        devices = {path[5:] for path in open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
+    for pid in processes.pids_here():
+        devices = {path[5:] for path in processes.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
         if devices:
             found[pid] = sorted(devices)
-    return found
-
-
-def pids_here() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def open_files(pid: int) -> list[str]:
-    found = []
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    except OSError:
-        return found  # it ended, or is another user's
     return found

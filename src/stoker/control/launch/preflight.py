@@ -14,8 +14,8 @@ from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
 from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
+from stoker.control.machine.host import quick_host
 from stoker.control.machine.model import Gpu, Machine
-from stoker.control.machine.room import quick_host
 
 # The plan has already refused or left out what these would say of a card.
 _PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")

@@ -16,8 +16,8 @@ from typing import Any
 
 from stoker.contract.shape import as_json, replace
 from stoker.control.machine import facts, kernellog, ports, processes
+from stoker.control.machine.host import quick_host
 from stoker.control.machine.observe import Observer
-from stoker.control.machine.room import quick_host
 
 BOOT = "import sys; sys.path += sys.argv[1:3]; from stoker.control.machine.gather import main; main(sys.argv[3:])"
 

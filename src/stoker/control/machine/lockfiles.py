@@ -124,11 +124,9 @@ def _shared_notice(path: str, handle: int) -> str:
         raise Unusable(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
         raise Unusable(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
-    return (
-        ""
-        if open_to_all
-        else f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
-    )
+    if open_to_all:
+        return ""
+    return f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
 
 
 def _what_is(path: str) -> str:

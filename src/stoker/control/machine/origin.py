@@ -48,11 +48,9 @@ def read(text: str | None) -> Origin | None:
     job, _, rest = rest.partition(":")
     parents, colon, group = rest.partition(":")
     try:
-        return (
-            Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
-            if colon
-            else None
-        )
+        if not colon:
+            return None
+        return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
     except ValueError:
         return None
 
@@ -110,11 +108,9 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return "it is older than its run"
     job = schedulers.job(environ)
     if job != origin.job:
-        return (
-            f"it belongs to {schedulers.spoken(job)}"
-            if job
-            else f"it runs outside its run's {schedulers.spoken(origin.job)}"
-        )
+        if job:
+            return f"it belongs to {schedulers.spoken(job)}"
+        return f"it runs outside its run's {schedulers.spoken(origin.job)}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
     of_the_run = [

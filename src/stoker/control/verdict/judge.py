@@ -97,15 +97,13 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if evidence.notes:
         return evidence.notes[0], (), ()
     left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
-    return (
-        (
+    if left:
+        return (
             f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before",
             (),
             (),
         )
-        if left
-        else ("", (), ())
-    )
+    return ("", (), ())
 
 
 def _everybody(evidence: Evidence) -> str:

@@ -235,11 +235,9 @@ def unknown(evidence: Evidence) -> Verdict:
 
 def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
     """The launcher is gone and left no verdict."""
-    kept = (
-        f"the newest checkpoint is {_short(newest.path)}"
-        if newest
-        else "there is no checkpoint in the run's checkpoints/"
-    )
+    kept = "there is no checkpoint in the run's checkpoints/"
+    if newest:
+        kept = f"the newest checkpoint is {_short(newest.path)}"
     return Verdict(
         "lost",
         "launch.killed",

@@ -95,11 +95,9 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     one, proof = snapshots[rank], False
     if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
-        whom = (
-            f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
-            if one.peer is not None
-            else "that nobody answers"
-        )
+        whom = "that nobody answers"
+        if one.peer is not None:
+            whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
         if one.peer in waiting:
             detail += f", which waits in {operation}"

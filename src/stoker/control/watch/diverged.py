@@ -313,21 +313,17 @@ def _kind(parties: tuple[Party, ...], snapshots: Mapping[int, Snapshot]) -> str:
 
 
 def _operation(party: Party) -> str:
-    return (
-        f"operation {party.op.seq} of group {party.group}: {party.op}"
-        if party.op is not None
-        else "an operation of another size"
-    )
+    if party.op is not None:
+        return f"operation {party.op.seq} of group {party.group}: {party.op}"
+    return "an operation of another size"
 
 
 def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
-    return (
-        f"{party.op} of group {party.group}"
-        if len({one.group for one in parties if one.op is not None}) > 1
-        else str(party.op)
-    )
+    if len({one.group for one in parties if one.op is not None}) > 1:
+        return f"{party.op} of group {party.group}"
+    return str(party.op)
 
 
 def _frame(snapshots: Mapping[int, Snapshot], rank: int) -> Frame | None:

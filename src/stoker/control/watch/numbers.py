@@ -36,20 +36,7 @@ _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
 # Of "loss" itself: "5 min | loss nan" is a step's line.
 _NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
-_TRAINING = (
-    b"",
-    b"train",
-    b"training",
-    b"lm",
-    b"total",
-    b"mean",
-    b"avg",
-    b"average",
-    b"running",
-    b"step",
-    b"batch",
-    b"ce",
-)
+_TRAINING = (b"", *b"train training lm total mean avg average running step batch ce".split())
 _STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d{1,18})")
 _COUNTER = re.compile(rb"\d{1,18}/\d{1,18}")
 _CODES = re.compile(rb"\x1b\[[0-9;?]{0,40}[A-Za-z]")
@@ -118,11 +105,9 @@ class Losses:
             redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED],
         )
         if which not in _TRAINING:
-            return (
-                None
-                if math.isfinite(value)
-                else self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
-            )
+            if math.isfinite(value):
+                return None
+            return self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
         norm = _NORM.search(line)
         if norm is None or math.isfinite(_number(norm["value"])):
             self._norms[rank] = 0
@@ -148,11 +133,9 @@ class Losses:
                 return None
             high = max(first) >= SUBSTANTIAL and abs(loss) > EXPLODING * max(first)
             self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
-            return (
-                self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW)
-                if high
-                else None
-            )
+            if not high:
+                return None
+            return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW)
         self._bad[rank] = self._bad.get(rank, 0) + 1
         if self._bad[rank] == 1:
             self._since[rank] = step

@@ -135,11 +135,9 @@ def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
                 )
             continue
         if probe.outcome == "busy":
-            why = (
-                f"it is in {gpu.compute_mode} mode"
-                if gpu.compute_mode not in (None, "default")
-                else "its mode is default, so it is sick or held by the driver"
-            )
+            why = "its mode is default, so it is sick or held by the driver"
+            if gpu.compute_mode not in (None, "default"):
+                why = f"it is in {gpu.compute_mode} mode"
             yield fail(
                 f"GPU {gpu.index} is busy or unavailable (error 46): {why}",
                 f"nvidia-smi -i {gpu.index} -c DEFAULT" if "mode" in why and "default" not in why else DEAD,

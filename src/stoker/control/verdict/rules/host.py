@@ -40,13 +40,11 @@ def processes(case: Case) -> Found | None:
         and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
     ):
         found = find(case, r"\[Errno 11\][^\n]*")
-    return (
-        Found(
-            f"{case.who}: no more processes or threads are allowed ({line_of(found)})",
-            (line_of(found), *traced(case.end, 4)),
-        )
-        if found
-        else None
+    if not found:
+        return None
+    return Found(
+        f"{case.who}: no more processes or threads are allowed ({line_of(found)})",
+        (line_of(found), *traced(case.end, 4)),
     )
 
 

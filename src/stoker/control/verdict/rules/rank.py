@@ -14,14 +14,9 @@ from stoker.control.verdict.wording import first_line, last_lines, place
 ORDER = 99
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-_DETERMINISTIC = (
-    "NameError",
-    "UnboundLocalError",
-    "AttributeError",
-    "TypeError",
-    "NotImplementedError",
-    "RecursionError",
-)  # of the program itself
+# Of the program itself.
+_DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError",
+                  "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
 
