@@ -78,14 +78,8 @@ def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
         raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
     if not all(words):
         raise Refusal(f"--hosts {told}: an empty name between two commas", EX_USAGE)
-    return _checked(
-        [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words],
-        "--hosts",
-        None,
-        ssh_options,
-        None,
-        {},
-    )
+    hosts = [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words]
+    return _checked(hosts, "--hosts", None, ssh_options, None, {})
 
 
 def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
@@ -116,15 +110,11 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
         name = entry.get("host", number)
         where = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
         _known_keys(entry, where)
-        base = {
-            key: value
-            for key, value in defaults.items()
-            if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))
-        }
+        own_python = "python" in entry or "venv" in entry
+        base = {key: value for key, value in defaults.items() if not (own_python and key in ("python", "venv"))}
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
-    return _checked(
-        hosts, path, config, ssh_options, path if written else None, _environment(data.get("env") or {}, path)
-    )
+    env = _environment(data.get("env") or {}, path)
+    return _checked(hosts, path, config, ssh_options, path if written else None, env)
 
 
 def _parse(path: str) -> dict[Any, Any]:
@@ -215,20 +205,9 @@ def _host(
     if here is None:
         here = not port and not ssh_options and _is_here(name, user, ssh_config is None)
     identity = _local_file(entry.get("identity"), f"{where}: identity", folder)
-    return Host(
-        name,
-        name,
-        entry.get("address"),
-        user,
-        port,
-        identity,
-        python,
-        workdir,
-        _gpus(entry.get("gpus"), where),
-        entry.get("interface"),
-        entry.get("slots"),
-        here,
-    )
+    same = {key: entry.get(key) for key in ("address", "user", "port", "workdir", "interface", "slots")}
+    gpus = _gpus(entry.get("gpus"), where)
+    return Host(name, name, identity=identity, python=python, gpus=gpus, here=here, **same)
 
 
 def _no_port(name: str, where: str) -> None:

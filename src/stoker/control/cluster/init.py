@@ -22,7 +22,6 @@ MEET_S = CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
 ROUTE_S = 10.0
 _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 
-Gather = Callable[[list[transport.Link], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 Say = Callable[[str], None]
 
 
@@ -59,7 +58,7 @@ def main_part(
     more: Mapping[str, Any],
     ssh_options: tuple[str, ...],
     force: bool,
-    gather: Gather,
+    gather: transport.Gather,
     say: Say,
 ) -> None:
     """`defaults`: user, python … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
@@ -89,19 +88,13 @@ def main_part(
     )
 
 
-def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
+def _ask(hosts: Hosts, gather: transport.Gather) -> list[Answer]:
     by_name = {host.name: host for host in hosts.hosts}
-    try:
-        links = [transport.reach(host, hosts) for host in hosts.hosts]
-    except FileNotFoundError as problem:
-        raise Refusal(
-            "other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE
-        ) from problem
 
     def hear(member: Any, message: Any, payload: bytes) -> None:
         asking.hear(member.host, message, payload)
 
-    members = gather(links, hear, lambda member, line: None)
+    members = gather(transport.reach_all(hosts), hear, lambda member, line: None)
     asking = Asking(members.all, members.pump)
     try:
         pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}

@@ -128,14 +128,8 @@ def _card(one: OneHost, backend: str) -> dict[str, str]:
 ROUNDS = 4
 TRIAL_REPEATS = 3  # all-reduces a round; their median counts
 GAIN = 0.03
-OURS = (
-    "NCCL_SOCKET_IFNAME",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_NTHREADS",
-    "NCCL_NSOCKS_PERTHREAD",
-    "NCCL_ALGO",
-    "NCCL_PROTO",
-)
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+OURS = (*_INTERFACES, "NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD", "NCCL_ALGO", "NCCL_PROTO")
 _VIRTUAL = ("lo", "docker", "br-", "veth", "virbr", "cni", "flannel", "tap", "tun")
 
 Say = Callable[[str], None]
@@ -193,13 +187,8 @@ def candidates(
             {"NCCL_SOCKET_NTHREADS": threads, "NCCL_NSOCKS_PERTHREAD": sockets}
             for threads, sockets in (("2", "2"), ("4", "2"), ("4", "4"), ("8", "4"))
         ]
-        found += [
-            {"NCCL_ALGO": "Ring"},
-            {"NCCL_ALGO": "Tree"},
-            {"NCCL_PROTO": "Simple"},
-            {"NCCL_PROTO": "LL"},
-            {"NCCL_PROTO": "LL128"},
-        ]
+        found += [{"NCCL_ALGO": algorithm} for algorithm in ("Ring", "Tree")]
+        found += [{"NCCL_PROTO": protocol} for protocol in ("Simple", "LL", "LL128")]
     return found
 
 
@@ -215,24 +204,16 @@ def tune(asking: Asking, worker: Question, facts: Facts, hosts: Hosts, say: Say)
         {name: answer.get("addresses", {}) for name, answer in routes.items()},
     )
     if not options:
-        return [
-            _outcome(
-                hosts,
-                f"{backend} has nothing to choose here: one interface leads to all hosts, and it has no other setting"
-                " that matters",
-                {},
-            )
-        ]
+        nothing = (
+            "has nothing to choose here: one interface leads to all hosts, and it has no other setting that matters"
+        )
+        return [_outcome(hosts, f"{backend} {nothing}", {})]
     base = {
         name: {key: value for key, value in env.items() if key not in OURS or key not in hosts.env}
         for name, env in run_env(facts, hosts).items()
     }
     for one in facts.there:
-        base[one.name] |= {
-            key: one.interface
-            for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-            if one.interface and key not in base[one.name]
-        }
+        base[one.name] = {**interface_env(one), **base[one.name]}
     trials = [_try(asking, worker, facts, base, env, say) for env in options]
     helping = sorted((trial for trial in trials if trial.helps), key=lambda trial: -trial.gain)
     kept = helping[0] if helping else None
@@ -296,30 +277,21 @@ _BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE
 
 def with_env(text: str, env: dict[str, str]) -> str:
     """The file's text with this and no other env; without the block where env is empty."""
-    before = parse_yaml(text) or {}
+    wanted = {key: value for key, value in (parse_yaml(text) or {}).items() if key != "env"}
+    wanted |= {"env": env} if env else {}
     try:
         parse_json(text)
-        return (
-            json.dumps(
-                {**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})},
-                indent=1,
-            )
-            + "\n"
-        )
+        return json.dumps(wanted, indent=1) + "\n"
     except ValueError:
         pass  # not JSON: YAML, with comments worth keeping
-    block = (
-        f"env:   # {_NOTE}\n" + "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items())
-        if env
-        else ""
-    )
+    lines = "".join(f"  {name}: {json.dumps(value)}\n" for name, value in env.items())
+    block = f"env:   # {_NOTE}\n{lines}" if env else ""
     found = _BLOCK.search(text)
     if found:
         blank = "\n" if found[0].endswith("\n\n") and block else ""
         after = text[: found.start()] + block + blank + text[found.end() :]
     else:
         after = text + ("" if text.endswith("\n") or not text else "\n") + block
-    wanted = {**{key: value for key, value in before.items() if key != "env"}, **({"env": env} if env else {})}
     try:
         right = (parse_yaml(after) or {}) == wanted
     except NotYaml:  # a file in one pair of braces

@@ -7,8 +7,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Protocol
+    from collections.abc import Callable, Sequence
+    from typing import Any, Protocol
 
     from stoker.control.cluster.hosts import Host, Hosts
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
             """The argv that runs the host's Python with these words."""
             ...
 
+    # Makes control/launch's Members of the links: (links, on each message, on each line of stderr).
+    Gather = Callable[[list["Link"], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 
 # The folder that holds stoker.
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -90,6 +92,16 @@ def reach(host: Host, hosts: Hosts) -> Link:
     link = start(way_to(host, hosts).python(host, hosts, words), host.name)
     link.first_bytes = packed
     return link
+
+
+def reach_all(hosts: Hosts) -> list[Link]:
+    from stoker.contract.names import EX_UNAVAILABLE, Refusal
+
+    try:
+        return [reach(host, hosts) for host in hosts.hosts]
+    except FileNotFoundError as problem:
+        line = "other hosts are reached by the ssh client, and there is none on the PATH"
+        raise Refusal(line, EX_UNAVAILABLE) from problem
 
 
 def start(argv: list[str], host: str, local: bool = False) -> Link:

@@ -16,9 +16,7 @@ from stoker.contract.shapes import Finding
 SLOW = 0.85  # of its twins, or of its own first measurement
 LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an H200 four fifths
 LOW_GBS = 0.6
-LOW_LINK = (
-    0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than their neighbours
-)
+LOW_LINK = 0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than others
 
 # NVIDIA's data sheets: dense bf16 TFLOP/s with fp32 accumulation, memory GB/s. The first name that is part of the
 # card's counts.
@@ -98,16 +96,14 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
         return None
     twin = f"{head['card'] or 'CPU'}, {head['units']} units, torch {head['torch']}"
     return Replica(
-        head["rank"],
-        label,
-        head["card"],
-        head["uuid"],
-        twin,
-        head["round"],
-        tuple(steps),
-        speeds.get("start"),
-        speeds.get("end"),
-        median(seconds) if seconds else None,
+        **{name: head[name] for name in ("rank", "card", "round")},
+        label=label,
+        device=head["uuid"],
+        twin=twin,
+        steps=tuple(steps),
+        start=speeds.get("start"),
+        end=speeds.get("end"),
+        step_s=median(seconds) if seconds else None,
     )
 
 
@@ -214,12 +210,8 @@ def _mismatch(
     )
     text = f"{_name(replica)} computes something else: from step {first} its bits of {what} are not {whom}, {often}"
     if replica.card is None:
-        return Finding(
-            "burnin.mismatch",
-            "fail",
-            text,
-            "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce",
-        )
+        fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
+        return Finding("burnin.mismatch", "fail", text, fix)
     fix = (
         "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it"
         " comes back: exchange it"
@@ -253,16 +245,15 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
     fair = [replica for replica in replicas if replica.device and shared[replica.device] == 1 and hot(replica)]
     for replica in fair:
         twins = [other for other in fair if other.twin == replica.twin and other is not replica]
-        for unit, get, low in (("TFLOP/s", _tflops, LOW_TFLOPS), ("GB/s", _gbs, LOW_GBS)):
-            mine = get(hot(replica))
-            others = median([get(hot(other)) for other in twins]) if twins else None
-            own = sheet(replica.card)
-            full = get(Speed(*own)) if own else None
-            begun = get(replica.start)
+        own = sheet(replica.card)
+        for unit, field, low in (("TFLOP/s", "tflops", LOW_TFLOPS), ("GB/s", "gbs", LOW_GBS)):
+            mine = getattr(hot(replica), field)
+            others = median([getattr(hot(other), field) for other in twins]) if twins else None
+            full = getattr(Speed(*own), field) if own else None
+            begun = getattr(replica.start, field, 0.0)
             if others and mine < SLOW * others:
-                whose = (
-                    f"its {len(twins)} twins make {others:.0f}" if len(twins) > 1 else f"its twin makes {others:.0f}"
-                )
+                makers = f"its {len(twins)} twins make" if len(twins) > 1 else "its twin makes"
+                whose = f"{makers} {others:.0f}"
             elif full and mine < low * full:
                 whose = "that is less than such a card should make"
             elif begun and mine < SLOW * begun:
@@ -270,20 +261,8 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
             else:
                 continue
             figure = f"{full:.0f}" if full else "n/a"
-            yield Finding(
-                "burnin.slow",
-                "warn",
-                f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})",
-                _why_slow(replica.label),
-            )
-
-
-def _tflops(speed: Speed | None) -> float:
-    return speed.tflops if speed else 0.0
-
-
-def _gbs(speed: Speed | None) -> float:
-    return speed.gbs if speed else 0.0
+            text = f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})"
+            yield Finding("burnin.slow", "warn", text, _why_slow(replica.label))
 
 
 def _why_slow(label: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_USAGE, Refusal
@@ -20,6 +21,7 @@ class Asked:
     runs_dir: str = "runs"
 
 
+Part = TypeVar("Part")
 Body = Callable[[Examination, Asked], Iterator[Finding]]
 
 
@@ -42,6 +44,12 @@ def check(id: str, *needs: str, fast: bool = False) -> Callable[[Body], Body]:
         return body
 
     return register
+
+
+def known(part: Part | None) -> Part:
+    """A part of the examination that the check needs: without it the check is not made."""
+    assert part is not None
+    return part
 
 
 def warn(text: str, fix: str = "", gpu: int | None = None) -> Finding:

@@ -28,6 +28,10 @@ _REQUEST = re.compile(
 )
 
 
+def _unusable(line: str, code: int = EX_UNAVAILABLE) -> Refusal:
+    return Refusal(line, code, cause="slurm.allocation")
+
+
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
     """The nodes of our job, in Slurm's order. None: no allocation, or one task of it: an ordinary local run."""
     job = environ.get("SLURM_JOB_ID")
@@ -36,19 +40,16 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
     if not _whole_job(environ):
         return None
     if environ.get("SLURM_HET_SIZE"):
-        raise Refusal(
+        raise _unusable(
             f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one; name"
             " the nodes with --hosts",
             EX_USAGE,
-            cause="slurm.allocation",
         )
     told = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not told:
-        raise Refusal(
+        raise _unusable(
             f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST): start stoker run in the job script or in"
-            " salloc's shell",
-            EX_UNAVAILABLE,
-            cause="slurm.allocation",
+            " salloc's shell"
         )
     nodes = hostnames(told)
     tasks = dict(zip(nodes, per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
@@ -63,13 +64,7 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
             name=node,
             target=node,
             address=addresses.get(node),
-            user=None,
-            port=None,
-            identity=None,
             python=sys.executable,
-            workdir=None,
-            gpus=None,
-            interface=None,
             slots=None if gpus.get(node) else tasks.get(node, 1),
             here=node == here,
         )
@@ -79,7 +74,7 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
         node: Srun((*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}"))
         for node in nodes
     }
-    return Hosts(hosts=hosts, ssh_config=None, ssh_options=(), path=None, env={}, transports=ways)
+    return Hosts(hosts, transports=ways)
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:
@@ -89,11 +84,10 @@ def _whole_job(environ: Mapping[str, str]) -> bool:
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if is_count(tasks) and int(tasks) > 1:
-        raise Refusal(
+        raise _unusable(
             f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job"
             " script or in salloc's shell; it starts the ranks on all nodes itself",
             EX_USAGE,
-            cause="slurm.allocation",
         )
     return False
 
@@ -116,31 +110,25 @@ class Srun:
 
 def step_options(job: str, binds: bool) -> tuple[str, ...]:
     """--overlap: the step shares the job's CPUs with its script and with other agents' steps."""
-    found = (
-        f"--jobid={job}",
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--overlap",
-        "--mpi=none",
-        "--export=ALL",
-        "--job-name=stoker-agent",
-    )
+    one_task = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1")
+    found = (f"--jobid={job}", *one_task, "--overlap", "--mpi=none", "--export=ALL", "--job-name=stoker-agent")
     return (*found, "--cpu-bind=none") if binds else found  # where Slurm binds nothing, srun complains about the option
+
+
+def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+    )
 
 
 def ask(*argv: str) -> str:
     """What one of Slurm's own programs answers."""
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
-        )
+        done = ask_slurm(argv)
     except FileNotFoundError as problem:
-        raise Refusal(
+        raise _unusable(
             f"this is a Slurm job, and there is no {argv[0]} on the PATH: load Slurm's module, or name the nodes with"
-            " --hosts",
-            EX_UNAVAILABLE,
-            cause="slurm.allocation",
+            " --hosts"
         ) from problem
     except subprocess.TimeoutExpired as problem:
         raise Refusal(
@@ -183,14 +171,10 @@ def _running(job: str) -> str:
     except Refusal as refusal:
         if "Invalid job id" not in refusal.line:
             raise
-        raise Refusal(
-            f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
-        ) from refusal
+        raise _unusable(f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}") from refusal
     state = re.search(r"\bJobState=(\S+)", told)
     if state is not None and state[1] != "RUNNING":
-        raise Refusal(
-            f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
-        )
+        raise _unusable(f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}")
     return told
 
 

@@ -21,6 +21,7 @@ from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
+from stoker.control.scheduler.slurm import ask_slurm
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed
@@ -204,28 +205,19 @@ def _last_lines(path: str) -> list[str]:
 
 # ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
 
-_ASK_S = 20.0
 _UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
 _BATCH = re.compile(r"(\d+):(\d+)")
 
 
 def look(job: str) -> Job | None:
     """None where Slurm is not there or knows nothing of it."""
-    return _controller(job) or _accounting(job)
+    return next(iter(tasks_of(job)), None) or _accounting(job)
 
 
 def tasks_of(job: str) -> list[Job]:
     """A job by itself, or every task of an array; empty where the controller has forgotten it."""
-    return [
-        one
-        for one in map(read_controller, _run("scontrol", "--oneliner", "show", "job", job).splitlines())
-        if one is not None
-    ]
-
-
-def _controller(job: str) -> Job | None:
-    found = tasks_of(job)
-    return found[0] if found else None
+    lines = _run("scontrol", "--oneliner", "show", "job", job).splitlines()
+    return [one for one in map(read_controller, lines) if one is not None]
 
 
 def read_controller(line: str) -> Job | None:
@@ -252,15 +244,8 @@ def read_controller(line: str) -> Job | None:
 
 
 def _accounting(job: str) -> Job | None:
-    text = _run(
-        "sacct",
-        "--noheader",
-        "--parsable2",
-        "--allocations",
-        f"--jobs={job}",
-        "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit",
-    )
-    lines = text.splitlines()
+    columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
+    lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
     return read_accounting(lines[0]) if lines else None
 
 
@@ -290,15 +275,7 @@ def _run(*argv: str) -> str:
     if shutil.which(argv[0]) is None:
         return ""
     try:
-        done = subprocess.run(
-            argv,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_ASK_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        done = ask_slurm(argv)
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout if done.returncode == 0 else ""

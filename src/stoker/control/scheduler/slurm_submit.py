@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stoker.contract import redact
 from stoker.contract import slurmjob as job
@@ -262,48 +262,43 @@ def limit_s(spelling: str) -> float | None:
 
 
 def check(options: SubmitOptions) -> None:
+    for wrong in _wrong_in(options):
+        raise Refusal(wrong, EX_USAGE)
+
+
+def _wrong_in(options: SubmitOptions) -> Iterator[str]:
     if options.nodes < 1:
-        raise Refusal(f"--nodes {options.nodes}: give a number from 1 up", EX_USAGE)
+        yield (f"--nodes {options.nodes}: give a number from 1 up")
     if options.cpus_per_task is not None and options.cpus_per_task < 1:
-        raise Refusal(f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up", EX_USAGE)
+        yield (f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up")
     if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
-        raise Refusal(
-            f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4",
-            EX_USAGE,
-        )
+        yield (f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4")
     if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
-        raise Refusal(f"--mem {options.mem}: write it like 64G, or 0 for all of the node's", EX_USAGE)
+        yield (f"--mem {options.mem}: write it like 64G, or 0 for all of the node's")
     if options.array_seeds is not None and not re.fullmatch(
         r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
     ):
-        raise Refusal(f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2", EX_USAGE)
+        yield (f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2")
     if not 1 <= options.signal_before <= 65535:
-        raise Refusal(f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s", EX_USAGE)
+        yield (f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s")
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
-            raise Refusal(f"{flag} {value!r}: not a name Slurm can have", EX_USAGE)
+            yield (f"{flag} {value!r}: not a name Slurm can have")
     for word in options.sbatch_option:
         if not word.startswith("-"):
-            raise Refusal(
-                f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE
-            )
+            yield (f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7")
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
-        raise Refusal(
-            f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =",
-            EX_USAGE,
-        )
+        yield (f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =")
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        raise Refusal(
+        yield (
             f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
-            " 1 up",
-            EX_USAGE,
+            " 1 up"
         )
     limit = limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        raise Refusal(
+        yield (
             f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
-            " give notice at once",
-            EX_USAGE,
+            " give notice at once"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import amount, gb
 from stoker.contract.shapes import Finding
-from stoker.control.doctor.check import Asked, check, fail, warn
+from stoker.control.doctor.check import Asked, check, fail, known, warn
 from stoker.control.machine.facts import Examination
 
 RANK_RAM = 2 * 10**9  # torch with a CUDA context, before any model
@@ -46,8 +46,7 @@ def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
     """/dev/shm is where data-loader workers and NCCL pass data; a bus error or "unable to open shared memory" is its
     being full.
     """
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     need = _ranks(found, asked) * SHM_PER_RANK
     if host.shm_free is None:
         yield warn("there is no /dev/shm", "data loaders with workers will fail: mount one, or num_workers=0")
@@ -61,8 +60,7 @@ def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
 @check("host.disk", "host", fast=True)
 def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Room for logs and checkpoints where the runs go."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
         yield level(
@@ -74,8 +72,7 @@ def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("host.files", "host", fast=True)
 def files(found: Examination, asked: Asked) -> Iterator[Finding]:
     """The open-file limit: "too many open files" comes from data loaders with many workers."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.files_soft is not None and host.files_soft < 1024:
         yield warn(f"a process may open {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}")
 
@@ -93,8 +90,7 @@ def cores(found: Examination, asked: Asked) -> Iterator[Finding]:
 @check("host.stuck", "host")
 def stuck(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Processes in D state can't be killed; what they hold stays held."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.stuck:
         yield warn(
             f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}",
@@ -105,8 +101,7 @@ def stuck(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("host.zombies", "host")
 def zombies(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Many zombies: something that should collect its children does not (a container without an init)."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.zombies > 100:
         yield warn(f"{host.zombies} zombie processes", "docker run --init, or restart the container")
 
@@ -118,8 +113,7 @@ def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
     A batch system's generous one harms nobody: it fails below 128 GB, and is warned of below 256 GB.
     """
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.address_space is not None and host.address_space < 256 * 10**9:
         level = fail if found.machine.gpus and host.address_space < 128 * 10**9 else warn
         yield level(
@@ -131,8 +125,7 @@ def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("host.swap", "host")
 def swap(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A machine that swaps trains at the speed of its disk."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and found.machine.memory_available < 4 * 10**9:
         yield warn(
             f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free",
@@ -143,7 +136,6 @@ def swap(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("host.clock", "host")
 def clock(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A clock before this software was made: certificates and checkpoints by time go wrong."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.clock is not None and host.clock < 1_760_000_000:
         yield warn("the clock is set to a time in the past", "timedatectl set-ntp true")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from stoker.contract.quantities import counted
 from stoker.contract.shapes import Finding
 from stoker.contract.untrusted import is_count
-from stoker.control.doctor.check import Asked, check, fail, warn
+from stoker.control.doctor.check import Asked, check, fail, known, warn
 from stoker.control.machine.facts import Examination
 
 # The first driver branch that runs a build of that CUDA major version (minor versions are compatible among themselves).
@@ -18,8 +18,7 @@ SLOW_IMPORT_S = 20.0
 @check("torch.installed", "torch")
 def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """torch imports in the Python that will run the ranks."""
-    torch = found.torch
-    assert torch is not None
+    torch = known(found.torch)
     if torch.error:
         yield fail(
             f"import torch fails: {torch.error}", "is this the right environment? pip install 'torch>=2.9' adds it"
@@ -29,8 +28,7 @@ def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("torch.cuda-build", "torch")
 def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """The build has CUDA, and the driver is new enough for it."""
-    torch = found.torch
-    assert torch is not None
+    torch = known(found.torch)
     if torch.error or not found.machine.gpus:
         return
     if torch.cuda is None:
@@ -51,8 +49,7 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("torch.arch", "torch", "health")
 def arch(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """The build holds code for every card: sm_120 (50-series) needs a build of CUDA 12.8 or newer."""
-    torch = found.torch
-    assert torch is not None
+    torch = known(found.torch)
     if not torch.archs:
         return
     for gpu in found.machine.gpus:
@@ -87,8 +84,7 @@ def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:
 @check("torch.import-time", "torch")
 def import_time(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """`import torch` in a child, timed: a cold or remote disk makes every rank and every restart wait."""
-    torch = found.torch
-    assert torch is not None
+    torch = known(found.torch)
     if torch.seconds is not None and torch.seconds > SLOW_IMPORT_S:
         yield warn(f"import torch takes {torch.seconds:.0f} s", "move the environment to a local disk")
 
@@ -96,8 +92,7 @@ def import_time(found: Examination, _asked: Asked) -> Iterator[Finding]:
 @check("torch.nccl", "torch")
 def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Several GPUs need NCCL in the build."""
-    torch = found.torch
-    assert torch is not None
+    torch = known(found.torch)
     if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
         yield fail(
             f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}",
