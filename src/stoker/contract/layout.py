@@ -48,8 +48,7 @@ def stacks(run_dir: str, attempt: int) -> str:
 
 
 def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str], write: bool = False) -> str:
-    """The folder of the run directories: as named, else ./runs, else (a working directory that can't be written) a
-    private one of this user's for it.
+    """The folder of the runs: as named, else ./runs, else (if that can't be written) a private one of this user's.
 
     `write`: a new run goes there. Without, ./runs that can be read only is looked at where the user has no private one.
     """

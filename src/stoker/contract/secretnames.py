@@ -1,5 +1,4 @@
-"""Which names stand for a secret: decided on a name's words (api_key, apiKey and API-KEY are api + key), never on parts
-of a word.
+"""Which names stand for a secret: by a name's words (api_key, apiKey, API-KEY are api + key), never by parts of one.
 
 So max_tokens, monkey, author, num_key_value_heads and TOKENIZERS_PARALLELISM are no secrets. No regular expressions:
 every launch reads each variable's name, and compiling one costs more than all of them.

@@ -1,5 +1,4 @@
-"""Where secrets stand in a text: each detector gives the spans to hide. A new shape is one more line in a table, or one
-more detector.
+"""Where secrets stand in a text: each detector gives the spans to hide. A new shape: one more line or detector.
 
 Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no
 position is tried twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within

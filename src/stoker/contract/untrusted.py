@@ -57,8 +57,7 @@ def _escaped(sign: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
-    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that
-    recursive code could choke on.
+    """json.loads with ValueError for every bad input, deep nesting included: recursive code can't choke on the result.
 
     `unique`: an object with the same key twice is refused.
     """

@@ -20,8 +20,7 @@ def temporary_name(path: str) -> str:
 
 
 class WholeFile:
-    """`with WholeFile(path) as file: file.write(data)`: in place after the last line of the block, gone when the block
-    raises.
+    """`with WholeFile(path) as file: file.write(data)`: in place after the block, gone when the block raises.
 
     `durable`: also after a power cut, for the price of a disk's answer.
     """

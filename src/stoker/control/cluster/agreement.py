@@ -31,8 +31,7 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """One line for each host that has not what most have (the first of the file, where there is no majority); empty
-    where all agree.
+    """One line for each host that has not what most have (without a majority: what the first has).
 
     `lacking`: what to do where it is not there at all.
     """

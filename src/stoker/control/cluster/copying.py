@@ -1,5 +1,4 @@
-"""--sync and --stage: the working directory, and prepared data or weights, to every host's own disk. Only what differs
-by hash travels.
+"""--sync and --stage: the working directory, data or weights to every host's disk. Only what differs by hash travels.
 
 All hosts side by side, each over the connection that its agent will use; the far end is control/agent/receiving.py.
 """

@@ -168,8 +168,7 @@ def candidates(
 ) -> list[dict[str, str]]:
     """`used`: host -> interface in use; `addresses`: host -> interface -> its addresses.
 
-    An interface counts if every host has one of that name, each with an address of its own: Docker's bridge has the
-    same everywhere.
+    An interface counts if every host has one of that name, with an own address: Docker's bridge has one for all.
     """
     found: list[dict[str, str]] = []
     shared = set.intersection(*(set(one) for one in addresses.values())) if addresses else set()

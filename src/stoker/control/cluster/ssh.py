@@ -35,8 +35,7 @@ class Ssh:
 
 
 def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-    """The argv of an OpenSSH client that runs `words` there: the user's ~/.ssh/config, agent, jump hosts and
-    known_hosts apply.
+    """The argv of an OpenSSH client that runs `words` there. ~/.ssh/config, agent, jump hosts and known_hosts apply.
 
     No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word
     arrives as it is; only a program that begins with ~ is looked for in the home there.

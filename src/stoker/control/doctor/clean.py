@@ -1,5 +1,4 @@
-"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py have found. The only file of the doctor
-that acts.
+"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py found. The doctor's only file that acts.
 
 What may be signalled: a process of this uid whose run is proven to be over, or one the user has named; known by pid and
 start time and held by a pidfd, so that a pid that was given away meanwhile is never hit. What may be removed: a file of
@@ -44,8 +43,7 @@ class Stopped:
 
 
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank turns a clean save into an
-    error.
+    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank makes a save fail.
 
     `more` is asked when all are gone: what they started in the meantime gets SIGKILL.
     """

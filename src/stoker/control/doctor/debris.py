@@ -181,8 +181,7 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 
 @contextmanager
 def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
-    """Nobody else has this file open or mapped, in this container or any other: the kernel gives a write lease only
-    then.
+    """Nobody else has this file open or mapped, in any container: the kernel gives a write lease only then.
 
     Held until the block's end: who opens the file in it waits. Where a file system knows no leases, /proc has spoken.
     """

@@ -1,5 +1,4 @@
-"""The gatherers: each finds out one thing, in a child of its own, so that a driver that never answers holds up nobody
-but itself.
+"""The gatherers: each finds out one thing, in a child of its own: a driver that never answers holds up nobody else.
 
 python -I -S -c BOOT <folder of stoker> <folder of nvidia-ml-py> KIND [argument]        prints one JSON object
 """

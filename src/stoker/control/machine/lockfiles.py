@@ -1,5 +1,4 @@
-"""The lock files of GPUs: in which folder they lie, whether that folder and a file in it can be trusted, and who holds
-a lock.
+"""The lock files of GPUs: where they lie, whether a folder and a file in it can be trusted, and who holds a lock.
 
 The folder is shared by all users of a machine, and any of them may get there first. So nothing in it is believed: a
 symbolic link is never followed, only a regular file with one name is opened, nothing that is opened can block, and what

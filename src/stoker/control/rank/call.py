@@ -1,7 +1,6 @@
 """In a rank of `stoker.launch`: makes the caller's function again, calls it and leaves its result for the caller.
 
-The files are in a folder that only this user can read, made by the process that started this run: its own pickles,
-nobody else's.
+The files are in a folder that only this user can read, made by the process that started this run: its own pickles.
 """
 
 from __future__ import annotations

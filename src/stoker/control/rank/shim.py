@@ -1,5 +1,4 @@
-"""Installed in a rank before its script: error report, fatal-signal stacks, line-buffered output, beats once torch is
-there.
+"""Installed in a rank before its script: error report, stacks on a fatal signal, line-buffered output, beats.
 
 Runs inside somebody else's process: it must be small, import nothing heavy and never raise into the script.
 """

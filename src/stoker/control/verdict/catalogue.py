@@ -15,8 +15,7 @@ from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import wording
-from stoker.control.verdict.lastwords import find
+from stoker.control.verdict.lastwords import LINE, exit_code, find, place
 
 
 @shape
@@ -125,17 +124,17 @@ def rules() -> list[Cause]:
 
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
     end = case.end
-    place = wording.place(end)
-    fix = found.fix or tuple(line.replace("{rank}", str(end.rank)).replace("{place}", place) for line in cause_.fix)
+    where = place(end)
+    fix = found.fix or tuple(line.replace("{rank}", str(end.rank)).replace("{place}", where) for line in cause_.fix)
     return Verdict(
         "failed",
         cause_.id,
         found.summary,
-        wording.exit_code(end),
+        exit_code(end),
         rank=end.rank,
         host=end.host or None,
         gpu=end.label if "GPU" in end.label else None,
-        evidence=tuple(line[: wording.LINE] for line in found.evidence),
+        evidence=tuple(line[:LINE] for line in found.evidence),
         retryable=cause_.retryable if found.retryable is None else found.retryable,
         fix=fix,
     )

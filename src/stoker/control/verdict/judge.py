@@ -14,8 +14,8 @@ from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict import hang, launch
 from stoker.control.verdict.catalogue import Case, rules, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
+from stoker.control.verdict.lastwords import exit_code
 from stoker.control.verdict.rules import numbers
-from stoker.control.verdict.wording import exit_code
 
 AT_ONCE_S = (
     5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
@@ -28,13 +28,7 @@ def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
         raised = _raised_before(evidence)
         known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
-        if not evidence.stop_signal:
-            return known
-        return replace(
-            known,
-            retryable=False,
-            evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
-        )
+        return _then_stopped(known, evidence) if evidence.stop_signal else known
     guilty = _guilty(evidence)
     stall = evidence.stall
     if (
@@ -50,23 +44,12 @@ def judge(evidence: Evidence) -> Verdict:
             told["exit_code"] = exit_code(accused)
         return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
-        before = guilty is not None and when(guilty) < evidence.stopped_at
-        if not before:
+        if guilty is None or when(guilty) >= evidence.stopped_at:
             return launch.stopped(evidence, *_known_by_then(evidence))
-        assert guilty is not None
-        found = explain(guilty, evidence)
-        return replace(
-            found,
-            retryable=False,
-            evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
-        )
+        return _then_stopped(explain(guilty, evidence), evidence)
     if evidence.steps_reached and guilty is None:
-        return Verdict(
-            "completed",
-            "completed",
-            f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for",
-            0,
-        )
+        made = f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for"
+        return Verdict("completed", "completed", made, 0)
     # Then 0 means "saved and left", not "done".
     told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
@@ -76,6 +59,11 @@ def judge(evidence: Evidence) -> Verdict:
     if guilty is None:
         return launch.unknown(evidence)
     return explain(guilty, evidence)
+
+
+def _then_stopped(verdict: Verdict, evidence: Evidence) -> Verdict:
+    received = f"then the launcher received {signal.Signals(evidence.stop_signal).name}"
+    return replace(verdict, retryable=False, evidence=(*verdict.evidence, received))
 
 
 def _raised_before(evidence: Evidence) -> RankEnd | None:
@@ -97,13 +85,10 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if evidence.notes:
         return evidence.notes[0], (), ()
     left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
-    if left:
-        return (
-            f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before",
-            (),
-            (),
-        )
-    return ("", (), ())
+    if not left:
+        return "", (), ()
+    before = span(evidence.stopped_at - left[0].time)
+    return f"rank {left[0].rank} ({left[0].label}) had ended with 0 {before} before", (), ()
 
 
 def _everybody(evidence: Evidence) -> str:

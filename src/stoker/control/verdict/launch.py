@@ -221,16 +221,9 @@ def trouble(evidence: Evidence) -> Verdict:
 def unknown(evidence: Evidence) -> Verdict:
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
-    return Verdict(
-        "failed",
-        "unknown",
-        f"the job ended without a cause that can be seen; {missing} of {evidence.world_size} ranks have no end on"
-        " record",
-        EX_SOFTWARE,
-        evidence=tuple(ends),
-        retryable=False,
-        fix=_UNKNOWN.fix,
-    )
+    untold = f"{missing} of {evidence.world_size} ranks have no end on record"
+    line = f"the job ended without a cause that can be seen; {untold}"
+    return Verdict("failed", _UNKNOWN.id, line, EX_SOFTWARE, evidence=tuple(ends), fix=_UNKNOWN.fix)
 
 
 def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
@@ -267,13 +260,8 @@ def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
 
 
 def regrouped(host: str) -> Verdict:
-    return Verdict(
-        "failed",
-        "launch.regroup",
-        f"ended after a checkpoint so that host {host} can join",
-        EX_SOFTWARE,
-        retryable=_REGROUP.retryable,
-    )
+    line = f"ended after a checkpoint so that host {host} can join"
+    return Verdict("failed", _REGROUP.id, line, EX_SOFTWARE, retryable=_REGROUP.retryable)
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:
@@ -281,11 +269,10 @@ def not_started(rank: int, why: str) -> dict[str, Any]:
 
 
 def refused(refusal: Refusal) -> Verdict:
-    return Verdict(
-        "refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=(refusal.fix,) if refusal.fix else ()
-    )
+    fix = (refusal.fix,) if refusal.fix else ()
+    return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=fix)
 
 
-def broken(cause: str, line: str, code: int, evidence: tuple[str, ...] = ()) -> Verdict:
+def broken(cause: str, line: str, code: int) -> Verdict:
     """Stoker itself could not go on after the start."""
-    return Verdict("failed", cause, line, code, evidence=evidence)
+    return Verdict("failed", cause, line, code)

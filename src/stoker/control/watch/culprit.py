@@ -1,8 +1,6 @@
-"""All ranks' snapshots in, one stall out: which rank, what it does, who waits for it, and whether it can ever go on.
-Pure.
+"""All ranks' snapshots in, one stall out: which rank, what it does, who waits, whether it can ever go on. Pure.
 
-The order of evidence: a stopped process; who waits for whom in the collectives; the stack that differs; the state of a
-process.
+The order of evidence: a stopped process; who waits for whom; the stack that differs; the state of a process.
 """
 
 from __future__ import annotations

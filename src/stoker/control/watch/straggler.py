@@ -1,5 +1,4 @@
-"""A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why.
-Pure.
+"""A rank that is persistently slower: who enters the collectives last, by how much a step, and why. Pure.
 
 In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times
 of entry do: the last one in makes the others wait. It is asked in the first steps, when steps have become slower, and
@@ -178,8 +177,7 @@ class Stragglers:
 
 
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
-    """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those
-    after `after`).
+    """The rank that nearly always came last, of the newest times that somebody was waited for (those after `after`).
 
     A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late
     once a step. Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now

@@ -340,11 +340,9 @@ class Watcher:
         return ""
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
-        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they
-        were.
+        """What is known of a stall at the end. Ranks that failed in a collective have told where they were.
 
-        `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd
-        one.
+        `sizes_differ`: gloo ended a rank for that. Then only what the ranks entered says who is the odd one.
         """
         if len(self._failed) > 1:
             seen = {**self.snapshots, **self._failed}

@@ -7,9 +7,8 @@ import signal
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.consequence import lost_worker
-from stoker.control.verdict.lastwords import amount, at, find, line_of, path_in, said
+from stoker.control.verdict.lastwords import amount, at, find, first_line, line_of, path_in, said, traced
 from stoker.control.verdict.rules.memory import memory_trend
-from stoker.control.verdict.wording import first_line, traced
 
 ORDER = 50
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import at, line_of
-from stoker.control.verdict.wording import first_line, place, traced
+from stoker.control.verdict.lastwords import at, first_line, line_of, place, traced
 
 ORDER = 55
 

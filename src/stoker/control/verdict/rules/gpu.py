@@ -6,8 +6,7 @@ import re
 import signal
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import find, line_of, noticed
-from stoker.control.verdict.wording import first_line
+from stoker.control.verdict.lastwords import find, first_line, line_of, noticed
 
 ORDER = 30
 

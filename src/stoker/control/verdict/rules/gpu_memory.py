@@ -7,8 +7,7 @@ from typing import Any
 
 from stoker.contract.shape import shape
 from stoker.control.verdict.catalogue import Case, Found, cause, steps
-from stoker.control.verdict.lastwords import amount, find, line_of, said
-from stoker.control.verdict.wording import place
+from stoker.control.verdict.lastwords import amount, find, line_of, place, said
 
 ORDER = 25
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from stoker.contract.names import EX_SOFTWARE
 from stoker.control.verdict.catalogue import Case, Found, cause, steps
-from stoker.control.verdict.lastwords import find
-from stoker.control.verdict.wording import last_lines
+from stoker.control.verdict.lastwords import find, last_lines
 
 ORDER = 15
 

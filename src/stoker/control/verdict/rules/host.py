@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause, entry
-from stoker.control.verdict.lastwords import find, line_of
-from stoker.control.verdict.wording import traced
+from stoker.control.verdict.lastwords import find, line_of, traced
 
 ORDER = 60
 

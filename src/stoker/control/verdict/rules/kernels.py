@@ -62,7 +62,7 @@ def duplicate(case: Case, found: Match) -> Found:
 
 @cause(
     "gpu.assert",
-    said=r"device-side assert(?!ion)",
+    said=r"device-side assert(?!ion)",  # "… to enable device-side assertions" is the footer of every CUDA error
     seen='"device-side assert triggered" (CUDA error 710); the assertion itself is among the lines the rank printed',
     contradicts="an address and not an assertion: gpu.illegal-access",
     fix=steps(f"""

@@ -8,8 +8,7 @@ import signal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
 from stoker.control.verdict.catalogue import Case, Found, cause, entry, steps
-from stoker.control.verdict.lastwords import amount, find, line_of, said
-from stoker.control.verdict.wording import first_line, place
+from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
 
 ORDER = 20
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import amount, find, line_of, said
+from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
 from stoker.control.verdict.rules import network
-from stoker.control.verdict.wording import first_line, place
 
 ORDER = 45
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import at, find, line_of
-from stoker.control.verdict.wording import first_line
+from stoker.control.verdict.lastwords import at, find, first_line, line_of
 
 ORDER = 40
 

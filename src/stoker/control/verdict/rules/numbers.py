@@ -8,7 +8,7 @@ from typing import Any
 
 from stoker.contract.shapes import BadNumber, RankEnd
 from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, report, steps
-from stoker.control.verdict.wording import first_line
+from stoker.control.verdict.lastwords import first_line
 
 ORDER = 10
 

@@ -8,8 +8,8 @@ from typing import Any
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.lastwords import first_line, last_lines, place
 from stoker.control.verdict.rules.memory import memory_trend
-from stoker.control.verdict.wording import first_line, last_lines, place
 
 ORDER = 99
 
