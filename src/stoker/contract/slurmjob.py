@@ -1,8 +1,15 @@
-"""A Slurm job as Slurm itself describes it."""
+"""A Slurm job as Slurm itself describes it, and how one of its programs is asked."""
 
 from __future__ import annotations
 
 from stoker.contract.shape import shape
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
+ASK_S = 20.0
 
 # What `stoker submit` keeps in the folder of the runs: job scripts, what the jobs printed, and its own note of each
 # job.
@@ -34,3 +41,11 @@ class Job:
     def code(self) -> int:
         """As a shell would have it."""
         return 128 + self.signal if self.signal else self.exit_code
+
+
+def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    import subprocess
+
+    return subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+    )

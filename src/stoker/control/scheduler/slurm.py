@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.slurmjob import ASK_S, ask_slurm
 from stoker.contract.untrusted import is_count
 from stoker.control.machine.origin import run_we_are_in
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
     from stoker.control.cluster.transport import Transport
 
-ASK_S = 20.0
 _INTERACTIVE_STEP = "4294967290"  # salloc's own shell, where the site puts it on the first node
 
 # What a job's request leaves in the environment becomes a default of every srun in it: a job made with --gpus-per-task
@@ -113,12 +113,6 @@ def step_options(job: str, binds: bool) -> tuple[str, ...]:
     one_task = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1")
     found = (f"--jobid={job}", *one_task, "--overlap", "--mpi=none", "--export=ALL", "--job-name=stoker-agent")
     return (*found, "--cpu-bind=none") if binds else found  # where Slurm binds nothing, srun complains about the option
-
-
-def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
-    )
 
 
 def ask(*argv: str) -> str:

@@ -15,13 +15,12 @@ from stoker.contract import slurmjob as jobs
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
-from stoker.contract.slurmjob import Job
+from stoker.contract.slurmjob import Job, ask_slurm
 from stoker.contract.wholefile import write_json
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
-from stoker.control.scheduler.slurm import ask_slurm
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed

@@ -122,6 +122,12 @@ def rules() -> list[Cause]:
     return [cause_ for family in families for cause_ in CATALOGUE.values() if cause_.family == family.__name__]
 
 
+def named(id: str) -> Cause:
+    """A cause of any family, whether or not its file has been needed so far."""
+    rules()
+    return CATALOGUE[id]
+
+
 def verdict_of(cause_: Cause, case: Case, found: Found) -> Verdict:
     end = case.end
     where = place(end)

@@ -6,8 +6,7 @@ from typing import Any
 
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shapes import Stall
-from stoker.control.verdict.catalogue import CATALOGUE, entry, report, steps
-from stoker.control.verdict.rules import data  # noqa: F401  registers data.shm
+from stoker.control.verdict.catalogue import CATALOGUE, entry, named, report, steps
 
 _SEEN = "no step for longer than max(3 s, 5 × the p99 of its steps); "
 _STACKS = "the stacks of all ranks and their workers are in the record: stacks.txt of the attempt"
@@ -229,7 +228,7 @@ def trouble(stall: Stall, label: str, why: str, printed: str = "") -> dict[str, 
     full = [line for line in printed.splitlines() if "unable to allocate shared memory(shm)" in line]
     if full and stall.kind == "worker":
         told = f"rank {stall.rank} ({label}) waits for data its workers could not put into /dev/shm: it is full"
-        return report(CATALOGUE["data.shm"], told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
+        return report(named("data.shm"), told, [full[0].strip()[:300], stopped, *stall.evidence], **more)
     place = stall.where or "the stacks"
     fix = [line.replace("{where}", place).replace("{rank}", str(stall.rank)) for line in known.fix]
     evidence = [stopped if stall.silent_s else why, *stall.evidence]

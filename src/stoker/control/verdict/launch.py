@@ -10,7 +10,6 @@ from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
 from stoker.control.verdict.catalogue import entry, report
-from stoker.control.verdict.rules.host import AGENT_LOST, HOST_LOST
 from stoker.control.verdict.rules.memory import RAM_LIMIT
 
 AT_ONCE_S = 2.5
@@ -137,6 +136,28 @@ entry(
     seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
     fix=("--nproc-per-node with one of them",),
 )
+_AGENT_LOST = entry(
+    "host.agent-lost",
+    "A host's agent vanished while its ranks ran.",
+    seen="end-of-file on its connection, or no sign of life for 8 s",
+    contradicts="a rank ended first: then that is the cause",
+    fix=(
+        "was it killed? dmesg on that host may know",
+        "a host that went down or a cable that was cut looks the same: ping it",
+    ),
+)
+_HOST_LOST = entry(
+    "host.lost",
+    "A host of a run with several was lost while its ranks ran.",
+    seen="""no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection
+    (agent or sshd killed)""",
+    contradicts="""a rank failed by itself before that: then that is the cause. Ranks that lost their connection to
+    it are the echo""",
+    fix=(
+        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
+        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
+    ),
+)
 _UNKNOWN = entry(
     "unknown",
     "The job ended without a cause that can be seen.",
@@ -251,12 +272,12 @@ def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, A
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     where = f"host {host}" if host else "this machine"
     summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
-    return report(AGENT_LOST, summary, [complaint] if complaint else [], host=host)
+    return report(_AGENT_LOST, summary, [complaint] if complaint else [], host=host)
 
 
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
     summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
-    return report(HOST_LOST, summary, [complaint] if complaint and complaint not in why else [], host=host)
+    return report(_HOST_LOST, summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
 def regrouped(host: str) -> Verdict:

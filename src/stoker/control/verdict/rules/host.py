@@ -73,25 +73,3 @@ entry(
         "without --sync a shared folder, or the same files on all hosts, will do",
     ),
 )
-AGENT_LOST = entry(
-    "host.agent-lost",
-    "A host's agent vanished while its ranks ran.",
-    seen="end-of-file on its connection, or no sign of life for 8 s",
-    contradicts="a rank ended first: then that is the cause",
-    fix=(
-        "was it killed? dmesg on that host may know",
-        "a host that went down or a cable that was cut looks the same: ping it",
-    ),
-)
-HOST_LOST = entry(
-    "host.lost",
-    "A host of a run with several was lost while its ranks ran.",
-    seen="""no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection
-    (agent or sshd killed)""",
-    contradicts="""a rank failed by itself before that: then that is the cause. Ranks that lost their connection to
-    it are the echo""",
-    fix=(
-        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
-        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
-    ),
-)
