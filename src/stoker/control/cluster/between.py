@@ -54,10 +54,8 @@ def route(facts: Facts) -> Iterator[Finding]:
     """Every host knows an interface that leads to the others."""
     for one in facts.there:
         if one.address is None and len(facts.there) > 1:
-            yield fail(
-                f"{one.name}: no interface of it leads to the other hosts",
-                "address: in the hosts file says where the others reach it",
-            )
+            text = f"{one.name}: no interface of it leads to the other hosts"
+            yield fail(text, "address: in the hosts file says where the others reach it")
 
 
 @between("between.same-host")
@@ -196,10 +194,8 @@ def hostname(facts: Facts) -> Iterator[Finding]:
             where = "on any host"
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
         many = len(lost) > 1
-        yield _note(
-            f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}",
-            f"in every /etc/hosts: {fixes}",
-        )
+        text = f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}"
+        yield _note(text, f"in every /etc/hosts: {fixes}")
 
 
 def _loopback(addresses: tuple[str, ...]) -> bool:
@@ -226,10 +222,8 @@ def clock(facts: Facts) -> Iterator[Finding]:
         off = (one.skew or 0.0) - (middle if len(known) > 2 else 0.0)
         if abs(off) - (one.skew_error or 0.0) > CLOCK_S:
             than = "the other hosts'" if len(known) > 2 else "this machine's"
-            yield warn(
-                f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}",
-                "timedatectl set-ntp true",
-            )
+            text = f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}"
+            yield warn(text, "timedatectl set-ntp true")
 
 
 def _span(seconds: float) -> str:

@@ -69,10 +69,8 @@ def torch_missing(facts: Facts) -> Iterator[Finding]:
     """Every host's own Python imports torch."""
     for host in facts.there:
         if host.torch is not None and host.torch.error:
-            yield fail(
-                f"{host.name}: import torch fails: {host.torch.error}",
-                "python: or venv: in the hosts file names the environment that has it",
-            )
+            text = f"{host.name}: import torch fails: {host.torch.error}"
+            yield fail(text, "python: or venv: in the hosts file names the environment that has it")
 
 
 @between("between.python")

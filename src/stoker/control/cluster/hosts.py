@@ -311,11 +311,8 @@ def _checked(
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:
-            _refuse(
-                where,
-                f"host {host.name} is there twice; name each host once and give it more slots",
-                EX_CONFIG if path else EX_USAGE,
-            )
+            line = f"host {host.name} is there twice; name each host once and give it more slots"
+            _refuse(where, line, EX_CONFIG if path else EX_USAGE)
         seen.add(host.name)
     ours = [host.name for host in hosts if host.here]
     if len(ours) > 1:

@@ -66,10 +66,8 @@ def main_part(
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))
     if not os.access(folder, os.W_OK):
-        raise Refusal(
-            f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}",
-            EX_CANTCREAT,
-        )
+        line = f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}"
+        raise Refusal(line, EX_CANTCREAT)
     wanted = {
         **more,
         "defaults": dict(defaults),

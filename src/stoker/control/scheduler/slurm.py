@@ -129,11 +129,8 @@ def ask(*argv: str) -> str:
             f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s", EX_UNAVAILABLE, cause="slurm.unreachable"
         ) from problem
     if done.returncode:
-        raise Refusal(
-            f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        )
+        line = f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
     return done.stdout
 
 

@@ -41,7 +41,5 @@ def interfaces(found: Examination, _asked: Asked) -> Iterator[Finding]:
             and not (found.environment or {})[name].startswith("^")
             and not any(up.startswith(word) for word in words for up in there)
         ):
-            yield warn(
-                f"{name}={value}: no such interface is up; there are {', '.join(net.interfaces) or 'none'}",
-                f"unset {name}",
-            )
+            text = f"{name}={value}: no such interface is up; there are {', '.join(net.interfaces) or 'none'}"
+            yield warn(text, f"unset {name}")

@@ -40,10 +40,8 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = found.machine.driver
     if need and have and is_count(have.split(".")[0]) and int(have.split(".")[0]) < need:
-        yield fail(
-            f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}",
-            "a newer driver, or a torch built for an older CUDA",
-        )
+        text = f"torch is built for CUDA {torch.cuda}, which needs driver {need} or newer; this one is {have}"
+        yield fail(text, "a newer driver, or a torch built for an older CUDA")
 
 
 @check("torch.arch", "torch", "health")
@@ -94,7 +92,5 @@ def nccl(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Several GPUs need NCCL in the build."""
     torch = known(found.torch)
     if not torch.error and torch.cuda and len(found.machine.gpus) > 1 and torch.nccl is None:
-        yield fail(
-            f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}",
-            "install the official build",
-        )
+        text = f"torch {torch.version} has no NCCL and the machine has {counted(len(found.machine.gpus), 'GPU')}"
+        yield fail(text, "install the official build")

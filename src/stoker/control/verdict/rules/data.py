@@ -74,10 +74,8 @@ def shm(case: Case) -> Found | None:
             f"{case.who}: no shared memory left for the data loader{told}", (*_evidence(case, line_of(found)), *room)
         )
     if bus and (short or around.shm_total is None):
-        return Found(
-            f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}",
-            (*_evidence(case, line_of(bus)), *room),
-        )
+        summary = f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}"
+        return Found(summary, (*_evidence(case, line_of(bus)), *room))
     if case.end.code == -signal.SIGBUS and short:
         return Found(
             f"{case.who} died of a bus error: out of shared memory{told}", ("wait status: killed by SIGBUS", *room)
@@ -114,10 +112,8 @@ def worker_died(case: Case) -> Found | None:
     if not found:
         return None
     how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
-    return Found(
-        f"a data-loader worker (pid {found[1]}) of {case.who} {how}",
-        (*_evidence(case, line_of(found)), *memory_trend(case.end.around)),
-    )
+    summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
+    return Found(summary, (*_evidence(case, line_of(found)), *memory_trend(case.end.around)))
 
 
 @cause(
@@ -216,10 +212,8 @@ def _cut_off(case: Case) -> bool:
 def network_fs(case: Case, found: Match) -> Found:
     """The file system failed under the script: a network mount, or a disk."""
     path = path_in(line_of(found))
-    return Found(
-        f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}",
-        _evidence(case, line_of(found)),
-    )
+    summary = f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(

@@ -84,8 +84,5 @@ def syntax(case: Case) -> Found | None:
     error = case.end.error
     if error is None or error.type not in ("SyntaxError", "IndentationError", "TabError"):
         return None
-    return Found(
-        f"{case.who}: {error.type}: {first_line(error.message)}",
-        tuple(error.traceback.strip().splitlines()[-6:]),
-        (f"fix {error.file}:{error.line}",),
-    )
+    summary = f"{case.who}: {error.type}: {first_line(error.message)}"
+    return Found(summary, tuple(error.traceback.strip().splitlines()[-6:]), (f"fix {error.file}:{error.line}",))

@@ -78,10 +78,8 @@ def ecc(case: Case) -> Found | None:
     found = find(case, r"uncorrectable (?:NVLink|ECC) error|uncorrectable ECC")
     if not bad and not found:
         return None
-    return Found(
-        f"{case.who}: uncorrectable memory (ECC) error on its GPU",
-        (*(noticed(case, line_of(found)) if found else ()), *bad),
-    )
+    summary = f"{case.who}: uncorrectable memory (ECC) error on its GPU"
+    return Found(summary, (*(noticed(case, line_of(found)) if found else ()), *bad))
 
 
 @cause(
@@ -205,10 +203,8 @@ def ordinal(case: Case, found: Match) -> Found:
 )
 def duplicate(case: Case, found: Match) -> Found:
     """Two ranks use the same GPU, and NCCL refuses that."""
-    return Found(
-        f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK",
-        noticed(case, found[0]),
-    )
+    summary = f"rank {found[1]} and rank {found[2]} are on the same GPU: the script does not choose by LOCAL_RANK"
+    return Found(summary, noticed(case, found[0]))
 
 
 @cause(
@@ -303,10 +299,8 @@ def kernel_timeout(case: Case, found: Match) -> Found:
 )
 def arch(case: Case, found: Match) -> Found:
     """This torch, or an extension, has no code for this GPU's architecture."""
-    return Found(
-        f"{case.who}: no code for this GPU's architecture (no kernel image is available)",
-        noticed(case, line_of(found)),
-    )
+    summary = f"{case.who}: no code for this GPU's architecture (no kernel image is available)"
+    return Found(summary, noticed(case, line_of(found)))
 
 
 @cause(
@@ -325,7 +319,5 @@ def arch(case: Case, found: Match) -> Found:
 )
 def not_initialized(case: Case, found: Match) -> Found:
     """cuBLAS or cuDNN could not start on the GPU."""
-    return Found(
-        f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU",
-        noticed(case, line_of(found)),
-    )
+    summary = f"{case.who}: {'cuBLAS' if found[1] == 'CUBLAS' else 'cuDNN'} could not start on its GPU"
+    return Found(summary, noticed(case, line_of(found)))

@@ -263,11 +263,8 @@ def too_big(case: Case) -> Found | None:
         return Found(f"{case.who}: out of GPU memory", evidence)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
         limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
-        return Found(
-            f"{case.who}: out of GPU memory: {card.sentence()}; {limit}",
-            evidence,
-            (f"raise that limit: {limit}", *_SMALLER),
-        )
+        summary = f"{case.who}: out of GPU memory: {card.sentence()}; {limit}"
+        return Found(summary, evidence, (f"raise that limit: {limit}", *_SMALLER))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
         odd = (
             "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a"

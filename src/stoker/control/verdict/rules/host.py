@@ -41,10 +41,8 @@ def processes(case: Case) -> Found | None:
         found = find(case, r"\[Errno 11\][^\n]*")
     if not found:
         return None
-    return Found(
-        f"{case.who}: no more processes or threads are allowed ({line_of(found)})",
-        (line_of(found), *traced(case.end, 4)),
-    )
+    summary = f"{case.who}: no more processes or threads are allowed ({line_of(found)})"
+    return Found(summary, (line_of(found), *traced(case.end, 4)))
 
 
 entry(

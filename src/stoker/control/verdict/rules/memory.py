@@ -119,8 +119,5 @@ def allocation(case: Case) -> Found | None:
     if found:
         said_so = (line_of(found),)
     at = (f"at {place(case.end)}",) if error else ()
-    return Found(
-        f"{case.who}: the host gave no memory{' for' + what if what else ''}",
-        (*said_so, *at, *memory_trend(around)),
-        fix,
-    )
+    summary = f"{case.who}: the host gave no memory{' for' + what if what else ''}"
+    return Found(summary, (*said_so, *at, *memory_trend(around)), fix)

@@ -132,10 +132,8 @@ def store(case: Case) -> Found | None:
 )
 def gloo_timeout(case: Case, found: Match) -> Found:
     """A collective of gloo was not finished in time, and nothing shows why."""
-    return Found(
-        f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}",
-        (line_of(found), *_where(case)),
-    )
+    summary = f"{case.who} waited {int(found[1]) / 1000:.0f} s for a peer in a {found[2]}"
+    return Found(summary, (line_of(found), *_where(case)))
 
 
 # ---- NCCL ----
@@ -211,10 +209,8 @@ def shm(case: Case, found: Match) -> Found:
         if around.shm_total is not None
         else ()
     )
-    return Found(
-        f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}",
-        (*_evidence(case, line_of(found)), *room),
-    )
+    summary = f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}"
+    return Found(summary, (*_evidence(case, line_of(found)), *room))
 
 
 @cause(
@@ -268,10 +264,8 @@ def connection(case: Case) -> Found | None:
 def cuda(case: Case, found: Match) -> Found:
     """A CUDA call inside NCCL failed."""
     last = _last_error(case)
-    return Found(
-        f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}",
-        _evidence(case, line_of(found)),
-    )
+    summary = f"{case.who}: NCCL: unhandled cuda error{': ' + first_line(last) if last else ''}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(
@@ -292,10 +286,8 @@ def system(case: Case) -> Found | None:
     if not found or find(case, r"(?i)reset by peer|remote process exited|Too many open files"):
         return None
     last = _last_error(case)
-    return Found(
-        f"{case.who}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}",
-        _evidence(case, line_of(found)),
-    )
+    summary = f"{case.who}: NCCL: unhandled system error{': ' + first_line(last) if last else ''}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(

@@ -34,10 +34,8 @@ def breakpoint_(case: Case) -> Found | None:
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
-    return Found(
-        f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal",
-        (f"BdbQuit at {place(case.end)}",),
-    )
+    summary = f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal"
+    return Found(summary, (f"BdbQuit at {place(case.end)}",))
 
 
 @cause(
@@ -79,10 +77,8 @@ def left_early(case: Case) -> Found | None:
     heard = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    return Found(
-        f"{case.who} ended with 0{after} while the others were still working",
-        (f"rank {end.rank} ended with exit code 0", *heard[:4]),
-    )
+    summary = f"{case.who} ended with 0{after} while the others were still working"
+    return Found(summary, (f"rank {end.rank} ended with exit code 0", *heard[:4]))
 
 
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
@@ -113,10 +109,8 @@ def killed(case: Case) -> Found | None:
     around = case.end.around
     # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
     hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
-    return Found(
-        f"{case.who} was killed with SIGKILL from outside",
-        (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints),
-    )
+    summary = f"{case.who} was killed with SIGKILL from outside"
+    return Found(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
 @cause(
@@ -135,11 +129,8 @@ def crash(case: Case) -> Found | None:
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
-    return Found(
-        f"{case.who} died of {name}{f' {where}' if where else ''}",
-        (*seen, *lines),
-        (*look, *kept, f"stoker logs --rank {case.end.rank}"),
-    )
+    summary = f"{case.who} died of {name}{f' {where}' if where else ''}"
+    return Found(summary, (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
 
 
 def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
