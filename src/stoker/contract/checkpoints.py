@@ -29,13 +29,9 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     try:
         if not _trusted(folder, run_dir, say):
             return None
-        entries = [
-            entry
-            for entry in os.scandir(folder)
-            if not entry.name.startswith(".")
-            and not entry.name.endswith((".tmp", ".part"))
-            and _trusted(entry.path, folder, say)
-        ]
+        named = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+        whole = (entry for entry in named if not entry.name.endswith((".tmp", ".part")))
+        entries = [entry for entry in whole if _trusted(entry.path, folder, say)]
         entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
         return None

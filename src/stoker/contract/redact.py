@@ -107,18 +107,10 @@ def _forms(value: str) -> set[str]:
     quoted = "".join(
         chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in b"-_.~") else f"%{byte:02X}" for byte in raw
     )
-    lines = (
-        {line for line in value.splitlines() if len(line) >= _SHORTEST_LINE and not line.startswith("-----")}
-        if "\n" in value
-        else set()
-    )
-    return {
-        value,
-        repr(value)[1:-1],
-        value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"),
-        quoted,
-        *lines,
-    }
+    lines = value.splitlines() if "\n" in value else []
+    long = (line for line in lines if len(line) >= _SHORTEST_LINE and not line.startswith("-----"))
+    as_json = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return {value, repr(value)[1:-1], as_json, quoted, *long}
 
 
 def _without(value: str, hidden: list[Span]) -> str:

@@ -197,15 +197,8 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
 
 # ---- all of them ----
 
-_DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (
-    _private_keys,
-    _urls,
-    _headers,
-    _tokens,
-    pairs,
-    elements,
-    commands,
-)
+_Detector = Callable[[str], Iterator[Span]]
+_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
 
 # A variable's value is looked at when secrets are learned, when it is described and when it is written.
 _looked: dict[str, list[Span]] = {}

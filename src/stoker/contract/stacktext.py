@@ -25,16 +25,8 @@ def threads_of(text: str) -> list[dict[str, Any]]:
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
         if line.startswith(("Thread 0x", _CURRENT)):
-            threads.append(
-                {
-                    "name": "",
-                    "main": False,
-                    "active": False,
-                    "gil": False,
-                    "current": line.startswith(_CURRENT),
-                    "frames": [],
-                }
-            )
+            state = {"main": False, "active": False, "gil": False, "current": line.startswith(_CURRENT)}
+            threads.append({"name": "", **state, "frames": []})
         elif line.startswith('  File "') and threads:
             file, _, rest = line[len('  File "') :].rpartition('", line ')
             number, _, name = rest.partition(" in ")

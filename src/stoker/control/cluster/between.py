@@ -172,13 +172,8 @@ def hostname(facts: Facts) -> Iterator[Finding]:
         )
     loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
     if loops:
-        said = listed(
-            [
-                f"{one.name}'s hostname {one.hostname} resolves to"
-                f" {listed(list((one.resolves or {})[one.hostname or '']))}"
-                for one in loops
-            ]
-        )
+        loopback = {one.name: listed(list((one.resolves or {})[one.hostname or ""])) for one in loops}
+        said = listed([f"{one.name}'s hostname {one.hostname} resolves to {loopback[one.name]}" for one in loops])
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in loops)
         yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
     lost = {
@@ -203,12 +198,8 @@ def _loopback(addresses: tuple[str, ...]) -> bool:
 
 
 def _note(text: str, fix: str) -> Finding:
-    return Finding(
-        "",
-        "ok",
-        f"{text}: no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail",
-        fix,
-    )
+    harm = "no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail"
+    return Finding("", "ok", f"{text}: {harm}", fix)
 
 
 @between("between.clock")

@@ -68,17 +68,12 @@ def main_part(
     if not os.access(folder, os.W_OK):
         line = f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}"
         raise Refusal(line, EX_CANTCREAT)
-    wanted = {
-        **more,
-        "defaults": dict(defaults),
-        "hosts": list(names),
-        **({"ssh_options": list(ssh_options)} if ssh_options else {}),
-    }
-    hosts = from_mapping(wanted, out, written=False)
+    more = {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}
+    hosts = from_mapping({**more, "defaults": dict(defaults), "hosts": list(names)}, out, written=False)
     answers = _ask(hosts, gather)
     for answer in answers:
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
-    _write(out, text(answers, defaults, {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}))
+    _write(out, text(answers, defaults, more))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
     say(
         f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}`"

@@ -111,17 +111,8 @@ def start(argv: list[str], host: str, local: bool = False) -> Link:
     for handle in (orders, answers, errors):
         os.set_blocking(handle, False)
     try:
-        pid = os.posix_spawnp(
-            argv[0],
-            argv,
-            os.environ,
-            setsid=True,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, there, 0),
-                (os.POSIX_SPAWN_DUP2, back, 1),
-                (os.POSIX_SPAWN_DUP2, complaints, 2),
-            ],
-        )
+        streams = [(os.POSIX_SPAWN_DUP2, handle, number) for number, handle in enumerate((there, back, complaints))]
+        pid = os.posix_spawnp(argv[0], argv, os.environ, setsid=True, file_actions=streams)
     except OSError:
         for handle in (orders, answers, errors):
             os.close(handle)

@@ -203,11 +203,9 @@ def _mismatch(
     )
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
     rounds = len({step // replica.round for step, _ in bad})
-    often = (
-        f"in {rounds} of {replica.rounds} rounds"
-        if replica.rounds > 1
-        else f"in {len(bad)} of {len(replica.steps)} steps"
-    )
+    often = f"in {len(bad)} of {len(replica.steps)} steps"
+    if replica.rounds > 1:
+        often = f"in {rounds} of {replica.rounds} rounds"
     text = f"{_name(replica)} computes something else: from step {first} its bits of {what} are not {whom}, {often}"
     if replica.card is None:
         fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"

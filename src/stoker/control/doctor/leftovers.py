@@ -170,14 +170,9 @@ def standing(run_id: str, run_dir: str) -> Standing:
         return Standing(None, f"its run directory belongs to {run.user}")
     alive = reader.alive(run)
     if alive is None:
-        return Standing(
-            None,
-            (
-                f"its launcher is on host {host}"
-                if host != os.uname().nodename
-                else f"its launcher (pid {pid}) can't be checked"
-            ),
-        )
+        if host != os.uname().nodename:
+            return Standing(None, f"its launcher is on host {host}")
+        return Standing(None, f"its launcher (pid {pid}) can't be checked")
     return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
 
 
@@ -321,34 +316,20 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
             if holder.pid not in ours:
                 seen.add(holder.pid)
                 known = process(holder.pid) if holder.command is not None and not recorded else None
-                found.append(
-                    OnGpu(
-                        gpu.label,
-                        holder.pid,
-                        holder.user,
-                        _age(known) if known else None,
-                        holder.memory,
-                        holder.command,
-                        holder.run,
-                        _advice(holder),
-                    )
-                )
+                found.append(_on_gpu(gpu.label, holder, _age(known) if known else None))
     if not recorded:
         for pid, devices in _device_openers().items():
             one = process(pid)
             if pid not in seen and one is not None:
                 uid, tag = processes.owner(pid), processes.run_tag(pid)
-                who = Holder(
-                    pid,
-                    None,
-                    processes.command(pid) or one.name,
-                    processes.user_name(uid) if uid is not None else None,
-                    tag[0] if tag else None,
-                )
-                found.append(
-                    OnGpu(", ".join(devices), pid, who.user, _age(one), None, who.command, who.run, _advice(who))
-                )
+                user = processes.user_name(uid) if uid is not None else None
+                who = Holder(pid, None, processes.command(pid) or one.name, user, tag[0] if tag else None)
+                found.append(_on_gpu(", ".join(devices), who, _age(one)))
     return found
+
+
+def _on_gpu(gpu: str, who: Holder, age: float | None) -> OnGpu:
+    return OnGpu(gpu, who.pid, who.user, age, who.memory, who.command, who.run, _advice(who))
 
 
 def _advice(holder: Holder) -> str:

@@ -43,14 +43,8 @@ def _installed(top: str, python: str) -> str:
         f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or"
         " [s.origin])[0]) or '')"
     )
-    done = subprocess.run(
-        [python, "-c", NOT_FROM_HERE + ask],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=20,
-    )
+    argv = [python, "-c", NOT_FROM_HERE + ask]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""
 
 

@@ -73,11 +73,8 @@ class _Pickler(pickle.Pickler):
         code, cells = function.__code__, function.__closure__ or ()
         home = function.__module__ if function.__module__ in sys.modules else "__main__"
         by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
-        used = (
-            {}
-            if by_file
-            else {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
-        )
+        wanted = {} if by_file else _globals(code)
+        used = {name: function.__globals__[name] for name in wanted if name in function.__globals__}
         attributes = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")

@@ -205,7 +205,6 @@ def _last_lines(path: str) -> list[str]:
 # ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
 
 _UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
-_BATCH = re.compile(r"(\d+):(\d+)")
 
 
 def look(job: str) -> Job | None:
@@ -228,18 +227,11 @@ def read_controller(line: str) -> Job | None:
         match = re.search(rf"(?:^| ){name}=(\S*)", line)
         return "" if match is None or match[1] in _UNTOLD else match[1]
 
-    code = _BATCH.fullmatch(word("ExitCode"))
     array, task = word("ArrayJobId"), word("ArrayTaskId")
-    return Job(
-        f"{array}_{task}" if array and task else word("JobId"),
-        word("JobState"),
-        word("Reason"),
-        int(code[1]) if code else 0,
-        int(code[2]) if code else 0,
-        int(word("Restarts") or 0),
-        word("NodeList"),
-        word("TimeLimit"),
-    )
+    name = f"{array}_{task}" if array and task else word("JobId")
+    code, signal = _codes(word("ExitCode"))
+    restarts = int(word("Restarts") or 0)
+    return Job(name, word("JobState"), word("Reason"), code, signal, restarts, word("NodeList"), word("TimeLimit"))
 
 
 def _accounting(job: str) -> Job | None:
@@ -254,19 +246,14 @@ def read_accounting(line: str) -> Job | None:
     if len(words) < 6:
         return None
     state, _, by = words[1].partition(" by ")
-    code = _BATCH.fullmatch(words[2])
-    clean = ["" if word in _UNTOLD else word for word in words]
-    return Job(
-        words[0],
-        state.strip(),
-        clean[3],
-        int(code[1]) if code else 0,
-        int(code[2]) if code else 0,
-        0,
-        clean[4],
-        clean[5],
-        by.strip(),
-    )
+    reason, nodes, limit = ("" if word in _UNTOLD else word for word in words[3:6])
+    return Job(words[0], state.strip(), reason, *_codes(words[2]), 0, nodes, limit, by.strip())
+
+
+def _codes(text: str) -> tuple[int, int]:
+    """The exit code and the signal of 1:15."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _run(*argv: str) -> str:

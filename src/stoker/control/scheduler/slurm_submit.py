@@ -142,11 +142,9 @@ def make_script(
     at = 1 if command[-1] == "train" else 0  # train's first word is its stage
     if options.array_seeds:
         name += "-seed{seed}"
-        seed = (
-            ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
-            if command[-1] == "train"
-            else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
-        )
+        seed = ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+        if command[-1] == "train":
+            seed = ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
         run = [*run[:at], *seed, *run[at:]]
     shown = _bash_name(name)
     run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
@@ -222,11 +220,9 @@ def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     shown: list[str] = []
     secrets: dict[str, str] = {}
     for before, word, seen in zip(["", *words], words, redact.arguments(list(words)), strict=False):
-        told = (
-            re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
-            if before == "--env" or word.startswith("--env=")
-            else None
-        )
+        told = None
+        if before == "--env" or word.startswith("--env="):
+            told = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
         if redact.HIDDEN not in seen or redact.HIDDEN in word:
             shown.append(shlex.quote(word))
         elif told:  # --env NAME takes it from the environment: not even the run's command line holds it

@@ -6,7 +6,7 @@ import re
 import signal
 
 from stoker.contract.names import EX_SOFTWARE
-from stoker.contract.shapes import RankEnd
+from stoker.contract.shapes import Around, RankEnd
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ def path_in(line: str) -> str:
     """The file an OSError names: [Errno 2] No such file or directory: '/data/x'."""
     named = re.search(r": '([^']+)'", line)
     return named[1] if named else ""
+
+
+def shm_left(around: Around) -> tuple[str, ...]:
+    if around.shm_total is None:
+        return ()
+    return (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
 
 
 def amount(count: float) -> str:

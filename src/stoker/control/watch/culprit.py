@@ -119,34 +119,18 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -
 def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank)))
-    return Stall(
-        "left",
-        rank,
-        (rank,),
-        waiting,
-        "",
-        f"it ended with exit code {ended[rank]} before the others were done",
-        operation,
-        backend,
-        True,
-        evidence=(f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
-    )
+    detail = f"it ended with exit code {ended[rank]} before the others were done"
+    gone = f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone"
+    return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
 
 
 def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
     """All have entered the same operation and it does not end: the way between them, or a card."""
     rank, (group, op) = min(graph.pending.items())
     frame = stacks.users_frame(snapshots[rank].main)
-    return Stall(
-        "together",
-        None,
-        (),
-        tuple(sorted(graph.pending)),
-        str(frame or ""),
-        f"every rank has entered operation {op.seq} of group {group} and it does not end",
-        str(op),
-        op.name.partition(":")[0],
-    )
+    waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
+    detail = f"every rank has entered operation {op.seq} of group {group} and it does not end"
+    return Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
 
 
 def _by_stacks(
@@ -201,24 +185,18 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
     if one.state == "t":
         return "debugged", frame, "a debugger or tracer holds its process"
     if one.state == "D":
-        return (
-            "disk",
-            frame,
-            (
-                f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or"
-                " driver does not answer"
-            ),
+        detail = (
+            f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or"
+            " driver does not answer"
         )
+        return "disk", frame, detail
     worker = _stuck_worker(one)
     if worker is not None:
         inner = stacks.users_frame(worker.frames)
         how = "spins" if worker.cpu > BUSY else "is stuck"
         how = {"T": "is stopped", "t": "is stopped", "D": "is in uninterruptible sleep"}.get(worker.state, how)
-        return (
-            "worker",
-            inner or frame,
-            f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}",
-        )
+        detail = f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
+        return "worker", inner or frame, detail
     if stacks.in_loader(one.main):
         return "worker", frame, "it waits for data that none of its data-loader workers is making"
     same_line, active, gil = _steady(one)
@@ -230,29 +208,20 @@ def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
         return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
     if computes:
         held = ", holding the GIL" if gil else ""
-        return (
-            "spin",
-            frame,
-            (
-                f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no"
-                " collective"
-            ),
+        detail = (
+            f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no"
+            " collective"
         )
+        return "spin", frame, detail
     if gil and not active:
-        return (
-            "gil",
-            frame,
-            f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}",
-        )
+        detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
+        return "gil", frame, detail
     if one.syscall in _SLEEPS or "nanosleep" in one.wchan:
         return "sleep", frame, "it sleeps"
     if one.syscall in _CHILD or one.wchan == "do_wait":
         below = next((worker for worker in one.workers if worker.state != "Z"), None)
-        return (
-            "child",
-            frame,
-            f"it waits for a process it started{f': {below.command[:60]} (pid {below.pid})' if below else ''}",
-        )
+        detail = f"it waits for a process it started{f': {below.command[:60]} (pid {below.pid})' if below else ''}"
+        return "child", frame, detail
     if one.syscall in _IO or any(word in one.wchan for word in ("pipe", "sk_wait", "wait_woken", "partner", "poll")):
         return "io", frame, f"it waits in {one.syscall or one.wchan}"
     if one.syscall == "futex" or "futex" in one.wchan:

@@ -271,19 +271,9 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
     usual = next((party for party in reversed(apart.parties) if party.op is not None), apart.parties[-1])
     frame = _frame(snapshots, rank) if rank is not None else None
     lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
-    return Stall(
-        kind,
-        rank,
-        odd,
-        others,
-        str(frame or ""),
-        "",
-        str(usual.op or ""),
-        usual.op.name.partition(":")[0] if usual.op else "gloo",
-        proof,
-        evidence=(*lines, apart.how),
-        parties=told,
-    )
+    operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
+    where, evidence = str(frame or ""), (*lines, apart.how)
+    return Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
 
 
 def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting, bool]:
@@ -292,11 +282,8 @@ def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
         if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
             rest = tuple(other for other in apart.parties if other is not party)
-            how = (
-                apart.how
-                if apart.odd
-                else f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
-            )
+            left = f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
+            how = apart.how if apart.odd else left
             return Parting((party, *rest), party.ranks, how), True
     return apart, False
 

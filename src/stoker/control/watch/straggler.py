@@ -137,7 +137,7 @@ class Stragglers:
             if is_count(rank) and isinstance(data, dict) and "timings" in data:
                 self._timings.setdefault(host, {})[int(rank)] = data["timings"]
 
-    def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
+    def conclude(self, answers: Mapping[int, Snapshot]) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             before = self._first
@@ -163,17 +163,8 @@ class Stragglers:
             if rank in answers and not (late.asynchronous and (peer is None or not waits_for_others(peer))):
                 cause, because, where = why(answers[rank], peer)
                 self._named[rank] = cause
-                self.found.append(
-                    Straggler(
-                        cause,
-                        rank,
-                        round(late.wait_s, 3),
-                        round(late.step_s, 3),
-                        because,
-                        where,
-                        self._steps.get(rank, 0),
-                    )
-                )
+                wait_s, step_s, step = round(late.wait_s, 3), round(late.step_s, 3), self._steps.get(rank, 0)
+                self.found.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
 
 
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:

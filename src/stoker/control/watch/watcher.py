@@ -225,7 +225,7 @@ class Watcher:
     def _conclude(self, now: float) -> list[Action]:
         answers, self._asked_at = self._answers, 0.0
         if self.stragglers.asked == self._asked:
-            self.stragglers.conclude(answers, now)
+            self.stragglers.conclude(answers)
             return []
         overdue = self._overdue(now)
         self._next_look = now + self._wait
@@ -271,14 +271,8 @@ class Watcher:
         if not silent or self._failing:
             return []
         rank = max(silent, key=lambda one: silent[one])
-        stall = Stall(
-            "place",
-            rank,
-            (rank,),
-            detail="what it does could not be seen",
-            silent_s=round(silent[rank], 1),
-            step=self._ranks[rank].steps,
-        )
+        seconds, step = round(silent[rank], 1), self._ranks[rank].steps
+        stall = Stall("place", rank, (rank,), detail="what it does could not be seen", silent_s=seconds, step=step)
         self._next_look = min(self._next_look, self._deadline(stall, now))
         why = self._stop_reason(stall, now)
         return [Suspect(stall, 0.0), Stop(stall, why)] if why else []

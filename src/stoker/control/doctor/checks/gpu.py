@@ -244,15 +244,11 @@ def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
     }
     if blocked:
         pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
-        yield warn(
-            f"no peer-to-peer between GPUs {pairs} ({next(iter(blocked.values()))}): all-reduce goes through host"
-            " memory",
-            (
-                "expected of consumer cards; nothing to set"
-                if not any("registry" in str(why) for why in blocked.values())
-                else "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
-            ),
-        )
+        fix = "expected of consumer cards; nothing to set"
+        if any("registry" in str(why) for why in blocked.values()):
+            fix = "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
+        through = f"({next(iter(blocked.values()))}): all-reduce goes through host memory"
+        yield warn(f"no peer-to-peer between GPUs {pairs} {through}", fix)
 
 
 @check("gpu.mig", fast=True)

@@ -7,7 +7,7 @@ import signal
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.consequence import lost_worker
-from stoker.control.verdict.lastwords import amount, at, find, first_line, line_of, path_in, said, traced
+from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced
 from stoker.control.verdict.rules.memory import memory_trend
 
 ORDER = 50
@@ -63,11 +63,7 @@ def shm(case: Case) -> Found | None:
     short = around.shm_total is not None and (
         around.shm_total < _SMALL_SHM or (around.shm_free or 0) * 10 < around.shm_total
     )
-    room = (
-        (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
-        if around.shm_total is not None
-        else ()
-    )
+    room = shm_left(around)
     told = f" ({room[0]})" if room else ""
     if found:
         return Found(

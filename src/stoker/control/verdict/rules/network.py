@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
-from stoker.control.verdict.lastwords import amount, at, find, first_line, line_of, place, said
+from stoker.control.verdict.lastwords import at, find, first_line, line_of, place, said, shm_left
 
 ORDER = 40
 
@@ -203,12 +203,7 @@ def interface(case: Case, found: Match) -> Found:
 )
 def shm(case: Case, found: Match) -> Found:
     """NCCL could not get shared memory: /dev/shm is too small, or full."""
-    around = case.end.around
-    room = (
-        (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
-        if around.shm_total is not None
-        else ()
-    )
+    room = shm_left(case.end.around)
     summary = f"{case.who}: NCCL got no shared memory{' (' + room[0] + ')' if room else ''}"
     return Found(summary, (*_evidence(case, line_of(found)), *room))
 
