@@ -96,9 +96,8 @@ class Decoder:
             return False
         sentinel = bytes(self._buffer[at : end + 1])
         if sentinel != SENTINEL:
-            raise ProtocolError(
-                f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
-            )
+            line = f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
+            raise ProtocolError(line)
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True

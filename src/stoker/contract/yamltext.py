@@ -132,9 +132,6 @@ def _no_key_twice(node: Any) -> None:
         if isinstance(key.value, str):
             if key.value in seen and key.value != "<<":
                 mark = key.start_mark
-                raise NotYaml(
-                    f"the key {key.value} is there twice (first in line {seen[key.value]})",
-                    mark.line + 1,
-                    mark.column + 1,
-                )
+                line = f"the key {key.value} is there twice (first in line {seen[key.value]})"
+                raise NotYaml(line, mark.line + 1, mark.column + 1)
             seen[key.value] = key.start_mark.line + 1

@@ -64,9 +64,8 @@ def same_host(facts: Facts) -> Iterator[Finding]:
     addresses = [one.address for one in facts.there if one.address]
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         owners = [one.name for one in facts.there if one.address == address]
-        yield fail(
-            f"{listed(owners)} are one machine, {address}", "name it once in the hosts file, with the sum of its slots"
-        )
+        text = f"{listed(owners)} are one machine, {address}"
+        yield fail(text, "name it once in the hosts file, with the sum of its slots")
 
 
 @between("between.port-blocked")
@@ -153,9 +152,8 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
     sizes = {one.mtu for one in facts.there if one.mtu}
     if len(sizes) > 1:
         found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        yield warn(
-            f"the interfaces have unlike MTUs: {found}", f"ip link set dev IFACE mtu {min(sizes)} where it is larger"
-        )
+        text = f"the interfaces have unlike MTUs: {found}"
+        yield warn(text, f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
 
 
 @between("between.hostname")
@@ -167,9 +165,8 @@ def hostname(facts: Facts) -> Iterator[Finding]:
     for name in shared:
         nowhere = ", which resolves nowhere" if all(not (one.resolves or {}).get(name) for one in there) else ""
         owners = listed([one.name for one in there if one.hostname == name])
-        yield _note(
-            f"{owners} share the hostname {name}{nowhere}", "hostnamectl set-hostname NAME on all but one of them"
-        )
+        text = f"{owners} share the hostname {name}{nowhere}"
+        yield _note(text, "hostnamectl set-hostname NAME on all but one of them")
     loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
     if loops:
         loopback = {one.name: listed(list((one.resolves or {})[one.hostname or ""])) for one in loops}

@@ -102,9 +102,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
         try:
             value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
         except OSError as problem:
-            raise Refusal(
-                f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT
-            ) from problem
+            line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
+            raise Refusal(line, EX_NOINPUT) from problem
         rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
     others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}

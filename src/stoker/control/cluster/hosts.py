@@ -70,9 +70,8 @@ def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if told.endswith(_FILE):
         return from_mapping(_parse(told), told, ssh_options)
     if "/" in told:
-        raise Refusal(
-            f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas", EX_USAGE
-        )
+        line = f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas"
+        raise Refusal(line, EX_USAGE)
     words = [word.strip() for word in told.split(",")]
     if not any(words):
         raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
@@ -93,11 +92,10 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        _refuse(
-            path,
-            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100,"
-            " slots: 2}",
+        line = (
+            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}"
         )
+        _refuse(path, line)
     folder = os.path.dirname(os.path.abspath(path))
     config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
     options = data.get("ssh_options") or []
@@ -121,9 +119,8 @@ def _parse(path: str) -> dict[Any, Any]:
     try:
         data = parse_yaml(read_text(path))  # JSON is YAML
     except FileNotFoundError as problem:
-        raise Refusal(
-            f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT
-        ) from problem
+        line = f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts"
+        raise Refusal(line, EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except NotYaml as problem:

@@ -51,9 +51,8 @@ def _library() -> Any:
     except OSError as problem:
         if "No such file" in str(problem):
             if os.path.exists("/dev/nvidiactl"):
-                raise DriverError(
-                    "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
-                ) from problem
+                line = "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
+                raise DriverError(line) from problem
             raise NoDriver from problem
         raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
     try:

@@ -90,9 +90,8 @@ class _Pickler(pickle.Pickler):
 
     def _class(self, cls: type) -> Any:
         if isinstance(cls, enum.EnumMeta):
-            raise NotSendable(
-                f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
-            )
+            line = f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
+            raise NotSendable(line)
         slots = cls.__dict__.get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else tuple(slots)
         made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | (

@@ -41,9 +41,8 @@ def main(folder: str) -> None:
     try:
         data = pickle.dumps(result)
     except Exception as problem:
-        raise TypeError(
-            f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
-        ) from problem
+        line = f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
+        raise TypeError(line) from problem
     write_whole(path, data, durable=False)
 
 

@@ -125,9 +125,8 @@ def ask(*argv: str) -> str:
             " --hosts"
         ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(
-            f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s", EX_UNAVAILABLE, cause="slurm.unreachable"
-        ) from problem
+        line = f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
         line = f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}"
         raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")

@@ -242,9 +242,8 @@ def slurm_time(text: str | None) -> str | None:
     try:
         return str(max(1, math.ceil(duration(text) / 60)))
     except ValueError as problem:
-        raise Refusal(
-            f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE
-        ) from problem
+        line = f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00"
+        raise Refusal(line, EX_USAGE) from problem
 
 
 def limit_s(spelling: str) -> float | None:

@@ -176,9 +176,8 @@ def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
             if number in XIDS:
                 yield fail(f"GPU {gpu.index}: Xid {number} ({XIDS[number][0]}){times}", XIDS[number][1], gpu=gpu.index)
             elif number in XID_WARN:
-                yield warn(
-                    f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}", XID_WARN[number][1], gpu=gpu.index
-                )
+                text = f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}"
+                yield warn(text, XID_WARN[number][1], gpu=gpu.index)
 
 
 @check("gpu.throttle", "health")
@@ -214,12 +213,11 @@ def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
             and health.pcie_generation < health.pcie_generation_max
         )
         if low and (gpu.utilization or 0) > 50:
-            yield warn(
+            text = (
                 f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do"
-                f" {health.pcie_generation_max}",
-                "check the BIOS's PCIe setting",
-                gpu=gpu.index,
+                f" {health.pcie_generation_max}"
             )
+            yield warn(text, "check the BIOS's PCIe setting", gpu=gpu.index)
 
 
 @check("gpu.nvlink", "health")

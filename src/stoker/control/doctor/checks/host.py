@@ -74,9 +74,8 @@ def cores(found: Examination, asked: Asked) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
     ranks = _ranks(found, asked)
     if found.machine.cores < ranks:
-        yield warn(
-            f"{ranks} ranks on {found.machine.cores} cores", f"stoker run --nproc-per-node {found.machine.cores} ..."
-        )
+        text = f"{ranks} ranks on {found.machine.cores} cores"
+        yield warn(text, f"stoker run --nproc-per-node {found.machine.cores} ...")
 
 
 @check("host.stuck", "host")

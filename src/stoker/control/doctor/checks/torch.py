@@ -20,9 +20,8 @@ def installed(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """torch imports in the Python that will run the ranks."""
     torch = known(found.torch)
     if torch.error:
-        yield fail(
-            f"import torch fails: {torch.error}", "is this the right environment? pip install 'torch>=2.9' adds it"
-        )
+        text = f"import torch fails: {torch.error}"
+        yield fail(text, "is this the right environment? pip install 'torch>=2.9' adds it")
 
 
 @check("torch.cuda-build", "torch")
@@ -33,9 +32,8 @@ def cuda_build(found: Examination, _asked: Asked) -> Iterator[Finding]:
         return
     if torch.cuda is None:
         cards = counted(len(found.machine.gpus), "GPU")
-        yield fail(
-            f"torch {torch.version} is built without CUDA and the machine has {cards}", "install a CUDA build of torch"
-        )
+        text = f"torch {torch.version} is built without CUDA and the machine has {cards}"
+        yield fail(text, "install a CUDA build of torch")
         return
     need = _DRIVER_FOR_CUDA.get(int(torch.cuda.split(".")[0]))
     have = found.machine.driver
@@ -56,12 +54,11 @@ def arch(found: Examination, _asked: Asked) -> Iterator[Finding]:
             continue
         major, _, minor = health.capability.partition(".")
         if not _covered(int(major), int(minor), torch.archs):
-            yield fail(
+            text = (
                 f"GPU {gpu.index} ({gpu.name}) is sm_{major}{minor}; torch {torch.version} has code for"
-                f" {', '.join(torch.archs)}",
-                "install a torch built for this card",
-                gpu.index,
+                f" {', '.join(torch.archs)}"
             )
+            yield fail(text, "install a torch built for this card", gpu.index)
 
 
 def _covered(major: int, minor: int, archs: tuple[str, ...]) -> bool:

@@ -66,16 +66,14 @@ def shm(case: Case) -> Found | None:
     room = shm_left(around)
     told = f" ({room[0]})" if room else ""
     if found:
-        return Found(
-            f"{case.who}: no shared memory left for the data loader{told}", (*_evidence(case, line_of(found)), *room)
-        )
+        summary = f"{case.who}: no shared memory left for the data loader{told}"
+        return Found(summary, (*_evidence(case, line_of(found)), *room))
     if bus and (short or around.shm_total is None):
         summary = f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}"
         return Found(summary, (*_evidence(case, line_of(bus)), *room))
     if case.end.code == -signal.SIGBUS and short:
-        return Found(
-            f"{case.who} died of a bus error: out of shared memory{told}", ("wait status: killed by SIGBUS", *room)
-        )
+        summary = f"{case.who} died of a bus error: out of shared memory{told}"
+        return Found(summary, ("wait status: killed by SIGBUS", *room))
     return None
 
 
@@ -133,9 +131,8 @@ def worker_died(case: Case) -> Found | None:
 def no_space(case: Case, found: Match) -> Found:
     """The disk, or a quota, is full."""
     path = path_in(line_of(found))
-    return Found(
-        f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}", _evidence(case, line_of(found))
-    )
+    summary = f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(
@@ -169,9 +166,8 @@ def corrupt(case: Case) -> Found | None:
     if found:
         what = first_line(re.sub(r"\s+", " ", found[0]))
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    return Found(
-        f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what)
-    )
+    summary = f"{case.who}: a file is damaged: {what}{lfs}{at(case)}"
+    return Found(summary, _evidence(case, line_of(found) if found else what))
 
 
 def _cut_off(case: Case) -> bool:

@@ -51,9 +51,8 @@ def cuda_build(case: Case, found: Match) -> Found:
 )
 def version(case: Case, found: Match) -> Found:
     """Two pieces of software have versions that don't fit each other."""
-    return Found(
-        f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}", traced(case.end) or (line_of(found),)
-    )
+    summary = f"{case.who}: versions don't fit: {first_line(line_of(found))}{at(case)}"
+    return Found(summary, traced(case.end) or (line_of(found),))
 
 
 @cause(
@@ -69,9 +68,8 @@ def missing_module(case: Case) -> Found | None:
         return None
     missing = error.import_name.partition(".")[0] if error.type == "ModuleNotFoundError" else ""
     install = (f"pip install {missing}   # the package may have another name",) if missing else ()
-    return Found(
-        f"{case.who}: {first_line(error.message)} at {place(case.end)}", traced(case.end), (*install, _RIGHT_PYTHON)
-    )
+    summary = f"{case.who}: {first_line(error.message)} at {place(case.end)}"
+    return Found(summary, traced(case.end), (*install, _RIGHT_PYTHON))
 
 
 @cause(

@@ -60,9 +60,8 @@ def lost(case: Case) -> Found | None:
     if not off and not found:
         return None
     said_so = noticed(case, line_of(found)) if found else ()
-    return Found(
-        f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}", (*said_so, *off)
-    )
+    summary = f"{case.who}: its GPU is lost{' (Xid 79: it has fallen off the bus)' if off else ''}"
+    return Found(summary, (*said_so, *off))
 
 
 @cause(
@@ -100,9 +99,8 @@ def xid(case: Case) -> Found | None:
     if not found:
         return None
     number = next((one for one, _ in found if one != _CONTAINED), _CONTAINED)
-    return Found(
-        f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})", tuple(line for _, line in found[-4:])
-    )
+    summary = f"{case.who}: the driver reported Xid {number} ({_XIDS[number]})"
+    return Found(summary, tuple(line for _, line in found[-4:]))
 
 
 @cause(
@@ -126,9 +124,8 @@ def busy(case: Case, found: Match) -> Found:
         if not one.get("ours")
     ]
     told = f"; {held[0]}" if held else "; nobody else is seen on it: its compute mode, or a sick card"
-    return Found(
-        f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}", (*noticed(case, line_of(found)), *held)
-    )
+    summary = f"{case.who}: its GPU is busy or unavailable (CUDA error 46){told}"
+    return Found(summary, (*noticed(case, line_of(found)), *held))
 
 
 @cause(
@@ -251,9 +248,8 @@ def device_assert(case: Case, found: Match) -> Found:
 )
 def illegal_access(case: Case, found: Match) -> Found:
     """A kernel touched memory that is not its own."""
-    return Found(
-        f"{case.who}: a GPU kernel touched memory that is not its own ({found[0]})", noticed(case, line_of(found))
-    )
+    summary = f"{case.who}: a GPU kernel touched memory that is not its own ({found[0]})"
+    return Found(summary, noticed(case, line_of(found)))
 
 
 @cause(

@@ -40,9 +40,8 @@ def port_in_use(case: Case) -> Found | None:
         return None
     port = re.search(r"port:? (\d+)", error.message)
     which = f"port {port[1]}" if port else "a port"
-    return Found(
-        f"{case.who}: {which} is already in use", (f"{error.type}: {first_line(error.message)}", *_where(case))
-    )
+    summary = f"{case.who}: {which} is already in use"
+    return Found(summary, (f"{error.type}: {first_line(error.message)}", *_where(case)))
 
 
 @cause(
@@ -234,9 +233,8 @@ def connection(case: Case) -> Found | None:
     )
     if found and "reset by peer" not in found[0]:
         peer = re.search(r"to ([\d.:a-f\[\]%\w]+<\d+>)", found[0])
-        return Found(
-            f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)", _evidence(case, line_of(found))
-        )
+        summary = f"{case.who} can't connect to {peer[1] if peer else 'a peer'} (NCCL)"
+        return Found(summary, _evidence(case, line_of(found)))
     return store(case) if "GPU" in case.end.label else None
 
 
