@@ -119,8 +119,7 @@ def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
     if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
         found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
         return begin, found.end() if found else limit, True
-    # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the
-    # line.
+    # Up to the same quote, escaped as often, on the same line; one that is never closed: to the line's end.
     inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
     found = compiled(inner).match(text, begin, limit)
     return begin, found.end() if found else limit, True

@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 ASK_S = 20.0
 
-# What `stoker submit` keeps in the folder of the runs: job scripts, what the jobs printed, and its own note of each
-# job.
+# What `stoker submit` keeps in the runs folder: job scripts, the jobs' output, and its own note of each.
 FOLDER = "slurm"
 NOTICE = ".notice"  # made by the job's script when Slurm has told it that its end is near
 

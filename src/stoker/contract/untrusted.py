@@ -28,8 +28,7 @@ _SMALL = 64 << 20  # the largest file that read_text and read_json take where no
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
-# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian,
-# Hindi and emoji.
+# Called unprintable, yet needed: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
 _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 

@@ -134,8 +134,7 @@ STORE = {"port": "int"}
 TIMES = {"bytes": "int", "times": "list[float]"}
 _RESOLVES = {"resolves": "dict[str, list[str]]"}
 
-# By the probe's name. One that says several words (net, torch) ends with nothing; its words are checked where they are
-# used.
+# By the probe's name. One that says several words (net, torch) ends with nothing; users check its words.
 _FINAL: dict[str, dict[str, Any]] = {
     "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
     "clock": {"time": "float"},

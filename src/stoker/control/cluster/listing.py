@@ -16,8 +16,7 @@ from stoker.contract.untrusted import printable
 # Not copied, unless git tracks it.
 GIT_S = 120.0
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
-# The user's own settings, such as safe.directory in a container, and where git may look. Options on the command line
-# win over them.
+# The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 
 

@@ -269,8 +269,7 @@ def _try(
 
 
 _NOTE = "measured by `stoker cluster check --tune`"
-# From `env:` at the start of a line to the next line that begins with something else than a space or a comment that
-# belongs to the block.
+# From `env:` at the start of a line to the next line that begins with neither a space nor the block's comment.
 _BLOCK = re.compile(r"^env:.*\n?(?:(?:[ \t]+.*|[ \t]*)(?:\n|\Z))*", re.MULTILINE)
 
 

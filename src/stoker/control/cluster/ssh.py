@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
 CONNECT_S = 8  # a host that is switched off says nothing
-# Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined
-# by the next attempt.
+# Asked every 2 s, gone after 6: before an agent is silent, so that the next attempt joins no dead connection.
 _ALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
 # What a user's ~/.ssh/config may ask for at a keyboard, and would harm here.
 _QUIET = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
@@ -101,8 +100,7 @@ def unshared() -> str:
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
-# (what was said, what it means, what to do). The first that fits: causes stand before what follows from them. {0} is
-# the first group, {host} the host.
+# (what was said, what it means, what to do). The first that fits counts. {0} is the first group, {host} the host.
 _TABLE: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),

@@ -18,8 +18,7 @@ LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an 
 LOW_GBS = 0.6
 LOW_LINK = 0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than others
 
-# NVIDIA's data sheets: dense bf16 TFLOP/s with fp32 accumulation, memory GB/s. The first name that is part of the
-# card's counts.
+# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first name within the card's counts.
 CARDS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),

@@ -162,8 +162,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -
     finally:
         _previous_hook(kind, value, trace)
         if kind is KeyboardInterrupt:
-            # The report's imports have cleared CPython's note that an interrupt is unhandled, by which it dies of
-            # SIGINT: set it again.
+            # The report's imports cleared CPython's note of an unhandled interrupt, by which it dies of SIGINT: set it.
             try:
                 exec("raise KeyboardInterrupt")
             except KeyboardInterrupt:
@@ -341,8 +340,7 @@ def _distributed_loaded(module: Any) -> None:
         return
     try:
         _kept_open.append(_without_its_greeting(lambda: server(_files["server"])))
-        # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares
-        # with us.
+        # One reference more than anybody can drop: a forked child's end would shut the listener it shares with us.
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))

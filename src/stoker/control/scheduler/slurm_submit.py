@@ -321,8 +321,7 @@ def write(script: JobScript, root: str, base: str) -> str:
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
-    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the
-    # new run's.
+    # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
     env = {
         name: value
         for name, value in environ.items()

@@ -38,8 +38,7 @@ def is_consequence(end: RankEnd) -> bool:
         if re.search(_OWN, text) or lost_worker(end.error):
             return False
         return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
-    # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the
-    # log.
+    # NCCL's watchdog and gloo's threads abort without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 
 

@@ -96,8 +96,7 @@ def _first_difference(
         return []
     names = {rank: _group_names(one, snapshots, members, world) for rank, one in snapshots.items()}
     shared = set.intersection(*(set(own.values()) for own in names.values()))
-    # Groups that some of these ranks are not in say nothing about them. What is left is aligned by an operation that
-    # all recorders still hold.
+    # Only groups that all these ranks are in, aligned by an operation that all recorders still hold.
     paths = {
         rank: [step for step in _path(one, names[rank]) if step.key[0] in shared] for rank, one in snapshots.items()
     }
@@ -229,8 +228,7 @@ def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members
 
 def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall:
     """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
-    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands
-    # in a collective.
+    # With async_op an operation need not be waited in: a deadlock only if every one of them is in a collective.
     proof = all(stacks.in_collective(snapshots[rank].main) for rank in graph.pending)
     apart = parting(snapshots, members, world)
     if apart is not None:

@@ -21,8 +21,7 @@ FIRST = 10
 _QUOTED = 200  # characters of a line
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
-# A number as scripts print it: 2.31, 'nan' (Trainer quotes since transformers 5), nan.0 (Lightning pads it),
-# tensor(nan, device=...).
+# A number as scripts print it: 2.31, 'nan' (transformers 5 quotes), nan.0 (Lightning), tensor(nan, device=...).
 _VALUE = (
     rb"['\"]?\s{0,40}[:=]?\s{0,40}(?:tensor\(|['\"])?"
     rb"(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d{1,40}\.?\d{0,40}(?:e[-+]?\d{1,4})?)(?![\w.])"

@@ -17,8 +17,7 @@ _XIDS = {
     94: "contained ECC error", 95: "uncontained ECC error", 119: "GSP firmware does not answer", 120: "GSP firmware error",
 }  # fmt: skip
 _CONTAINED = 94  # the driver took the page out of use: the mildest of them, named only where there is no other
-# The causes below are tried again although the card is sick: the next attempt proves the cards first and leaves the bad
-# one out.
+# Tried again although the card is sick: the next attempt proves the cards first and leaves the bad one out.
 DEAD = (
     "leave it out: stoker run --exclude-bad, or --gpus with the others",
     "restart the pod and not only the container: a driver's state outlives the container",

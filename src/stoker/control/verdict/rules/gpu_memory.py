@@ -130,8 +130,7 @@ class _Card:
             for end in case.evidence.ends
         )
         if refused and not self.foreign and not shared and None not in (refused.total, refused.free):
-            # Others that neither we nor torch can see: what is used and is nobody's here. With --share-gpus it may be
-            # another rank's.
+            # Others that neither we nor torch can see: what nobody here uses. With --share-gpus it may be a rank's.
             siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(
                 size for pid, size in refused.others if pid in known
             )

@@ -12,8 +12,7 @@ from stoker.control.verdict.lastwords import first_line
 
 ORDER = 10
 
-# Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before
-# looking spreads a NaN everywhere.
+# In the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN.
 _FIX = (
     "look at the step before it: the last good checkpoint still has sound weights",
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers",
