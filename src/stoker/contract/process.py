@@ -35,15 +35,9 @@ def process(pid: int) -> Process | None:
         return None
     close = text.rindex(b")")  # the name may hold spaces and brackets
     fields = text[close + 2 :].split()
-    return Process(
-        pid,
-        int(fields[1]),
-        int(fields[2]),
-        int(fields[3]),
-        fields[0].decode(),
-        int(fields[19]),
-        text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
-    )
+    parent, group, session, start = (int(fields[number]) for number in (1, 2, 3, 19))
+    name = text[text.index(b"(") + 1 : close].decode("utf-8", "replace")
+    return Process(pid, parent, group, session, fields[0].decode(), start, name)
 
 
 def owner(pid: int) -> int | None:

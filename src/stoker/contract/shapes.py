@@ -147,8 +147,7 @@ class Verdict:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Verdict:

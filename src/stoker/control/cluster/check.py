@@ -164,12 +164,8 @@ class Checking:
             ways = [way for way in routes[name].get("routes", {}).values() if way.get("interface")]
             told = self._by_name[name].interface
             way = next((way for way in ways if way["interface"] == told), ways[0] if ways else {})
-            found[name] = replace(
-                one,
-                interface=told or way.get("interface"),
-                mtu=way.get("mtu"),
-                address=one.address or way.get("source"),
-            )
+            interface, address = told or way.get("interface"), one.address or way.get("source")
+            found[name] = replace(one, interface=interface, mtu=way.get("mtu"), address=address)
         names = sorted({one.hostname for one in found.values() if one.hostname})
         args = {
             name: {"of": names, "interfaces": [one.interface] if one.interface else []} for name, one in found.items()

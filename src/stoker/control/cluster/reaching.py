@@ -53,12 +53,9 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
                 Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes"))
             )
     unheard = [name for name in addresses if name not in ports]
-    pairs += [
-        Pair(name, other, {}, error=first[name].get("error", "no answer"))
-        for name in unheard
-        for other in addresses
-        if other != name
-    ]
+    for name in unheard:
+        error = first[name].get("error", "no answer")
+        pairs += [Pair(name, other, {}, error=error) for other in addresses if other != name]
     return pairs, next((one[0] for one in ports.values()), 0), question
 
 
@@ -82,13 +79,9 @@ def _round(
 ) -> dict[tuple[str, str], float]:
     mine = {pair.source: pair for pair in pairs}
     said = {name: len(question.more[name]) for name in mine}
-    asking.tell(
-        question,
-        {
-            name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
-            for name, pair in mine.items()
-        },
-    )
+    for name, pair in mine.items():
+        order = {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
+        asking.tell(question, {name: order})
     late = asking.wait(
         STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
     )

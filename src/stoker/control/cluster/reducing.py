@@ -29,13 +29,8 @@ def may_reduce(facts: Facts) -> bool:
     """Only where it can end: two hosts, torch on all of them, and every pair lets full packets through."""
     hosts = _able(facts)
     alike = len({build(one) for one in hosts}) == 1
-    return (
-        len(hosts) > 1
-        and len(hosts) == len(facts.there)
-        and alike
-        and bool(facts.pairs)
-        and all(not pair.closed and pair.big for pair in facts.pairs)
-    )
+    passing = bool(facts.pairs) and all(not pair.closed and pair.big for pair in facts.pairs)
+    return len(hosts) > 1 and len(hosts) == len(facts.there) and alike and passing
 
 
 def _able(facts: Facts) -> list[OneHost]:

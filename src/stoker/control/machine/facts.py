@@ -104,8 +104,7 @@ class Examination:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
 
 def read(kind: type[Any], data: Any) -> Any:

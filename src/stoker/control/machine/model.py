@@ -65,8 +65,7 @@ class Machine:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
 
 def machine_from_json(data: Any) -> Machine:

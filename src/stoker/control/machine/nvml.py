@@ -16,12 +16,8 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 
 # What slows a clock and is worth a word; idle, application clocks and sync boost are not.
 _THROTTLE = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
+    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
+}  # fmt: skip
 _RECOVERY = {
     0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
 }  # fmt: skip
@@ -62,10 +58,8 @@ def _library() -> Any:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as problem:
-        if problem.value in (
-            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
-            pynvml.NVML_ERROR_NO_PERMISSION,
-        ) and not os.path.exists("/dev/nvidiactl"):
+        absent = problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION)
+        if absent and not os.path.exists("/dev/nvidiactl"):
             raise NoDriver from problem
         raise DriverError(f"NVML does not start: {problem}") from problem
     return pynvml
@@ -219,6 +213,7 @@ class Nvml:
         display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
         links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
         pci = (gpu.pci or "").lower()
+        here = [where for where in kernel_xids if where and (where == gpu.uuid or kernellog.same_card(pci, where))]
         return Health(
             temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
             temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
@@ -237,12 +232,7 @@ class Nvml:
             nvlinks=tuple(bool(link) for link in links if link is not None) or None,
             display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(
-                xid
-                for where, found in kernel_xids.items()
-                if where and (where == gpu.uuid or kernellog.same_card(pci, where))
-                for xid in found
-            ),
+            xids=tuple(xid for where in here for xid in kernel_xids[where]),
             peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
         )
 

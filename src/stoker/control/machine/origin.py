@@ -43,13 +43,8 @@ def of_this_process(environ: Mapping[str, str]) -> Origin:
 
 
 def read(text: str | None) -> Origin | None:
-    agent, _, rest = (text or "").partition(":")
-    start, _, rest = rest.partition(":")
-    job, _, rest = rest.partition(":")
-    parents, colon, group = rest.partition(":")
     try:
-        if not colon:
-            return None
+        agent, start, job, parents, group = (text or "").split(":", 4)
         return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
     except ValueError:
         return None

@@ -45,13 +45,10 @@ class Submitted:
         self._put = put
         self._said: dict[str, str] = {}
         self._known: dict[str, Job] = {}
-        self._logs = {
-            task: (
-                Tail(log_path(root, task)),
-                LineCutter(f"seed {task.rpartition('_')[2]}: ".encode() if seeds else b""),
-            )
-            for task in self._tasks
-        }
+        self._logs = {}
+        for task in self._tasks:
+            label = f"seed {task.rpartition('_')[2]}: " if seeds else ""
+            self._logs[task] = Tail(log_path(root, task)), LineCutter(label.encode())
 
     def follow(self) -> int:
         """Until it is over. The run's exit code; of several runs the first that is not 0."""

@@ -182,8 +182,7 @@ def summary(stall: Stall, label: str) -> str:
             f" ({stall.where})" if stall.where else ""
         )
     at = f" at {stall.where}" if stall.where and stall.where not in stall.detail else ""
-    who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
-    others = ""
+    who, others = _who(stall, label), ""
     if stall.waiting:
         names = f"rank {stall.waiting[0]}" if len(stall.waiting) == 1 else f"{len(stall.waiting)} ranks"
         others = f"; {names} wait{'s' if len(stall.waiting) == 1 else ''} for it" + (
@@ -207,13 +206,16 @@ def _parted(stall: Stall, label: str, step: str) -> str:
             f"{everybody} took different paths{step}: {'; '.join(each)}{more}; which of them is wrong can't be seen"
             " from outside"
         )
-    who = f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
     others = ranks_text(stall.waiting)
     what = {
         "unequal": f"left the training loop{step}, with fewer batches than {others}",
         "shape-mismatch": f"uses another size than {others}{step}",
-    }
-    return f"{who} {what.get(stall.kind, f'left the path of {others}{step}')}: {'; '.join(each)}{more}"
+    }.get(stall.kind, f"left the path of {others}{step}")
+    return f"{_who(stall, label)} {what}: {'; '.join(each)}{more}"
+
+
+def _who(stall: Stall, label: str) -> str:
+    return f"rank {stall.rank} ({label})" + (f" and {len(stall.ranks) - 1} more" if len(stall.ranks) > 1 else "")
 
 
 def _they(stall: Stall, ranks: tuple[int, ...]) -> str:

@@ -17,9 +17,7 @@ from stoker.control.verdict.consequence import failed, is_collectives, is_conseq
 from stoker.control.verdict.lastwords import exit_code
 from stoker.control.verdict.rules import numbers
 
-AT_ONCE_S = (
-    5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
-)
+AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: on a busy machine Python takes seconds to end
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
 _RULES = rules()
 
@@ -31,13 +29,8 @@ def judge(evidence: Evidence) -> Verdict:
         return _then_stopped(known, evidence) if evidence.stop_signal else known
     guilty = _guilty(evidence)
     stall = evidence.stall
-    if (
-        stall is not None
-        and (stall.rank is not None or stall.parties)
-        and not evidence.stop_signal
-        and guilty is not None
-        and _only_echoes(evidence)
-    ):
+    explained = stall is not None and (stall.rank is not None or stall.parties)
+    if stall is not None and explained and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
         if accused is not None and failed(accused, evidence.stopped_at):

@@ -100,9 +100,7 @@ def amount(count: float) -> str:
 def exit_code(end: RankEnd) -> int:
     """The guilty rank's own; 128 + n for a signal; 70 where that would be 0 or was our doing."""
     if end.ours and end.code and end.code < 0 and end.error is not None and not end.error.late:
-        return (
-            1  # it had reported its exception and was on its way out when our signal met it: Python's own code for that
-        )
+        return 1  # Python's own: it had reported its exception and was on its way out when our signal met it
     if not end.code or (end.ours and (end.error is None or end.code < 0)):
         return EX_SOFTWARE
     return end.code if end.code > 0 else 128 - end.code

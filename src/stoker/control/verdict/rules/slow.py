@@ -15,7 +15,6 @@ entry(
     seen=_SEEN + "NVML's throttle reasons, which its peers don't have",
     contradicts="the peers' cards are throttled alike",
     fix=("nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER on its card; leave it out (--gpus) and tell the provider",),
-    retryable=False,
 )
 entry(
     "slow.link",
