@@ -116,9 +116,8 @@ def _card(one: OneHost, backend: str) -> dict[str, str]:
 
 # ---- which transport settings help on this network ----
 #
-# Measured, not believed: each alternates with the default, medians are compared. What NCCL and gloo choose by themselves
-# is mostly right; a setting stays only if every one of its rounds beats every one of the default's, and the median by
-# more than 3 %.
+# Measured, not believed: each alternates with the default, medians are compared. What NCCL and gloo choose is mostly
+# right; a setting stays only if every one of its rounds beats every one of the default's, and the median by over 3 %.
 
 ROUNDS = 4
 TRIAL_REPEATS = 3  # all-reduces a round; their median counts

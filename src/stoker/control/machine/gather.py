@@ -192,7 +192,8 @@ def _product(cuda: _Cuda) -> int:
     arguments = (ctypes.c_void_p * 4)(
         *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (*blocks, count))
     )
-    cuda("cuLaunchKernel", kernel, N, 1, 1, N, 1, 1, 0, None, arguments, None)
+    grid, threads = (N, 1, 1), (N, 1, 1)
+    cuda("cuLaunchKernel", kernel, *grid, *threads, 0, None, arguments, None)
     cuda("cuCtxSynchronize")
     result = array()
     cuda("cuMemcpyDtoH_v2", result, blocks[2], size)

@@ -1,4 +1,4 @@
-"""Pickles functions and classes no other process can import: of a notebook, a REPL, `python - < x`; lambdas; nested ones.
+"""Pickles functions and classes no other process can import: of a notebook, a REPL, `python - < x`; lambdas; nested.
 
 Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses
 (rank/call.py makes it again).
