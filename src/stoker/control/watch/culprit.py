@@ -12,14 +12,14 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
 from stoker.control.watch import stacks
 from stoker.control.watch.diverged import at_odds, mismatched
-from stoker.control.watch.snapshot import Frame, Snapshot, Worker, main_thread
+from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
 
 
 def explain(
-    snapshots: Mapping[int, Snapshot],
+    snapshots: Snapshots,
     world: int,
-    members: Mapping[str, tuple[int, ...]],
+    members: Members,
     ended: Mapping[int, int],
     silent: Mapping[int, float],
     steps: Mapping[int, int],
@@ -45,11 +45,7 @@ def explain(
 
 
 def _culprit(
-    snapshots: Mapping[int, Snapshot],
-    world: int,
-    members: Mapping[str, tuple[int, ...]],
-    ended: Mapping[int, int],
-    silent: Mapping[int, float],
+    snapshots: Snapshots, world: int, members: Members, ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
     stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [
@@ -84,7 +80,7 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
     if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
@@ -124,7 +120,7 @@ def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
 
 
-def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+def _together(snapshots: Snapshots, graph: Waits) -> Stall:
     """All have entered the same operation and it does not end: the way between them, or a card."""
     rank, (group, op) = min(graph.pending.items())
     frame = stacks.users_frame(snapshots[rank].main)
@@ -134,7 +130,7 @@ def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
 
 
 def _by_stacks(
-    snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
+    snapshots: Snapshots, graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
 ) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
@@ -151,7 +147,7 @@ def _by_stacks(
     return replace(found, waiting=tuple(sorted(waiters))) if waiters else found
 
 
-def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
+def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
     """All are in a collective and only their stacks say in which: the lines most ranks share are the right ones."""
     groups = stacks.grouped(snapshots.values())
     ranks, one = groups[0]

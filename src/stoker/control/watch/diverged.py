@@ -15,7 +15,7 @@ from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import shape
 from stoker.contract.shapes import Stall
 from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Frame, Group, Op, Snapshot
+from stoker.control.watch.snapshot import Frame, Group, Members, Op, Snapshot, Snapshots
 from stoker.control.watch.waits import Wait, Waits
 
 Place = tuple[str, int]  # file and line of the script
@@ -46,7 +46,7 @@ class Step:
     op: Op
 
 
-def parting(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Parting | None:
+def parting(snapshots: Snapshots, members: Members, world: int) -> Parting | None:
     """Of all ranks; where their programs differ by design (stages of a pipeline), of the members of one group."""
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = {rank: one for rank, one in snapshots.items() if rank not in known and one.main}
@@ -61,7 +61,7 @@ def parting(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, 
     return None
 
 
-def from_silence(snapshots: Mapping[int, Snapshot]) -> Parting | None:
+def from_silence(snapshots: Snapshots) -> Parting | None:
     """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else."""
     known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
     mute = tuple(sorted(rank for rank in snapshots if rank not in known))
@@ -78,7 +78,7 @@ def from_silence(snapshots: Mapping[int, Snapshot]) -> Parting | None:
     return decided([Party(tuple(sorted(known)), group, op), Party(mute)])
 
 
-def members_of(group: Group, rank: int, members: Mapping[str, tuple[int, ...]], world: int) -> tuple[int, ...]:
+def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[int, ...]:
     if group.name in members:
         return members[group.name]
     if group.ranks:
@@ -89,9 +89,7 @@ def members_of(group: Group, rank: int, members: Mapping[str, tuple[int, ...]], 
 # ---- side by side ----
 
 
-def _first_difference(
-    snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int
-) -> list[Party]:
+def _first_difference(snapshots: Snapshots, members: Members, world: int) -> list[Party]:
     if len(snapshots) < 2:
         return []
     names = {rank: _group_names(one, snapshots, members, world) for rank, one in snapshots.items()}
@@ -125,7 +123,7 @@ def _party(here: Mapping[int, Step], ranks: list[int]) -> Party:
 
 
 def _group_names(
-    snapshot: Snapshot, snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int
+    snapshot: Snapshot, snapshots: Snapshots, members: Members, world: int
 ) -> dict[str, tuple[object, ...]]:
     """The groups a rank is in, used or not, by names that mean the same on every rank: its second group of four ranks."""
     sizes = {group.name: len(members_of(group, snapshot.rank, members, world)) for group in snapshot.groups}
@@ -169,7 +167,7 @@ def place_of(snapshot: Snapshot) -> Place | None:
     return (frame.file, frame.line) if frame is not None else None
 
 
-def _with_mute(parties: list[Party], known: Mapping[int, Snapshot], mute: Mapping[int, Snapshot]) -> list[Party]:
+def _with_mute(parties: list[Party], known: Snapshots, mute: Snapshots) -> list[Party]:
     """A rank without a recorder belongs to those at whose line it was."""
     joined = [list(party.ranks) for party in parties]
     for rank, one in mute.items():
@@ -215,10 +213,7 @@ def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
     return tuple(sorted(rank for party in parties for rank in party.ranks))
 
 
-Members = Mapping[str, tuple[int, ...]]
-
-
-def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall | None:
+def mismatched(snapshots: Snapshots, graph: Waits, members: Members, world: int) -> Stall | None:
     """Another operation, or another size, under the same number of the same group: proof, whoever else waits for whom."""
     edges = [edge for edge in graph.edges if edge.why in ("other-op", "other-shape")]
     if not edges:
@@ -226,7 +221,7 @@ def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members
     return _stall(parting(snapshots, members, world) or decided(_parties(edges)), snapshots, proof=True)
 
 
-def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall:
+def at_odds(snapshots: Snapshots, graph: Waits, members: Members, world: int) -> Stall:
     """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
     # With async_op an operation need not be waited in: a deadlock only if every one of them is in a collective.
     proof = all(stacks.in_collective(snapshots[rank].main) for rank in graph.pending)
@@ -240,7 +235,7 @@ def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, w
     return _stall(decided(waiting), snapshots, proof, kind="diverged")
 
 
-def after_the_end(snapshots: Mapping[int, Snapshot], members: Members, world: int, sizes_differ: bool) -> Stall | None:
+def after_the_end(snapshots: Snapshots, members: Members, world: int, sizes_differ: bool) -> Stall | None:
     """Of ranks that failed in a collective. `sizes_differ`: gloo ended one for that."""
     apart = parting(snapshots, members, world) or (from_silence(snapshots) if sizes_differ else None)
     return _stall(apart, snapshots, proof=True) if apart is not None else None
@@ -259,7 +254,7 @@ def _parties(edges: list[Wait]) -> list[Party]:
     ]
 
 
-def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind: str = "") -> Stall:
+def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") -> Stall:
     kind = kind or _kind(apart.parties, snapshots)
     apart, fewer_batches = _by_loop(apart, snapshots) if kind == "op-mismatch" else (apart, False)
     kind = "unequal" if fewer_batches else kind
@@ -274,7 +269,7 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
     return Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
 
 
-def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting, bool]:
+def _by_loop(apart: Parting, snapshots: Snapshots) -> tuple[Parting, bool]:
     """Who left the loop the others are in had fewer batches, and is the odd one if nothing else tells."""
     for party in apart.parties:
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
@@ -286,7 +281,7 @@ def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting
     return apart, False
 
 
-def _kind(parties: tuple[Party, ...], snapshots: Mapping[int, Snapshot]) -> str:
+def _kind(parties: tuple[Party, ...], snapshots: Snapshots) -> str:
     """Different calls, or one call with different tensors? The line tells where both are all_reduce."""
     ops = [party.op for party in parties if party.op is not None]
     if len({kind_of(op.name) for op in ops}) > 1:
@@ -311,11 +306,11 @@ def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     return str(party.op)
 
 
-def _frame(snapshots: Mapping[int, Snapshot], rank: int) -> Frame | None:
+def _frame(snapshots: Snapshots, rank: int) -> Frame | None:
     return stacks.users_frame(snapshots[rank].main) if rank in snapshots else None
 
 
-def _where(party: Party, snapshots: Mapping[int, Snapshot]) -> str:
+def _where(party: Party, snapshots: Snapshots) -> str:
     """The line of one that still waits in it: another one of the party may be done with it and somewhere else by now."""
     op = party.op
     there = [
@@ -330,7 +325,7 @@ def _where(party: Party, snapshots: Mapping[int, Snapshot]) -> str:
     return ""
 
 
-def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:
+def _left_the_loop(snapshots: Snapshots, guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """The others are in a backward pass inside a loop that these, in the same function, are no longer in."""
     for rank in guilty:
         for other in others:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
@@ -108,6 +109,10 @@ class Snapshot:
             if found is not None and found.frames:
                 return found.frames
         return ()
+
+
+Snapshots = Mapping[int, Snapshot]  # by rank
+Members = Mapping[str, tuple[int, ...]]  # a group's name -> its ranks
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:

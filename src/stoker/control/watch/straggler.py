@@ -16,7 +16,7 @@ from typing import Any
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
 from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Snapshot, main_thread
+from stoker.control.watch.snapshot import Snapshot, Snapshots, main_thread
 
 FIRST_ASK = 8  # steps
 EVERY = 2  # steps, while it is watched closely
@@ -137,7 +137,7 @@ class Stragglers:
             if is_count(rank) and isinstance(data, dict) and "timings" in data:
                 self._timings.setdefault(host, {})[int(rank)] = data["timings"]
 
-    def conclude(self, answers: Mapping[int, Snapshot]) -> None:
+    def conclude(self, answers: Snapshots) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             before = self._first
