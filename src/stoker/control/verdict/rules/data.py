@@ -79,10 +79,9 @@ def shm(case: Case) -> Found | None:
 
 @cause(
     "data.worker-died",
-    seen=(
-        '"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a'
-        " batch over (EOFError and the like)"
-    ),
+    seen="""
+    "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
+    batch over (EOFError and the like)""",
     contradicts="""the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An
     exception in the worker comes with its own type""",
     fix=steps(f"""

@@ -134,10 +134,9 @@ def busy(case: Case, found: Match) -> Found:
         r" available|No HIP GPUs are available|"
         r"Error 80[234]: |system not yet initialized|unsupported display driver|CUDA driver initialization failed"
     ),
-    seen=(
-        '"CUDA driver version is insufficient", "NVIDIA driver on your system is too old", "Found no NVIDIA driver",'
-        ' "No CUDA GPUs are available", CUDA errors 802 to 804, or a driver that does not answer before the start'
-    ),
+    seen="""
+    "CUDA driver version is insufficient", "NVIDIA driver on your system is too old", "Found no NVIDIA driver", "No
+    CUDA GPUs are available", CUDA errors 802 to 804, or a driver that does not answer before the start""",
     contradicts="torch itself was built without CUDA: env.cuda-build",
     fix=steps("""
     nvidia-smi   # does the driver answer, and which CUDA version does it allow? torch's build must not be newer
@@ -231,10 +230,9 @@ def device_assert(case: Case, found: Match) -> Found:
         r"illegal memory access|misaligned address|(?:CUDA|HIP) error: an illegal"
         r" instruction|CUDA_ERROR_ILLEGAL_ADDRESS"
     ),
-    seen=(
-        '"an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal'
-        ' instruction" (715)'
-    ),
+    seen="""
+    "an illegal memory access was encountered" (CUDA error 700), "misaligned address" (716) or "illegal instruction"
+    (715)""",
     contradicts="an assertion failed first: gpu.assert. An Xid of the hardware in the kernel's log: gpu.xid",
     fix=steps(f"""
     {_DEBUG}

@@ -17,10 +17,9 @@ _LIMITS = (
 
 @cause(
     "host.processes",
-    seen=(
-        '"can\'t start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more'
-        " ranks than processes allowed"
-    ),
+    seen="""
+    "can't start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more
+    ranks than processes allowed""",
     contradicts="errno 11 of a file or a socket that would block: rank.exception",
     fix=_LIMITS,
 )
