@@ -19,9 +19,9 @@ from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, 
 from stoker.control.verdict import docs
 from stoker.control.verdict.catalogue import CATALOGUE
 from stoker.control.verdict.consequence import unquoted
-from stoker.control.verdict.gpu_memory import read
 from stoker.control.verdict.hang import trouble
 from stoker.control.verdict.judge import judge
+from stoker.control.verdict.rules.gpu_memory import read
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30

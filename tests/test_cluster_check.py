@@ -21,7 +21,7 @@ from stoker.contract.shapes import Finding
 from stoker.control.cluster import hosts as hostlist
 from stoker.control.cluster import transport
 from stoker.control.cluster.asking import Asking
-from stoker.control.cluster.quick import quick
+from stoker.control.cluster.reaching import quick
 from stoker.control.doctor.check import exit_code
 from stoker.control.launch.members import Member, Members
 

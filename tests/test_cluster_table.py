@@ -19,7 +19,7 @@ from stoker.control.cluster.facts import Facts, OneHost, Pair, Reduce
 from stoker.control.cluster.hosts import Host, Hosts
 from stoker.control.cluster.path import Hole
 from stoker.control.cluster.price import parse_count, prices, sentence
-from stoker.control.cluster.tune import Trial, candidates, keep, with_env
+from stoker.control.cluster.reducing import Trial, candidates, keep, with_env
 from stoker.control.doctor.check import exit_code
 from stoker.control.machine.facts import Examination, Torch, examination_from_json
 

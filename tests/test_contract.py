@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import random
+from pathlib import Path
 
 import pytest
 
@@ -171,3 +172,17 @@ def test_a_name_is_suggested_only_where_it_is_close(word: str, known: list[str],
 def test_verdict_survives_json_and_a_newer_writer() -> None:
     verdict = Verdict("failed", "rank.exit", "x", 3, rank=1, evidence=("a",), fix=("b",))
     assert Verdict.from_json({**verdict.to_json(), "added_later": 1}) == verdict
+
+
+def test_a_module_is_found_because_it_lies_in_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stoker.contract.discovery import modules_in
+
+    folder = tmp_path / "found_parts"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ImportError, match="holds no modules"):
+        modules_in("found_parts")
+    for name in ("second", "first"):
+        (folder / f"{name}.py").write_text(f"NAME = {name!r}")
+    assert [module.NAME for module in modules_in("found_parts")] == ["first", "second"]

@@ -22,7 +22,7 @@ from stoker.contract.shapes import Verdict
 from stoker.contract.slurmjob import Job
 from stoker.control.machine.origin import Origin
 from stoker.control.scheduler import slurm as engine
-from stoker.control.scheduler import slurm_jobs
+from stoker.control.scheduler import slurm_runs
 from stoker.control.scheduler.slurm_submit import SubmitOptions, limit_s, make_script, seeds, slurm_time
 from stoker.control.verdict import slurm as words
 
@@ -545,7 +545,7 @@ def test_the_words_slurm_uses_are_read() -> None:
     }
     assert {text: limit_s(text) for text in spelled} == spelled
     assert seeds("0-4") == [0, 1, 2, 3, 4] and seeds("1,7,10-14:2%2") == [1, 7, 10, 12, 14]
-    job = slurm_jobs.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
+    job = slurm_runs.read_accounting("12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00")
     assert job == Job("12", "CANCELLED", "", 0, 15, 0, "node[1-2]", "01:00:00", "1000")
 
 
@@ -644,7 +644,6 @@ def test_slurm_is_named_in_its_own_files_only() -> None:
         "contract/schedulers.py": "the line that makes it known",
         "contract/slurmjob.py": "its job, as it describes it",
         "control/scheduler/slurm.py": "its allocation, and the transport srun",
-        "control/scheduler/slurm_jobs.py": "asks it for a job",
         "control/scheduler/slurm_runs.py": "follows a job and the runs in it",
         "control/scheduler/slurm_submit.py": "its job script, and handing that to sbatch",
         "control/verdict/slurm.py": "its causes",

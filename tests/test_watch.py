@@ -11,8 +11,8 @@ from stoker.contract.collectives import digest
 from stoker.contract.quantities import ranks_text
 from stoker.contract.shape import replace
 from stoker.contract.shapes import BadNumber
-from stoker.control.verdict import numbers
 from stoker.control.verdict.hang import summary
+from stoker.control.verdict.rules import numbers
 from stoker.control.watch.culprit import explain
 from stoker.control.watch.numbers import Losses
 from stoker.control.watch.progress import Progress

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from conftest import Stoker
-from stoker.contract import messages, protocol, typed
+from stoker.contract import protocol, typed
 from stoker.contract.protocol import SENTINEL, Decoder, ProtocolError, encode
 from stoker.control.cluster.asking import fitting, read_answer, read_word
 from stoker.control.launch.attempt import read_around, read_error
@@ -146,12 +146,12 @@ GOOD: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("message", GOOD, ids=lambda message: str(message["is"]))
 def test_what_agents_say_passes(message: dict[str, Any]) -> None:
-    assert messages.read({**message, "size": 3, "unknown": 1})["is"] == message["is"]
+    assert protocol.read({**message, "size": 3, "unknown": 1})["is"] == message["is"]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_fuzzed_streams_end_in_messages_or_a_protocol_error(seed: int) -> None:
-    """Whatever comes out fits contract/messages.py: nothing else may be raised, and nothing may take long."""
+    """Whatever comes out fits contract/protocol.py: nothing else may be raised, and nothing may take long."""
     rng = random.Random(seed)
     began = time.monotonic()
     for _ in range(60):
@@ -163,8 +163,8 @@ def test_fuzzed_streams_end_in_messages_or_a_protocol_error(seed: int) -> None:
             while at < len(stream):
                 step = rng.randint(1, 400)
                 for message, payload in decoder.feed(stream[at : at + step]):
-                    typed_message = messages.read(message)
-                    assert typed_message["is"] in messages.KINDS and isinstance(payload, bytes)
+                    typed_message = protocol.read(message)
+                    assert typed_message["is"] in protocol.KINDS and isinstance(payload, bytes)
                 at += step
         except ProtocolError:
             continue

@@ -181,7 +181,7 @@ def check(argv: list[str]) -> int:
         facts = checking.look()
         findings = [*between.findings(facts), *doctor_findings(facts, hosts)]
         if told.tune:
-            from stoker.control.cluster.tune import tune
+            from stoker.control.cluster.reducing import tune
 
             assert checking.worker is not None
             tuned = tune(checking.asking, checking.worker, facts, hosts, _progress)

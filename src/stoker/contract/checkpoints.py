@@ -1,6 +1,4 @@
-"""The newest complete checkpoint below a run directory: what `stoker.resume()` gives a script, and what a stop reports
-as saved.
-"""
+"""The newest complete checkpoint of a run: what `stoker.resume()` gives, and what a stop reports as saved."""
 
 from __future__ import annotations
 
@@ -31,19 +29,16 @@ def newest(run_dir: str, say: Callable[[str], None] | None = None) -> SavedCheck
     try:
         if not _trusted(folder, run_dir, say):
             return None
-        entries = [
-            entry
-            for entry in os.scandir(folder)
-            if not entry.name.startswith(".")
-            and not entry.name.endswith((".tmp", ".part"))
-            and _trusted(entry.path, folder, say)
-        ]
+        named = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
+        whole = (entry for entry in named if not entry.name.endswith((".tmp", ".part")))
+        entries = [entry for entry in whole if _trusted(entry.path, folder, say)]
         entries.sort(key=lambda entry: (_step_in(entry.name), entry.stat().st_mtime), reverse=True)
     except OSError:
         return None
     for entry in entries:
         if not entry.is_dir() or _complete(entry.path):
-            return SavedCheckpoint(entry.path, _changed(entry))
+            # A folder's own time changes when its last file is put in place, and a rename of the folder leaves it.
+            return SavedCheckpoint(entry.path, entry.stat().st_mtime)
     return None
 
 
@@ -57,11 +52,6 @@ def _trusted(path: str, folder: str, say: Callable[[str], None] | None) -> bool:
     if theirs and say is not None:
         say(f"{printable(path)} belongs to {owners.user_name(theirs[0])}: it is not taken for a checkpoint of this run")
     return not theirs
-
-
-def _changed(entry: os.DirEntry[str]) -> float:
-    """A folder's own time changes when its last file is put in place, and a rename of the folder leaves it."""
-    return entry.stat().st_mtime
 
 
 def _step_in(name: str) -> int:

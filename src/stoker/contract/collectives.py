@@ -14,12 +14,8 @@ if TYPE_CHECKING:
 HANDLERS = ("fr_trace_json", "dump_nccl_trace_json")  # of torch's worker server: NCCL has a recorder of its own
 DUMPS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # the same from inside
 RECENT = 24  # operations per group: ranks that wait for each other are never further apart than a step's buckets
-_SAME_EVERYWHERE = (
-    "all_reduce",
-    "allreduce",
-    "broadcast",
-    "barrier",
-)  # operations whose sizes must agree between ranks
+# Operations whose sizes must agree between ranks.
+_SAME_EVERYWHERE = ("all_reduce", "allreduce", "broadcast", "barrier")
 _JUDGED = 8  # newest operations that are compared with the ones before them
 _PAST = 512  # operations that comparison goes back: a few steps of a model with a hundred buckets
 _LONG_ENOUGH = 32  # operations in a row that are the same as before: more proves nothing more
@@ -27,9 +23,7 @@ _SHORTEST = 4
 
 
 def digest(trace: Any) -> list[dict[str, Any]]:
-    """Per group: its ranks where torch says them, the newest operations, oldest first, which of them are done, and
-    which are the usual next one.
-    """
+    """Per group: its ranks if torch says them, its newest operations, which are done, which the usual next one."""
     groups: dict[str, dict[str, Any]] = {}
     path: list[tuple[Any, dict[str, Any]]] = []  # all operations of this rank in their order, made comparable
     for entry in trace.get("entries") or ():
@@ -69,14 +63,11 @@ def digest(trace: Any) -> list[dict[str, Any]]:
 
 
 def _is_usual(past: list[Any], key: Any) -> bool | None:
-    """Training repeats itself: is this what came next whenever the operations before it were the same? None: they have
-    not been repeated yet.
-    """
+    """Is this what came next whenever the operations before were the same? None: they have not repeated yet."""
     longest, nearest = 0, 0
     followers: set[Any] = set()
-    for then in range(
-        len(past) - 1, 0, -1
-    ):  # past[then] followed on past[:then], whose end is compared with the end of the whole
+    # past[then] followed on past[:then], whose end is compared with the end of the whole.
+    for then in range(len(past) - 1, 0, -1):
         same = 0
         while same < min(then, _LONG_ENOUGH) and past[then - 1 - same] == past[-1 - same]:
             same += 1

@@ -48,8 +48,7 @@ def stacks(run_dir: str, attempt: int) -> str:
 
 
 def runs_root(given: str | None, environment: dict[str, str] | os._Environ[str], write: bool = False) -> str:
-    """The folder of the run directories: as named, else ./runs, else (a working directory that can't be written) a
-    private one of this user's for it.
+    """The folder of the runs: as named, else ./runs, else (if that can't be written) a private one of this user's.
 
     `write`: a new run goes there. Without, ./runs that can be read only is looked at where the user has no private one.
     """
@@ -80,9 +79,7 @@ def why_not_for_runs(root: str) -> str:
 
 
 def private_runs(environment: dict[str, str] | os._Environ[str]) -> str:
-    """Below the user's state folder; where there is no home that can be written, below TMPDIR. One per working
-    directory: names of runs must not clash.
-    """
+    """Below the user's state folder, else TMPDIR. One per working directory: names of runs must not clash."""
     home = environment.get("HOME") or os.path.expanduser("~")
     state = environment.get("XDG_STATE_HOME") or os.path.join(home, ".local", "state")
     base = os.path.join(state, "stoker") if os.path.isabs(state) else ""

@@ -9,16 +9,12 @@ _given: dict[str, int] = {}  # folder -> the uid of what we make there
 
 
 def is_mine(uid: int, folder: str) -> bool:
-    """Is this uid, of something in `folder`, ours? A file system may give us another one (NFS makes nobody of root): a
-    file we make there shows it.
-    """
+    """Is this uid ours in `folder`? A file system may give us another (NFS: nobody for root): a file shows it."""
     return uid == os.geteuid() or uid == _uid_given_in(folder)
 
 
 def is_trusted(uid: int, folder: str) -> bool:
-    """Ours or root's. For root, also the user's in whose folder it works: a container's root in a folder of its host,
-    whose scripts it runs anyway.
-    """
+    """Ours or root's. For root also the owner's of the working folder: a container's root in its host's folder."""
     return uid == 0 or is_mine(uid, folder) or (os.geteuid() == 0 and uid == _owner_of_working_folder())
 
 

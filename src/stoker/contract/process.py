@@ -35,33 +35,28 @@ def process(pid: int) -> Process | None:
         return None
     close = text.rindex(b")")  # the name may hold spaces and brackets
     fields = text[close + 2 :].split()
-    return Process(
-        pid,
-        int(fields[1]),
-        int(fields[2]),
-        int(fields[3]),
-        fields[0].decode(),
-        int(fields[19]),
-        text[text.index(b"(") + 1 : close].decode("utf-8", "replace"),
-    )
+    parent, group, session, start = (int(fields[number]) for number in (1, 2, 3, 19))
+    name = text[text.index(b"(") + 1 : close].decode("utf-8", "replace")
+    return Process(pid, parent, group, session, fields[0].decode(), start, name)
 
 
 def owner(pid: int) -> int | None:
     """The real uid. Not the owner of /proc/PID: that is root for a process that may not be dumped, such as ssh-agent."""
+    uid = status(pid, b"Uid:")
+    return None if uid is None else int(uid)
+
+
+def status(pid: int, key: bytes) -> bytes | None:
+    """The first word behind this key in the kernel's /proc/PID/status; None where there is none."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"Uid:"):
-                    return int(line.split()[1])
+            return next((line.split()[1] for line in file if line.startswith(key)), None)
     except OSError:
         return None
-    return None
 
 
 def send(who: Process, signum: int, if_still: Callable[[], bool] | None = None) -> bool:
-    """Signals exactly this process, and only one of our user. `if_still`: asked when the pidfd is held, which can't
-    change its process any more.
-    """
+    """Signals exactly this process, and only one of our user. `if_still`: asked while the pidfd is held."""
 
     def the_same() -> bool:
         now = process(who.pid)

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from stoker.contract import typed
 from stoker.contract.untrusted import parse_json
 
 VERSION = 1
@@ -36,9 +37,7 @@ def encode(message: Message, payload: bytes = b"") -> bytes:
 
 
 class Decoder:
-    """Bytes in, messages out; what is no message, or larger than any may be, is a ProtocolError. `expect_sentinel` on
-    the side that reads an agent.
-    """
+    """Bytes in, messages out; else a ProtocolError. `expect_sentinel` on the side that reads an agent."""
 
     def __init__(self, expect_sentinel: bool = False, payload_limit: int = PAYLOAD_LIMIT) -> None:
         self._buffer = bytearray()
@@ -97,9 +96,8 @@ class Decoder:
             return False
         sentinel = bytes(self._buffer[at : end + 1])
         if sentinel != SENTINEL:
-            raise ProtocolError(
-                f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
-            )
+            line = f"the agent speaks {sentinel[:80]!r}, this Stoker {SENTINEL!r}: use one version on all hosts"
+            raise ProtocolError(line)
         del self._buffer[: end + 1]
         self._await_sentinel = False
         return True
@@ -116,3 +114,56 @@ def _read_header(line: bytes, payload_limit: int) -> Message:
     if type(size) is not int or not 0 <= size <= payload_limit:
         raise ProtocolError(f"a payload of {ascii(size)[:40]} bytes: at most {payload_limit} are allowed")
     return header
+
+
+# ---- what an agent may say ----
+
+# The fields of every kind of message, and their types; one with ? may be missing. Checked where a message arrives: a
+# host may be broken, or hostile. A message of a kind that is not here is none of ours.
+_RANK = {"rank": "int"}
+KINDS: dict[str, dict[str, str]] = {
+    # before the start
+    "ping": {},
+    "host": {"machine": "dict[str, Any]", "held": "dict[str, str]", "pid?": "int", "guardian?": "int", "selves?": "list[list[int]]", "found?": "list[str]",
+             "visible?": "str | None"},
+    "refused": {"line": "str", "code": "int"},
+    "locked": {"refused": "dict[str, str]", "notices": "list[str]"},
+    "port": {"port": "int", "wanted?": "int", "holder?": "str"},
+    "probe": {"ask": "str", "what": "str", "more?": "bool"},
+    "suspended": {},
+    # of ranks
+    "up": {**_RANK, "pid": "int", "time": "float"},
+    "unstarted": {**_RANK, "text": "str"},
+    "lock": {**_RANK, "what": "str", "holders?": "list[int]", "seconds?": "float", "why?": "str | None", "slots?": "int | None"},
+    "mem": {**_RANK, "at": "str", "note": "str", "rss": "int | None", "host_used": "int", "host_total": "int", "gpu": "tuple[int, int] | None"},
+    "first-step": {**_RANK, "time": "float"},
+    "beats": {"ranks": "dict[str, tuple[int, int, int, float, list[tuple[int, str]]]]"},
+    "vitals": {"ranks": "dict[str, tuple[str, float, int]]"},
+    "beatless": _RANK,
+    "groups": {**_RANK, "groups": "str"},
+    "mark": {**_RANK, "name": "str"},
+    "phase": {**_RANK, "name": "str"},
+    "note": {**_RANK, "text": "str"},
+    "out": {**_RANK, "fd": "int"},
+    "ram": {**_RANK, "bytes": "int", "limit": "int"},
+    "inspection": {"ask": "int"},
+    "error": {**_RANK, "error": "Any"},
+    "exit": {**_RANK, "code": "int", "time": "float", "ours": "bool", "error": "Any", "elastic": "Any", "stack": "str", "steps": "int", "core": "bool",
+             "oom_killed": "bool", "around": "Any"},
+    # of the end
+    "stopping": {},
+    "helpers": {"names": "list[str]", "seconds": "float"},
+    "finished": {"stopped": "list[str]", "gpus_held": "list[str]", "stuck": "list[dict[str, int | str]]"},
+}  # fmt: skip
+
+
+def read(message: Message) -> Message:
+    """The message with the fields it must have, and no others."""
+    kind = message.get("is")
+    fields = KINDS.get(kind) if isinstance(kind, str) else None
+    if fields is None:
+        raise ProtocolError(f"it says {ascii(kind)[:60]}, which means nothing here")
+    try:
+        return {"is": kind, **typed.read_fields(fields, message)}
+    except ValueError as problem:
+        raise ProtocolError(f"its message {kind!r} is wrong: {problem}") from None

@@ -64,9 +64,7 @@ def command(line: str) -> str:
 
 
 def data(value: Any, keep: frozenset[str] = frozenset(), depth: int = _DEPTH) -> Any:
-    """The same for what becomes JSON: names and values. `keep`: keys whose values are words of ours, and stay as they
-    are.
-    """
+    """The same for what becomes JSON: names and values. `keep`: keys whose values stay as they are."""
     if isinstance(value, str):
         return whole(value)
     if isinstance(value, Mapping):
@@ -109,18 +107,10 @@ def _forms(value: str) -> set[str]:
     quoted = "".join(
         chr(byte) if byte < 128 and (chr(byte).isalnum() or byte in b"-_.~") else f"%{byte:02X}" for byte in raw
     )
-    lines = (
-        {line for line in value.splitlines() if len(line) >= _SHORTEST_LINE and not line.startswith("-----")}
-        if "\n" in value
-        else set()
-    )
-    return {
-        value,
-        repr(value)[1:-1],
-        value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n"),
-        quoted,
-        *lines,
-    }
+    lines = value.splitlines() if "\n" in value else []
+    long = (line for line in lines if len(line) >= _SHORTEST_LINE and not line.startswith("-----"))
+    as_json = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return {value, repr(value)[1:-1], as_json, quoted, *long}
 
 
 def _without(value: str, hidden: list[Span]) -> str:
@@ -157,10 +147,8 @@ def _argument_spans(words: list[str]) -> list[list[Span]]:
             found.append(_assignment(word, 0))
         flag = word.lstrip("-+~") if word.startswith("-") and "=" not in word and len(word) > 2 else ""
     starts = list(accumulate((len(word) + 1 for word in words), initial=0))[:-1]
-    across = [
-        *spans(" ".join(words)),
-        *word_spans(list(zip(words, starts, strict=True))),
-    ]  # `curl -u`, and what a shell without quotes took apart
+    # `curl -u`, and what a shell without quotes took apart.
+    across = [*spans(" ".join(words)), *word_spans(list(zip(words, starts, strict=True)))]
     for begin, end in across:
         for number in range(bisect_right(starts, begin) - 1, bisect_left(starts, end)):
             first, last = max(0, begin - starts[number]), min(len(words[number]), end - starts[number])

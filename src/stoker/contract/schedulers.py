@@ -1,6 +1,4 @@
-"""The schedulers Stoker knows, and whether this process is in a job of one. Adding one: a line here, and the module that
-control/scheduler asks for.
-"""
+"""The schedulers Stoker knows, and whether we are in a job of one. Adding one: a line here, and its modules."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Which names stand for a secret: decided on a name's words (api_key, apiKey and API-KEY are api + key), never on parts
-of a word.
+"""Which names stand for a secret: by a name's words (api_key, apiKey, API-KEY are api + key), never by parts of one.
 
 So max_tokens, monkey, author, num_key_value_heads and TOKENIZERS_PARALLELISM are no secrets. No regular expressions:
 every launch reads each variable's name, and compiling one costs more than all of them.
@@ -79,17 +78,8 @@ _FILES = word_set(
 )
 _ERRORS = word_set("bad expired incorrect invalid missing wrong")
 # Variables of shells and desktops.
-_HARMLESS = frozenset(
-    (
-        "PWD",
-        "OLDPWD",
-        "DESKTOP_SESSION",
-        "XDG_SESSION_ID",
-        "XDG_SESSION_TYPE",
-        "XDG_SESSION_CLASS",
-        "SESSION_MANAGER",
-        "GDMSESSION",
-    )
+_HARMLESS = word_set(
+    "PWD OLDPWD DESKTOP_SESSION XDG_SESSION_ID XDG_SESSION_TYPE XDG_SESSION_CLASS SESSION_MANAGER GDMSESSION"
 )
 _LONGEST = 128  # of a name: its end counts
 

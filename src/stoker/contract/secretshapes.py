@@ -1,5 +1,4 @@
-"""Where secrets stand in a text: each detector gives the spans to hide. A new shape is one more line in a table, or one
-more detector.
+"""Where secrets stand in a text: each detector gives the spans to hide. A new shape: one more line or detector.
 
 Texts may be hostile and long. Each detector reads a text once: what follows a beginning is taken as a whole (so that no
 position is tried twice) or has a bounded length, and no pattern can fail after an unbounded run and begin again within
@@ -10,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from stoker.contract.secretnames import holds_any
+from stoker.contract.secretnames import holds_any, word_set
 from stoker.contract.secretvalues import Span, commands, compiled, elements, opaque, pairs, plain
 
 # ---- tokens that are known by their beginning ----
@@ -77,9 +76,7 @@ def _private_keys(text: str) -> Iterator[Span]:
 
 
 def _cut_body(text: str, begun: int, limit: int) -> int:
-    """The end of the lines of base64 (and the headers before them) behind a BEGIN line. `limit`: where the next key
-    begins.
-    """
+    """The end of the base64 lines (and headers) behind a BEGIN line. `limit`: where the next key begins."""
     gap = r"""(?:\\{1,8}[nrt]|[\s"',])"""
     body = (
         rf"-----[A-Z0-9 ]+-----(?:{gap}+[A-Za-z-]{{1,40}}:"
@@ -136,21 +133,7 @@ def _is_user_and_password(word: str) -> bool:
 
 _HOOK_HOSTS = ("hooks.slack.com", "discord.com", "discordapp.com", "webhook.office.com", "outlook.office.com", "outlook.office365.com", "hooks.zapier.com",
                "make.com", "maker.ifttt.com", "feishu.cn", "larksuite.com")  # fmt: skip
-_HOOKS = frozenset(
-    (
-        "services",
-        "workflows",
-        "triggers",
-        "webhook",
-        "webhooks",
-        "webhookb2",
-        "hook",
-        "hooks",
-        "catch",
-        "key",
-        "incomingwebhook",
-    )
-)
+_HOOKS = word_set("services workflows triggers webhook webhooks webhookb2 hook hooks catch key incomingwebhook")
 
 
 def _urls(text: str) -> Iterator[Span]:
@@ -214,19 +197,11 @@ def _hook(text: str, host: str, at: int) -> Iterator[Span]:
 
 # ---- all of them ----
 
-_DETECTORS: tuple[Callable[[str], Iterator[Span]], ...] = (
-    _private_keys,
-    _urls,
-    _headers,
-    _tokens,
-    pairs,
-    elements,
-    commands,
-)
+_Detector = Callable[[str], Iterator[Span]]
+_DETECTORS: tuple[_Detector, ...] = (_private_keys, _urls, _headers, _tokens, pairs, elements, commands)
 
-_looked: dict[
-    str, list[Span]
-] = {}  # a variable's value is looked at when secrets are learned, when it is described and when it is written
+# A variable's value is looked at when secrets are learned, when it is described and when it is written.
+_looked: dict[str, list[Span]] = {}
 _SHORT, _MANY = 1024, 512
 
 

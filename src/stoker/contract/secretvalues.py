@@ -1,6 +1,4 @@
-"""Secrets that are known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc.
-See secretshapes.
-"""
+"""Secrets known by a name beside them: NAME=VALUE, "name": "value", --name VALUE, curl -u NAME:VALUE, .netrc."""
 
 from __future__ import annotations
 
@@ -94,9 +92,8 @@ def _meant(text: str, found: re.Match[str], rating: int, value: str, quoted: boo
         return (rating == SURE and not word) or separator[0] in "\"'`\\" or name.isupper() or telling
     if value.lower().rstrip(".,:;)") in _PROSE:
         return False
-    if not name.isupper() and (
-        compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name
-    ):  # key=int(x), token=self.token
+    # key=int(x), token=self.token.
+    if not name.isupper() and (compiled(r"[A-Za-z_][\w.]*[(\[]").match(value) or value.rpartition(".")[2] == name):
         return False
     if separator[0] in "\"'`\\":  # JSON has nothing without quotes but numbers
         return telling
@@ -122,8 +119,7 @@ def _value(text: str, at: int, limit: int) -> tuple[int, int, bool]:
     if len(quote[1]) > len(escape) + 1:  # quotes within a shell's quotes: '"'"'VALUE'"'"'
         found = compiled(r"""[^"'`\r\n\\]*""").match(text, begin, limit)
         return begin, found.end() if found else limit, True
-    # Up to the same quote, escaped as often, on the same line. One that is never closed was cut off: to the end of the
-    # line.
+    # Up to the same quote, escaped as often, on the same line; one that is never closed: to the line's end.
     inner = rf"[^\r\n]*?(?={re.escape(escape + mark)}|[\r\n]|$)" if escape else rf"(?:[^{mark}\\\r\n]|\\.)*"
     found = compiled(inner).match(text, begin, limit)
     return begin, found.end() if found else limit, True
@@ -165,22 +161,8 @@ _PROGRAMS = {
     "ldapsearch": {"-w": "value"}, "ldapmodify": {"-w": "value"}, "mosquitto_pub": {"-P": "value"}, "mosquitto_sub": {"-P": "value"},
     "docker login": {"-p": "value"}, "podman login": {"-p": "value"}, "helm login": {"-p": "value"},
 }  # fmt: skip
-_COMMAND_MARKS = (
-    "--",
-    "curl",
-    "http",
-    "sshpass",
-    "redis-cli",
-    "smbclient",
-    "mysql",
-    "mariadb",
-    "ldap",
-    "mosquitto",
-    "docker",
-    "podman",
-    "helm",
-    "login",
-)
+_COMMAND_MARKS = ("--", "curl", "http", "sshpass", "redis-cli", "smbclient", "mysql", "mariadb", "ldap", "mosquitto", "docker",
+                  "podman", "helm", "login")  # fmt: skip
 
 
 def commands(text: str) -> Iterator[Span]:
@@ -190,9 +172,8 @@ def commands(text: str) -> Iterator[Span]:
     words = []
     for found in compiled(r"\S+").finditer(text):
         word = found[0].lstrip("\"'`([{")
-        named = (
-            found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
-        )  # a sentence about `--password`, no command with it
+        # A sentence about `--password`, no command with it.
+        named = found[0][0] == "`" and word.rstrip(".,;:)")[-1:] == "`"
         words.append(("" if named else word.rstrip("\"'`)]},"), found.end() - len(word)))
     for begin, end in word_spans(words, _PROSE):
         quote = text[begin - 1 : begin]

@@ -22,29 +22,18 @@ else:
 class Option:
     """A field that is also a setting: its flag, its help, how to read it."""
 
-    __slots__ = ("choices", "default", "flags", "group", "help", "limit", "many", "metavar", "parse")
+    default: Any
+    help: str
+    flags: tuple[str, ...]
+    parse: Callable[[str], Any] | None
+    metavar: str | None
+    choices: tuple[str, ...] | None
+    many: bool
+    group: str
+    limit: Container[float] | None
 
-    def __init__(
-        self,
-        default: Any,
-        help: str,
-        flags: tuple[str, ...],
-        parse: Callable[[str], Any] | None,
-        metavar: str | None,
-        choices: tuple[str, ...] | None,
-        many: bool,
-        group: str,
-        limit: Container[float] | None,
-    ) -> None:
-        self.default = default
-        self.help = help
-        self.flags = flags
-        self.parse = parse
-        self.metavar = metavar
-        self.choices = choices
-        self.many = many
-        self.group = group
-        self.limit = limit
+    def __init__(self, **spec: Any) -> None:
+        self.__dict__.update(spec)
 
 
 def option(
@@ -60,7 +49,7 @@ def option(
     limit: Container[float] | None = None,
 ) -> Any:
     """`many`: may be given several times, collects a tuple. `limit`: the numbers it may be (contract/limits.py)."""
-    return Option(default, help, flags, parse, metavar, choices, many, group, limit)
+    return Option(**locals())
 
 
 class _Missing:

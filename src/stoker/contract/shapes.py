@@ -6,6 +6,7 @@ from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.shape import as_json, fields_of, shape
+from stoker.contract.typed import read_shape
 
 SCHEMA = 1
 
@@ -30,16 +31,12 @@ class RankError:
 
 @shape
 class Around:
-    """What an agent looks at when a rank ends badly: the keys of RankEnd.around, each absent or None where it could not
-    be seen.
-    """
+    """What an agent sees when a rank ends badly: the keys of RankEnd.around, None where it could not be seen."""
 
     rss: tuple[tuple[float, int], ...] = ()  # (time, resident bytes) of the rank and its children, newest last
     host_available: int | None = None  # bytes
     host_total: int | None = None
-    kernel: tuple[
-        str, ...
-    ] = ()  # lines of the kernel's log about its pid, an out-of-memory kill or an Xid, since the rank started
+    kernel: tuple[str, ...] = ()  # the kernel's log since its start: its pid, out-of-memory kills, Xids
     holders: tuple[dict[str, Any], ...] = ()  # processes on its GPU: pid, memory, command, user, run, ours
     gpu_used: int | None = None
     gpu_total: int | None = None
@@ -78,9 +75,7 @@ class Evidence:
     stopped_at: float = 0.0  # when we began to stop the ranks, for whatever reason
     steps_reached: int = 0  # --stop-after-steps was satisfied, and the ranks were ended for that
     stall: Stall | None = None  # what was known of a rank that stopped when the attempt ended
-    trouble: tuple[
-        dict[str, Any], ...
-    ] = ()  # what Stoker itself stopped the job for: {"cause", "rank", "summary", "fix"}
+    trouble: tuple[dict[str, Any], ...] = ()  # what Stoker stopped the job for: verdict/catalogue.py:report
     regrouping: str = ""  # a host that is back: the ranks were ended after a checkpoint so that it can join
     notes: tuple[str, ...] = ()  # what was noticed on the way and ended nothing: a straggler, a loss that is no number
     checkpoint: SavedCheckpoint | None = None  # the newest complete one below the run directory
@@ -105,9 +100,8 @@ class Stall:
     silent_s: float = 0.0
     step: int = 0
     evidence: tuple[str, ...] = ()
-    parties: tuple[
-        tuple[tuple[int, ...], str, str], ...
-    ] = ()  # ranks that wait for each other: (ranks, what they entered, where), the wrong ones first
+    # Ranks that wait for each other: (ranks, what they entered, where), the wrong ones first.
+    parties: tuple[tuple[tuple[int, ...], str, str], ...] = ()
 
 
 @shape
@@ -153,8 +147,7 @@ class Verdict:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> Verdict:
@@ -162,25 +155,8 @@ class Verdict:
         if not isinstance(data, dict):
             raise TypeError("a verdict is an object")
         known = {name: value for name, value in data.items() if name in fields_of(Verdict)}
-        for name in ("evidence", "fix"):
-            lines = known.get(name) or ()
-            known[name] = tuple(lines) if isinstance(lines, list) else lines
-        for name, value in known.items():
-            if not _fits(value, _VERDICT[name]):
-                raise TypeError(f"{name} of a verdict can't be {type(value).__name__}")
-        return Verdict(**known)
-
-
-_TEXT, _MAYBE = (str,), type(None)
-_VERDICT: dict[str, tuple[type, ...]] = {
-    "status": _TEXT, "cause": _TEXT, "summary": _TEXT, "exit_code": (int,), "rank": (int, _MAYBE), "host": (str, _MAYBE), "gpu": (str, _MAYBE),
-    "evidence": (tuple,), "retryable": (bool,), "fix": (tuple,), "detected_s": (int, float, _MAYBE), "run": _TEXT, "attempt": (int,), "schema": (int,),
-}  # fmt: skip
-
-
-def _fits(value: Any, kinds: tuple[type, ...]) -> bool:
-    if isinstance(value, bool) and bool not in kinds:
-        return False
-    if isinstance(value, (int, float)) and not -1e12 < value < 1e12:  # nor NaN
-        return False
-    return isinstance(value, kinds) and (not isinstance(value, tuple) or all(isinstance(line, str) for line in value))
+        known |= {name: known.get(name) or () for name in ("evidence", "fix")}
+        try:
+            return read_shape(Verdict, known)
+        except ValueError as problem:
+            raise TypeError(f"a verdict can't have {problem}") from None

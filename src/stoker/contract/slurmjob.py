@@ -1,26 +1,22 @@
-"""A Slurm job as Slurm itself describes it."""
+"""A Slurm job as Slurm itself describes it, and how one of its programs is asked."""
 
 from __future__ import annotations
 
 from stoker.contract.shape import shape
 
-# What `stoker submit` keeps in the folder of the runs: job scripts, what the jobs printed, and its own note of each
-# job.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from collections.abc import Sequence
+
+ASK_S = 20.0
+
+# What `stoker submit` keeps in the runs folder: job scripts, the jobs' output, and its own note of each.
 FOLDER = "slurm"
 NOTICE = ".notice"  # made by the job's script when Slurm has told it that its end is near
 
-OVER = (
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-)
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
+        "TIMEOUT")  # fmt: skip
 
 
 @shape
@@ -34,9 +30,7 @@ class Job:
     nodes: str = ""
     limit: str = ""  # its time limit
     by: str = ""  # who cancelled it, where accounting knows
-    noticed: bool = (
-        False  # Slurm told its script that the end is near, and the script stopped the run so that it could save
-    )
+    noticed: bool = False  # Slurm told its script that the end is near, and the run was stopped so that it could save
 
     @property
     def over(self) -> bool:
@@ -46,3 +40,11 @@ class Job:
     def code(self) -> int:
         """As a shell would have it."""
         return 128 + self.signal if self.signal else self.exit_code
+
+
+def ask_slurm(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    import subprocess
+
+    return subprocess.run(
+        argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
+    )

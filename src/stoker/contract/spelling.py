@@ -1,6 +1,4 @@
-"""; did you mean ...? The name that was probably meant, or nothing: a guess that is only a little alike sends people
-the wrong way.
-"""
+"""; did you mean ...? The name that was probably meant, or nothing: a poor guess misleads."""
 
 from __future__ import annotations
 

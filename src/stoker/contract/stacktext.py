@@ -1,5 +1,4 @@
-"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest thread first and the main one
-last.
+"""Reads what faulthandler writes: threads of `File "x.py", line 3 in work`, the newest first, the main one last.
 
 Used by the agent (a rank that was asked for its stacks) and by the verdict (a rank that a fatal signal ended).
 """
@@ -22,22 +21,12 @@ def is_library(file: str) -> bool:
 
 
 def threads_of(text: str) -> list[dict[str, Any]]:
-    """Each with its frames [function, file, line], innermost first; `current`: the one that crashed; `main`: the
-    interpreter's first.
-    """
+    """Each with frames [function, file, line], innermost first; `current`: it crashed; `main`: the first."""
     threads: list[dict[str, Any]] = []
     for line in text.splitlines():
         if line.startswith(("Thread 0x", _CURRENT)):
-            threads.append(
-                {
-                    "name": "",
-                    "main": False,
-                    "active": False,
-                    "gil": False,
-                    "current": line.startswith(_CURRENT),
-                    "frames": [],
-                }
-            )
+            state = {"main": False, "active": False, "gil": False, "current": line.startswith(_CURRENT)}
+            threads.append({"name": "", **state, "frames": []})
         elif line.startswith('  File "') and threads:
             file, _, rest = line[len('  File "') :].rpartition('", line ')
             number, _, name = rest.partition(" in ")

@@ -1,6 +1,4 @@
-"""The header of a safetensors file, checked: which tensors lie where. Standard library only, so that the launcher can
-say what does not fit.
-"""
+"""The header of a safetensors file, checked: which tensors lie where. Standard library: the launcher reads it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Stoker's own lines on their way to a terminal: what stands in them may come from anywhere, so control codes are
-escaped on the way out.
+"""Stoker's own lines on their way to a terminal. They may quote anything, so control codes are escaped.
 
 A command's stdout and stderr are replaced once, by `own_lines`, so that no print can be forgotten. What ranks printed
 goes out as bytes (`sys.stdout.buffer`, the launcher's console) and stays as it is. Our own codes, those of a progress

@@ -24,9 +24,7 @@ _readers: dict[tuple[str, str], Reader] = {}
 
 
 def read(kind: str, value: Any, module: str = __name__) -> Any:
-    """The value, as that type; ValueError says what was found instead. `module`: where the names of shapes are looked
-    up.
-    """
+    """The value, as that type; ValueError says what was found. `module`: where shapes are looked up."""
     reader = _readers.get((kind, module))
     if reader is None:
         reader = _readers[kind, module] = _reader(kind, module)
@@ -34,8 +32,7 @@ def read(kind: str, value: Any, module: str = __name__) -> Any:
 
 
 def read_fields(fields: Mapping[str, Any], value: Any, module: str = __name__) -> dict[str, Any]:
-    """An object with these fields, name -> type, or a mapping for an object within; a name that ends with ? may be
-    missing. Others are left out.
+    """An object with these fields, name -> type (or a mapping); one with ? may be missing. Others are left out.
 
     "*" stands for all names that are not written.
     """
@@ -155,48 +152,23 @@ def _container(kind: str, head: str, inner: list[str], module: str) -> Reader:
     return sequence
 
 
-def _int(value: Any) -> int:
-    if type(value) is not int or not -_BIG <= value < _BIG:
-        raise _wrong("a whole number", value)
-    return value
+def _plain(wanted: str, fits: Callable[[Any], bool]) -> Reader:
+    def reader(value: Any) -> Any:
+        if not fits(value):
+            raise _wrong(wanted, value)
+        return value
+
+    return reader
 
 
-def _float(value: Any) -> float:
-    if type(value) not in (int, float) or not -_BIG <= value < _BIG:  # NaN is neither below nor above
-        raise _wrong("a number", value)
-    found: float = value
-    return found
-
-
-def _real(value: Any) -> float:
-    if type(value) not in (int, float) or not -_LARGEST <= value <= _LARGEST:
-        raise _wrong("a finite number", value)
-    return float(value)
-
-
-def _str(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _wrong("a text", value)
-    return value
-
-
-def _bool(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _wrong("true or false", value)
-    return value
-
-
-def _none(value: Any) -> None:
-    if value is not None:
-        raise _wrong("null", value)
-
-
+# NaN is neither below nor above any bound.
+_real = _plain("a finite number", lambda value: type(value) in (int, float) and -_LARGEST <= value <= _LARGEST)
 _PLAIN: dict[str, Reader] = {
-    "int": _int,
-    "float": _float,
-    "Real": _real,
-    "str": _str,
-    "bool": _bool,
-    "None": _none,
+    "int": _plain("a whole number", lambda value: type(value) is int and -_BIG <= value < _BIG),
+    "float": _plain("a number", lambda value: type(value) in (int, float) and -_BIG <= value < _BIG),
+    "Real": lambda value: float(_real(value)),
+    "str": _plain("a text", lambda value: isinstance(value, str)),
+    "bool": _plain("true or false", lambda value: isinstance(value, bool)),
+    "None": _plain("null", lambda value: value is None),
     "Any": lambda value: value,
 }

@@ -1,6 +1,4 @@
-"""Text and files from elsewhere: other users, data, models, remote hosts. Read within bounds, printed without control
-codes.
-"""
+"""Text and files from elsewhere (users, data, models, hosts): read within bounds, printed without control codes."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ _SMALL = 64 << 20  # the largest file that read_text and read_json take where no
 
 # Besides what Python calls unprintable: marks that reverse or hide the text around them (CVE-2021-42574).
 _HIDING = frozenset("\u061c\u200b\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2060\u2066\u2067\u2068\u2069\ufeff")
-# What Python calls unprintable and every language needs: spaces that don't break a line, and the joiners of Persian,
-# Hindi and emoji.
+# Called unprintable, yet needed: spaces that don't break a line, and the joiners of Persian, Hindi and emoji.
 _NEEDED = frozenset("\u00a0\u200c\u200d\u202f\u3000")
 
 
@@ -59,8 +56,7 @@ def _escaped(sign: str) -> str:
 
 
 def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool = False, most: int = MOST_VALUES) -> Any:
-    """json.loads that answers every bad input with ValueError, deep nesting included, and returns nothing that
-    recursive code could choke on.
+    """json.loads with ValueError for every bad input, deep nesting included: recursive code can't choke on the result.
 
     `unique`: an object with the same key twice is refused.
     """
@@ -81,9 +77,7 @@ def parse_json(text: str | bytes | bytearray, depth: int = DEPTH, unique: bool =
 
 
 def json_text(found: Any) -> str:
-    """Indented JSON for people and programs: characters as they are, but escaped where a terminal would act on one of
-    them.
-    """
+    """Indented JSON: characters as they are, but escaped where a terminal would act on one of them."""
     import json
 
     text = json.dumps(found, indent=1, ensure_ascii=False)
@@ -123,9 +117,7 @@ def _children(parent: Any) -> Iterator[Any]:
 
 
 def within(found: Any, room: int) -> Any:
-    """A JSON value cut to about so many characters, each value and key counted as 64 more: what is beyond is left out.
-    Few have to be cut.
-    """
+    """A JSON value cut to about so many characters (64 more per value and key): the rest is left out."""
     return _within(found, [room])
 
 

@@ -1,6 +1,4 @@
-"""Files that are there with all their bytes, or not there: written under a name that nobody can have made before, then
-renamed.
-"""
+"""Files that are there whole or not at all: written under a name nobody can have made before, then renamed."""
 
 from __future__ import annotations
 
@@ -22,8 +20,7 @@ def temporary_name(path: str) -> str:
 
 
 class WholeFile:
-    """`with WholeFile(path) as file: file.write(data)`: in place after the last line of the block, gone when the block
-    raises.
+    """`with WholeFile(path) as file: file.write(data)`: in place after the block, gone when the block raises.
 
     `durable`: also after a power cut, for the price of a disk's answer.
     """
@@ -63,9 +60,8 @@ class WholeFile:
 
 def write_whole(path: str, data: bytes | str, durable: bool = True) -> None:
     with WholeFile(path, durable=durable) as file:
-        file.write(
-            data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace")
-        )  # names that aren't UTF-8: \\udc80 is JSON
+        # Names that aren't UTF-8: \\udc80 is JSON.
+        file.write(data if isinstance(data, bytes) else data.encode("utf-8", "backslashreplace"))
 
 
 def write_json(path: str, value: Any, durable: bool = True) -> None:

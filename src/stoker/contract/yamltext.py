@@ -61,9 +61,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def _open_brackets(text: str) -> int:
-    """At most at once, those in texts and comments included. PyYAML's time grows with their number squared: 25 s for
-    100,000.
-    """
+    """At most at once, texts and comments too. PyYAML's time grows with their square: 25 s for 100,000."""
     import re
 
     most = now = 0
@@ -96,9 +94,8 @@ def _bounded(root: Any) -> None:
         elif (
             isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and len(node.value) > _LONGEST_INT
         ):
-            raise NotYaml(
-                f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1
-            )  # 1:1:1… takes seconds
+            # 1:1:1… takes seconds.
+            raise NotYaml(f"a whole number of {len(node.value)} characters", line, node.start_mark.column + 1)
         elif isinstance(node, yaml.SequenceNode):
             total += sum(size(item, depth + 1) for item in node.value)
         open_nodes.discard(id(node))
@@ -135,9 +132,6 @@ def _no_key_twice(node: Any) -> None:
         if isinstance(key.value, str):
             if key.value in seen and key.value != "<<":
                 mark = key.start_mark
-                raise NotYaml(
-                    f"the key {key.value} is there twice (first in line {seen[key.value]})",
-                    mark.line + 1,
-                    mark.column + 1,
-                )
+                line = f"the key {key.value} is there twice (first in line {seen[key.value]})"
+                raise NotYaml(line, mark.line + 1, mark.column + 1)
             seen[key.value] = key.start_mark.line + 1

@@ -1,5 +1,4 @@
-"""What a host needs of Stoker where none is installed, or another: a zip of the agent's rooms and of the training
-plane, and how to unpack it.
+"""What a host without this Stoker needs: a zip of the agent's packages and the training plane, and its unpacking.
 
 A rank's `stoker` is this one, so its version is the coordinator's, whatever is installed there. What the training plane
 imports (torch, numpy, tokenizers, safetensors) must be in the host's own Python.
@@ -99,8 +98,7 @@ boot(sys.argv[2:])
 def unpack(module: str = "stoker.control.agent.guardian") -> str:
     """Python for the other host: takes the files, then calls that module's `boot`.
 
-    One line without a character any login shell acts on: csh takes no newline within quotes, fish reads backslashes
-    there.
+    No character any login shell acts on: csh takes no newline within quotes, fish reads backslashes there.
     """
     import base64
 
@@ -138,9 +136,8 @@ def pack() -> bytes:
 
 def _add(archive: zipfile.ZipFile, path: str, name: str) -> None:
     with open(path, "rb") as file:
-        archive.writestr(
-            zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED
-        )  # same bytes, same digest
+        # Same bytes, same digest.
+        archive.writestr(zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0)), file.read(), zipfile.ZIP_DEFLATED)
 
 
 def nvml_source() -> str | None:

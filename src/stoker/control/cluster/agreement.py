@@ -1,6 +1,4 @@
-"""Where nothing is shared and nothing was copied, the program must be the same on all hosts. Answers of the agents'
-`files` probe in, lines out.
-"""
+"""Is the program the same on all hosts? Answers of the agents' `files` probe in, lines out."""
 
 from __future__ import annotations
 
@@ -33,8 +31,7 @@ def remedy(script: str, folder: str, synced: bool) -> str:
 
 
 def disagreements(answers: Mapping[str, Mapping[str, Any]], script: str = "the script", lacking: str = "") -> list[str]:
-    """One line for each host that has not what most have (the first of the file, where there is no majority); empty
-    where all agree.
+    """One line for each host that has not what most have (without a majority: what the first has).
 
     `lacking`: what to do where it is not there at all.
     """

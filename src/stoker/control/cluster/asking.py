@@ -105,13 +105,11 @@ class Asking:
     def words(self, question: Question, count: int, seconds: float) -> dict[str, Any]:
         """host -> the count-th early word of a probe, or {"error": ...}: it ended first, or said nothing in time."""
         self.wait(seconds, lambda host: len(question.more[host]) >= count or host in question.answers, question.hosts)
-        found = {}
-        for host in question.hosts:
-            said = question.more[host]
-            found[host] = (
-                said[count - 1] if len(said) >= count else question.answers.get(host) or self._silence(host, seconds)
-            )
-        return found
+        early = {host: question.more[host][count - 1 : count] for host in question.hosts}
+        return {
+            host: said[0] if said else question.answers.get(host) or self._silence(host, seconds)
+            for host, said in early.items()
+        }
 
     def _silence(self, host: str, seconds: float) -> dict[str, str]:
         return {"error": self.agents[host].gone or f"no answer within {seconds:.0f} s"}
@@ -122,20 +120,14 @@ _LONGEST = 4000  # of a text in an answer: a compiler's complaint
 TORCH = {"version?": "str | None", "cuda?": "str | None", "archs?": "list[str]", "nccl?": "str | None", "seconds?": "float | None", "error?": "str | None",
          "python?": "str | None"}  # fmt: skip
 PORTS = {"ports": "tuple[int, int]"}
-PAIR = {
-    "ports": "dict[str, str]",
-    "rtt?": "float | None",
-    "segment?": "int | None",
-    "big?": "bool | None",
-    "passes?": "int | None",
-}
+PAIR = {"ports": "dict[str, str]", "rtt?": "float | None", "segment?": "int | None", "big?": "bool | None",
+        "passes?": "int | None"}  # fmt: skip
 RATE = {"rate": "float"}
 STORE = {"port": "int"}
 TIMES = {"bytes": "int", "times": "list[float]"}
 _RESOLVES = {"resolves": "dict[str, list[str]]"}
 
-# By the probe's name. One that says several words (net, torch) ends with nothing; its words are checked where they are
-# used.
+# By the probe's name. One that says several words (net, torch) ends with nothing; users check its words.
 _FINAL: dict[str, dict[str, Any]] = {
     "builds": {"hostname": "str", **_RESOLVES, "torch": TORCH},
     "clock": {"time": "float"},

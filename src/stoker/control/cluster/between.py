@@ -54,10 +54,8 @@ def route(facts: Facts) -> Iterator[Finding]:
     """Every host knows an interface that leads to the others."""
     for one in facts.there:
         if one.address is None and len(facts.there) > 1:
-            yield fail(
-                f"{one.name}: no interface of it leads to the other hosts",
-                "address: in the hosts file says where the others reach it",
-            )
+            text = f"{one.name}: no interface of it leads to the other hosts"
+            yield fail(text, "address: in the hosts file says where the others reach it")
 
 
 @between("between.same-host")
@@ -66,16 +64,13 @@ def same_host(facts: Facts) -> Iterator[Finding]:
     addresses = [one.address for one in facts.there if one.address]
     for address in sorted({address for address in addresses if addresses.count(address) > 1}):
         owners = [one.name for one in facts.there if one.address == address]
-        yield fail(
-            f"{listed(owners)} are one machine, {address}", "name it once in the hosts file, with the sum of its slots"
-        )
+        text = f"{listed(owners)} are one machine, {address}"
+        yield fail(text, "name it once in the hosts file, with the sum of its slots")
 
 
 @between("between.port-blocked")
 def port_blocked(facts: Facts) -> Iterator[Finding]:
-    """Each host reaches each other on the store's port and on an ephemeral one, both ways: NCCL and gloo use any port
-    above 1024.
-    """
+    """Each host reaches each other on the store's and an ephemeral port: NCCL and gloo use any above 1024."""
     for name, error in {pair.source: pair.error for pair in facts.pairs if pair.error}.items():
         yield fail(f"{name}: {error}", "--master-port with a port that is free there, or none")
     shut = [pair for pair in facts.pairs if pair.closed]
@@ -128,9 +123,7 @@ def _address(facts: Facts, name: str) -> str:
 
 @between("between.mtu")
 def mtu(facts: Facts) -> Iterator[Finding]:
-    """Full-size packets arrive, not only small ones: where they vanish, jobs connect and then hang in their first
-    all-reduce.
-    """
+    """Full-size packets arrive too: where they vanish, jobs connect and then hang in their first all-reduce."""
     for one in facts.hosts:
         if one.hole is not None:
             yield fail(
@@ -159,34 +152,25 @@ def mtu_differs(facts: Facts) -> Iterator[Finding]:
     sizes = {one.mtu for one in facts.there if one.mtu}
     if len(sizes) > 1:
         found = ", ".join(f"{one.name} {one.mtu}" for one in facts.there if one.mtu)
-        yield warn(
-            f"the interfaces have unlike MTUs: {found}", f"ip link set dev IFACE mtu {min(sizes)} where it is larger"
-        )
+        text = f"the interfaces have unlike MTUs: {found}"
+        yield warn(text, f"ip link set dev IFACE mtu {min(sizes)} where it is larger")
 
 
 @between("between.hostname")
 def hostname(facts: Facts) -> Iterator[Finding]:
-    """Hostnames that resolve, to an address others can use, one per host. Only noted: Stoker passes addresses and
-    interfaces and needs no names.
-    """
+    """Each hostname resolves to an address of its own. Only noted: Stoker passes addresses, not names."""
     there = [one for one in facts.there if one.hostname]
     names = [one.hostname or "" for one in there]
     shared = sorted({name for name in names if names.count(name) > 1})
     for name in shared:
         nowhere = ", which resolves nowhere" if all(not (one.resolves or {}).get(name) for one in there) else ""
         owners = listed([one.name for one in there if one.hostname == name])
-        yield _note(
-            f"{owners} share the hostname {name}{nowhere}", "hostnamectl set-hostname NAME on all but one of them"
-        )
+        text = f"{owners} share the hostname {name}{nowhere}"
+        yield _note(text, "hostnamectl set-hostname NAME on all but one of them")
     loops = [one for one in there if _loopback((one.resolves or {}).get(one.hostname or "", ()))]
     if loops:
-        said = listed(
-            [
-                f"{one.name}'s hostname {one.hostname} resolves to"
-                f" {listed(list((one.resolves or {})[one.hostname or '']))}"
-                for one in loops
-            ]
-        )
+        loopback = {one.name: listed(list((one.resolves or {})[one.hostname or ""])) for one in loops}
+        said = listed([f"{one.name}'s hostname {one.hostname} resolves to {loopback[one.name]}" for one in loops])
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in loops)
         yield _note(f"{said}, which is loopback", f"in /etc/hosts there: {fixes}")
     lost = {
@@ -202,10 +186,8 @@ def hostname(facts: Facts) -> Iterator[Finding]:
             where = "on any host"
         fixes = "; ".join(f"{one.address or 'ADDRESS'} {one.hostname}" for one in there if one.hostname in lost)
         many = len(lost) > 1
-        yield _note(
-            f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}",
-            f"in every /etc/hosts: {fixes}",
-        )
+        text = f"the hostname{'s' if many else ''} {listed(list(lost))} {'do' if many else 'does'} not resolve {where}"
+        yield _note(text, f"in every /etc/hosts: {fixes}")
 
 
 def _loopback(addresses: tuple[str, ...]) -> bool:
@@ -213,19 +195,13 @@ def _loopback(addresses: tuple[str, ...]) -> bool:
 
 
 def _note(text: str, fix: str) -> Finding:
-    return Finding(
-        "",
-        "ok",
-        f"{text}: no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail",
-        fix,
-    )
+    harm = "no harm to `stoker run`, which passes addresses; torchrun and bare gloo look names up and fail"
+    return Finding("", "ok", f"{text}: {harm}", fix)
 
 
 @between("between.clock")
 def clock(facts: Facts) -> Iterator[Finding]:
-    """The clocks agree: logs, checkpoints by time and certificates go by them. Measured like NTP, from the protocol's
-    own round trip.
-    """
+    """The clocks agree: logs, checkpoints and certificates go by them. Measured as NTP does it."""
     known = [one for one in facts.there if one.skew is not None]
     if not known:
         return
@@ -234,10 +210,8 @@ def clock(facts: Facts) -> Iterator[Finding]:
         off = (one.skew or 0.0) - (middle if len(known) > 2 else 0.0)
         if abs(off) - (one.skew_error or 0.0) > CLOCK_S:
             than = "the other hosts'" if len(known) > 2 else "this machine's"
-            yield warn(
-                f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}",
-                "timedatectl set-ntp true",
-            )
+            text = f"{one.name}: its clock is {_span(abs(off))} {'ahead of' if off > 0 else 'behind'} {than}"
+            yield warn(text, "timedatectl set-ntp true")
 
 
 def _span(seconds: float) -> str:

@@ -6,11 +6,10 @@ torch's import is the longest part on every host, so it begins first; the networ
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import protocol
-from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Finding
 from stoker.control.cluster import between, path, reaching, reducing, transport
@@ -28,8 +27,6 @@ FILES_S = 600.0  # weights are hashed once, then remembered
 TORCH_S = 90.0  # a cold disk
 WORKER_S = 1800.0  # with --tune it measures for minutes
 
-Gather = Callable[[list[transport.Link], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
-
 
 @shape
 class Asked:
@@ -45,18 +42,12 @@ class Asked:
 class Checking:
     """`gather` makes control/launch's Members of the links: this room does not know that one."""
 
-    def __init__(self, hosts: Hosts, asked: Asked, gather: Gather) -> None:
+    def __init__(self, hosts: Hosts, asked: Asked, gather: transport.Gather) -> None:
         self.hosts = hosts
         self.asked = asked
         self._by_name = {host.name: host for host in hosts.hosts}
         self._complaints: dict[str, list[str]] = {host.name: [] for host in hosts.hosts}
-        try:
-            links = [transport.reach(host, hosts) for host in hosts.hosts]
-        except FileNotFoundError as problem:
-            raise Refusal(
-                "other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE
-            ) from problem
-        self._members = gather(links, self._hear, self._complain)
+        self._members = gather(transport.reach_all(hosts), self._hear, self._complain)
         self.asking = Asking(self._members.all, self._members.pump)
         self.worker: Question | None = None
 
@@ -100,19 +91,14 @@ class Checking:
             if name in present:
                 found[name] = _with_torch(found[name], word)
         if question is not None:
-            pairs = self._stream(
-                question, addresses, pairs
-            )  # now that torch's import is over: it would share the processor
+            # Now that torch's import is over: it would share the processor.
+            pairs = self._stream(question, addresses, pairs)
         program: list[str] = []
         if files is not None:
             answers = {name: answer for name, answer in asking.answers(files, FILES_S).items() if name in present}
-            found.update(
-                {
-                    name: replace(found[name], files=self._digests(answer))
-                    for name, answer in answers.items()
-                    if "error" not in answer
-                }
-            )
+            for name, answer in answers.items():
+                if "error" not in answer:
+                    found[name] = replace(found[name], files=self._digests(answer))
             program = disagreements(answers, self.asked.script) if self.asked.script else []
         facts = Facts(
             tuple(found[name] for name in everybody), tuple(pairs), None, store_port, tuple(program), self.asked.quick
@@ -137,17 +123,13 @@ class Checking:
 
     def _digests(self, answer: Mapping[str, Any]) -> dict[str, str]:
         """What must be the same -> its digest; "" where it is not there."""
-        own = (
-            {f"script {self.asked.script}": answer["script"] or "", "its package": answer["package"] or ""}
-            if self.asked.script
-            else {}
-        )
-        data = {f"data {path}": answer["paths"][path] or "" for path in self.asked.data}
-        return {
-            **own,
-            **data,
-            **({f"model {self.asked.model}": answer["paths"][self.asked.model] or ""} if self.asked.model else {}),
-        }
+        found = {f"data {path}": answer["paths"][path] or "" for path in self.asked.data}
+        if self.asked.script:
+            own = {f"script {self.asked.script}": answer["script"] or "", "its package": answer["package"] or ""}
+            found = {**own, **found}
+        if self.asked.model:
+            found[f"model {self.asked.model}"] = answer["paths"][self.asked.model] or ""
+        return found
 
     def _torch(self, builds: Question | None) -> dict[str, Any]:
         if self.worker is not None:
@@ -182,12 +164,8 @@ class Checking:
             ways = [way for way in routes[name].get("routes", {}).values() if way.get("interface")]
             told = self._by_name[name].interface
             way = next((way for way in ways if way["interface"] == told), ways[0] if ways else {})
-            found[name] = replace(
-                one,
-                interface=told or way.get("interface"),
-                mtu=way.get("mtu"),
-                address=one.address or way.get("source"),
-            )
+            interface, address = told or way.get("interface"), one.address or way.get("source")
+            found[name] = replace(one, interface=interface, mtu=way.get("mtu"), address=address)
         names = sorted({one.hostname for one in found.values() if one.hostname})
         args = {
             name: {"of": names, "interfaces": [one.interface] if one.interface else []} for name, one in found.items()
@@ -209,9 +187,7 @@ def _runs_dir(host: Host) -> str:
 
 
 def address_of(host: Host, answer: Mapping[str, Any]) -> str | None:
-    """Where the others reach it: as told, else the address that ssh came to. None on this very machine: its way to the
-    others will show.
-    """
+    """Where the others reach it: as told, else where ssh came to. None on this machine: its route will show."""
     if host.address or host.here:
         return host.address
     return host.target if is_address(host.target) else answer.get("reached_at")
@@ -231,9 +207,7 @@ def _with_torch(one: OneHost, word: Mapping[str, Any]) -> OneHost:
 
 
 def doctor_findings(facts: Facts, hosts: Hosts) -> list[Finding]:
-    """The doctor's checks on each host; what several hosts have in common is said once. Names and a missing torch are
-    said by between.*.
-    """
+    """The doctor's checks on each host, once for those that share a finding. between.* covers names and torch."""
     checks = [one for one in doctor.load().values() if one.id not in ("net.hostname", "torch.installed")]
     found: dict[tuple[str, str, str, str], list[str]] = {}
     slots = {host.name: host.slots or 0 for host in hosts.hosts}

@@ -53,9 +53,7 @@ def build(host: OneHost) -> str:
 
 @between("between.torch")
 def torch(facts: Facts) -> Iterator[Finding]:
-    """One torch everywhere: ranks of unlike builds hang, crash or disagree in their collectives. The CUDA toolkit and
-    the driver may differ.
-    """
+    """One torch everywhere: unlike builds hang, crash or disagree. CUDA toolkit and driver may differ."""
     said = _differ("torch", {host.name: build(host) for host in facts.there if build(host)})
     if said:
         first = next(host for host in facts.there if build(host))
@@ -71,10 +69,8 @@ def torch_missing(facts: Facts) -> Iterator[Finding]:
     """Every host's own Python imports torch."""
     for host in facts.there:
         if host.torch is not None and host.torch.error:
-            yield fail(
-                f"{host.name}: import torch fails: {host.torch.error}",
-                "python: or venv: in the hosts file names the environment that has it",
-            )
+            text = f"{host.name}: import torch fails: {host.torch.error}"
+            yield fail(text, "python: or venv: in the hosts file names the environment that has it")
 
 
 @between("between.python")

@@ -1,5 +1,4 @@
-"""--sync and --stage: the working directory, and prepared data or weights, to every host's own disk. Only what differs
-by hash travels.
+"""--sync and --stage: the working directory, data or weights to every host's disk. Only what differs by hash travels.
 
 All hosts side by side, each over the connection that its agent will use; the far end is control/agent/receiving.py.
 """
@@ -103,9 +102,8 @@ def _load(what: str, found: listing.Listing, manifest: str, hosts: Hosts, places
         try:
             value = entry.target if entry.kind == "link" else hashes.of(os.path.join(found.root, entry.path))
         except OSError as problem:
-            raise Refusal(
-                f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}", EX_NOINPUT
-            ) from problem
+            line = f"{os.path.join(found.root, entry.path)} can't be read: {problem.strerror}"
+            raise Refusal(line, EX_NOINPUT) from problem
         rows.append([entry.path, entry.kind, entry.mode, entry.size, value])
     hashes.save()
     others = {host.name: places[host.name] for host in hosts.hosts if not _own(host, places[host.name], found.root)}
@@ -306,9 +304,7 @@ class _Copy:
         self.others = {printable(origin, 300): count for origin, count in counts["others"].items()}
 
     def _send_file(self, entry: listing.Entry, offered: str | None) -> None:
-        """The hash is of the bytes as they were read now: a file may have changed since it was offered. `offered`: it
-        must not have.
-        """
+        """Hashes what it sends: a file may have changed since it was offered. `offered`: it must not have."""
         digest = hashlib.sha256()
         self._send(protocol.encode({"do": "begin", "path": entry.path, "mode": entry.mode}))
         place = os.path.join(self.load.listing.root, entry.path)
@@ -342,9 +338,8 @@ class _Copy:
 
     def _read(self) -> Iterator[tuple[protocol.Message, bytes]]:
         assert self._process is not None and self._process.stdout is not None
-        decoder = protocol.Decoder(
-            expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT
-        )  # it may need all that it was offered
+        # It may need all that it was offered.
+        decoder = protocol.Decoder(expect_sentinel=True, payload_limit=len(self.load.entries) + protocol.GREETING_LIMIT)
         while True:
             data = os.read(self._process.stdout.fileno(), 1 << 18)
             if not data:

@@ -1,6 +1,4 @@
-"""What a check of several hosts has found out: each host by itself, each ordered pair, and all of them together.
-Frozen, and as JSON.
-"""
+"""What a check of several hosts found out: each host, each ordered pair, all together. Frozen, and as JSON."""
 
 from __future__ import annotations
 

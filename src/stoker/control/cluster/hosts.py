@@ -70,28 +70,19 @@ def read(told: str, ssh_options: tuple[str, ...] = ()) -> Hosts:
     if told.endswith(_FILE):
         return from_mapping(_parse(told), told, ssh_options)
     if "/" in told:
-        raise Refusal(
-            f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas", EX_USAGE
-        )
+        line = f"--hosts {told}: a hosts file ends in .yaml, .yml or .json; host names are separated by commas"
+        raise Refusal(line, EX_USAGE)
     words = [word.strip() for word in told.split(",")]
     if not any(words):
         raise Refusal(f"--hosts {told!r} names no host: write a,b,c or the path of a hosts file", EX_USAGE)
     if not all(words):
         raise Refusal(f"--hosts {told}: an empty name between two commas", EX_USAGE)
-    return _checked(
-        [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words],
-        "--hosts",
-        None,
-        ssh_options,
-        None,
-        {},
-    )
+    hosts = [_host(_entry(word, "--hosts"), "--hosts", "", ssh_options, None) for word in words]
+    return _checked(hosts, "--hosts", None, ssh_options, None, {})
 
 
 def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ...] = (), written: bool = True) -> Hosts:
-    """What a hosts file holds. `path` is named in refusals, and files are looked for beside it; not `written`: it is
-    not there yet.
-    """
+    """What a hosts file holds. `path` is named in refusals; files are looked for beside it. `written`: it exists."""
     for key in data:
         if key not in _TOP:
             _refuse(path, f"unknown key {key!r}{suggest(str(key), _TOP)}")
@@ -101,11 +92,10 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
     _known_keys(defaults, f"{path}: defaults", without=("host", "address"))
     entries = data.get("hosts")
     if not isinstance(entries, list) or not entries:
-        _refuse(
-            path,
-            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100,"
-            " slots: 2}",
+        line = (
+            f"hosts: {_found(entries)}; write a list with one entry a host, such as - {{host: 192.168.1.100, slots: 2}}"
         )
+        _refuse(path, line)
     folder = os.path.dirname(os.path.abspath(path))
     config = _local_file(data.get("ssh_config"), f"{path}: ssh_config", folder)
     options = data.get("ssh_options") or []
@@ -118,24 +108,19 @@ def from_mapping(data: Mapping[Any, Any], path: str, more_options: tuple[str, ..
         name = entry.get("host", number)
         where = f"{path}: host {name if isinstance(name, str) and name.isprintable() else number}"
         _known_keys(entry, where)
-        base = {
-            key: value
-            for key, value in defaults.items()
-            if not (key in ("python", "venv") and ("python" in entry or "venv" in entry))
-        }
+        own_python = "python" in entry or "venv" in entry
+        base = {key: value for key, value in defaults.items() if not (own_python and key in ("python", "venv"))}
         hosts.append(_host({**base, **entry}, where, folder, ssh_options, config))
-    return _checked(
-        hosts, path, config, ssh_options, path if written else None, _environment(data.get("env") or {}, path)
-    )
+    env = _environment(data.get("env") or {}, path)
+    return _checked(hosts, path, config, ssh_options, path if written else None, env)
 
 
 def _parse(path: str) -> dict[Any, Any]:
     try:
         data = parse_yaml(read_text(path))  # JSON is YAML
     except FileNotFoundError as problem:
-        raise Refusal(
-            f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts", EX_NOINPUT
-        ) from problem
+        line = f"no hosts file {path}; `stoker cluster init HOST HOST` writes one by asking the hosts"
+        raise Refusal(line, EX_NOINPUT) from problem
     except OSError as problem:
         raise Refusal(f"the hosts file {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except NotYaml as problem:
@@ -217,20 +202,9 @@ def _host(
     if here is None:
         here = not port and not ssh_options and _is_here(name, user, ssh_config is None)
     identity = _local_file(entry.get("identity"), f"{where}: identity", folder)
-    return Host(
-        name,
-        name,
-        entry.get("address"),
-        user,
-        port,
-        identity,
-        python,
-        workdir,
-        _gpus(entry.get("gpus"), where),
-        entry.get("interface"),
-        entry.get("slots"),
-        here,
-    )
+    same = {key: entry.get(key) for key in ("address", "user", "port", "workdir", "interface", "slots")}
+    gpus = _gpus(entry.get("gpus"), where)
+    return Host(name, name, identity=identity, python=python, gpus=gpus, here=here, **same)
 
 
 def _no_port(name: str, where: str) -> None:
@@ -334,11 +308,8 @@ def _checked(
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:
-            _refuse(
-                where,
-                f"host {host.name} is there twice; name each host once and give it more slots",
-                EX_CONFIG if path else EX_USAGE,
-            )
+            line = f"host {host.name} is there twice; name each host once and give it more slots"
+            _refuse(where, line, EX_CONFIG if path else EX_USAGE)
         seen.add(host.name)
     ours = [host.name for host in hosts if host.here]
     if len(ours) > 1:

@@ -1,6 +1,4 @@
-"""`stoker cluster init`: a hosts file, written by asking the hosts for their cards, their torch and their way to each
-other.
-"""
+"""`stoker cluster init`: writes a hosts file by asking the hosts for their cards, torch and routes."""
 
 from __future__ import annotations
 
@@ -24,7 +22,6 @@ MEET_S = CONNECT_S + 12.0  # the login, then a look at its cards and Pythons
 ROUTE_S = 10.0
 _PYTHONS = ("~/venv/bin/python", "~/.venv/bin/python", "python3", "python")
 
-Gather = Callable[[list[transport.Link], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 Say = Callable[[str], None]
 
 
@@ -61,31 +58,22 @@ def main_part(
     more: Mapping[str, Any],
     ssh_options: tuple[str, ...],
     force: bool,
-    gather: Gather,
+    gather: transport.Gather,
     say: Say,
 ) -> None:
-    """`defaults`: user, python, identity … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or
-    nothing.
-    """
+    """`defaults`: user, python … as in the file; `more`: its ssh_config. Asks, then writes `out`; all or nothing."""
     if os.path.lexists(out) and not force:
         raise Refusal(f"{out} is there already: --force overwrites it, --out FILE writes another one", EX_CANTCREAT)
     folder = os.path.dirname(os.path.abspath(out))
     if not os.access(folder, os.W_OK):
-        raise Refusal(
-            f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}",
-            EX_CANTCREAT,
-        )
-    wanted = {
-        **more,
-        "defaults": dict(defaults),
-        "hosts": list(names),
-        **({"ssh_options": list(ssh_options)} if ssh_options else {}),
-    }
-    hosts = from_mapping(wanted, out, written=False)
+        line = f"{out} can't be written: {'no permission' if os.path.isdir(folder) else 'no folder ' + folder}"
+        raise Refusal(line, EX_CANTCREAT)
+    more = {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}
+    hosts = from_mapping({**more, "defaults": dict(defaults), "hosts": list(names)}, out, written=False)
     answers = _ask(hosts, gather)
     for answer in answers:
         say(f"{answer.name}: {answer.about}{', reached through ' + answer.interface if answer.interface else ''}")
-    _write(out, text(answers, defaults, {**more, **({"ssh_options": list(ssh_options)} if ssh_options else {})}))
+    _write(out, text(answers, defaults, more))
     ranks = sum(max(1, len(answer.gpus)) for answer in answers)
     say(
         f"wrote {out}: {counted(len(answers), 'host')}, {counted(ranks, 'rank')}; `stoker cluster check --hosts {out}`"
@@ -93,19 +81,13 @@ def main_part(
     )
 
 
-def _ask(hosts: Hosts, gather: Gather) -> list[Answer]:
+def _ask(hosts: Hosts, gather: transport.Gather) -> list[Answer]:
     by_name = {host.name: host for host in hosts.hosts}
-    try:
-        links = [transport.reach(host, hosts) for host in hosts.hosts]
-    except FileNotFoundError as problem:
-        raise Refusal(
-            "other hosts are reached by the ssh client, and there is none on the PATH", EX_UNAVAILABLE
-        ) from problem
 
     def hear(member: Any, message: Any, payload: bytes) -> None:
         asking.hear(member.host, message, payload)
 
-    members = gather(links, hear, lambda member, line: None)
+    members = gather(transport.reach_all(hosts), hear, lambda member, line: None)
     asking = Asking(members.all, members.pump)
     try:
         pythons = {name: [host.python] if host.python else list(_PYTHONS) for name, host in by_name.items()}

@@ -1,6 +1,4 @@
-"""What belongs to a working directory: what git knows of it where it is a checkout, else all but what is made anew
-anyway.
-"""
+"""What belongs to a working directory: what git knows of it in a checkout, else all but what is made anew."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from stoker.contract.untrusted import printable
 # Not copied, unless git tracks it.
 GIT_S = 120.0
 LEFT_OUT = ("runs", "cache", ".venv", "__pycache__", ".git")
-# The user's own settings, such as safe.directory in a container, and where git may look. Options on the command line
-# win over them.
+# The user's own settings, such as safe.directory in a container. Options on the command line win over them.
 _GIT_KEPT = ("GIT_CONFIG", "GIT_CEILING_DIRECTORIES", "GIT_DISCOVERY_ACROSS_FILESYSTEM")
 
 
@@ -50,9 +47,7 @@ def working_directory(root: str) -> Listing:
 
 
 def tree(path: str) -> Listing:
-    """Prepared data or weights: a file or all of a folder. Links are followed: a cache of models is full of links to
-    its own store.
-    """
+    """Prepared data or weights: a file or a whole folder. Links are followed: a cache of models is full of them."""
     path = os.path.abspath(path)
     if os.path.isfile(path):
         return _looked_at(os.path.dirname(path), iter([os.path.basename(path)]), follow=True)
@@ -177,9 +172,8 @@ def _git_list(root: str, *which: str) -> list[str]:
         complaint = printable(done.stderr.decode("utf-8", "replace").strip())
         raise Refusal(f"git can't list {root}: {complaint}", EX_NOINPUT)
     paths = [os.fsdecode(path) for path in done.stdout.split(b"\0") if path]
-    return [
-        path for path in paths if not path.startswith("/") and ".." not in path.split("/")
-    ]  # an index may name anything
+    # An index may name anything.
+    return [path for path in paths if not path.startswith("/") and ".." not in path.split("/")]
 
 
 def _walk(root: str) -> Iterator[str]:

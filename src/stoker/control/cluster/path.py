@@ -1,6 +1,4 @@
-"""The way from this machine to a host's sshd: ssh connects and then nothing passes where full-size packets vanish on
-it.
-"""
+"""The way to a host's sshd: where full-size packets vanish, ssh connects and then nothing passes."""
 
 from __future__ import annotations
 

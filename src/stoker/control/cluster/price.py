@@ -1,6 +1,4 @@
-"""What a step's gradients cost on this network: 2(n-1)/n of their bytes cross each link (ring all-reduce), divided by
-its bandwidth.
-"""
+"""What a step's gradients cost here: 2(n-1)/n of their bytes cross each link (ring), by its bandwidth."""
 
 from __future__ import annotations
 

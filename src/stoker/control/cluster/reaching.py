@@ -1,6 +1,4 @@
-"""The network between the hosts, tried by the hosts themselves: every one listens, every other connects, then they
-stream to each other.
-"""
+"""The network between the hosts, tried by themselves: all listen, all connect, then they stream."""
 
 from __future__ import annotations
 
@@ -8,8 +6,12 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from stoker.contract.shape import replace
-from stoker.control.cluster.asking import PAIR, PORTS, RATE, Asking, Question, fitting
-from stoker.control.cluster.facts import Pair
+from stoker.contract.shapes import Finding
+from stoker.control.cluster import between
+from stoker.control.cluster.asking import PAIR, PORTS, RATE, Asking, Question, fitting, skews
+from stoker.control.cluster.facts import Facts, OneHost, Pair
+from stoker.control.cluster.hosts import Hosts
+from stoker.control.machine.facts import Torch, read
 
 NET_S = 14.0
 STREAM_S = 14.0
@@ -51,19 +53,14 @@ def meet(asking: Asking, addresses: Mapping[str, str], store_port: int = 0) -> t
                 Pair(source, target, closed, one.get("rtt"), one.get("segment"), one.get("big"), one.get("passes"))
             )
     unheard = [name for name in addresses if name not in ports]
-    pairs += [
-        Pair(name, other, {}, error=first[name].get("error", "no answer"))
-        for name in unheard
-        for other in addresses
-        if other != name
-    ]
+    for name in unheard:
+        error = first[name].get("error", "no answer")
+        pairs += [Pair(name, other, {}, error=error) for other in addresses if other != name]
     return pairs, next((one[0] for one in ports.values()), 0), question
 
 
 def streams(asking: Asking, question: Question, addresses: Mapping[str, str], pairs: list[Pair]) -> list[Pair]:
-    """All hosts at the same time, each to its k-th neighbour, as a ring does; what looks slow is measured once more,
-    alone.
-    """
+    """All hosts at the same time, each to its k-th neighbour, as a ring does; slow pairs once more, alone."""
     names = list(addresses)
     good = {(pair.source, pair.target): pair for pair in pairs if pair.big and pair.ports and not pair.closed}
     rates: dict[tuple[str, str], float] = {}
@@ -82,13 +79,9 @@ def _round(
 ) -> dict[tuple[str, str], float]:
     mine = {pair.source: pair for pair in pairs}
     said = {name: len(question.more[name]) for name in mine}
-    asking.tell(
-        question,
-        {
-            name: {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
-            for name, pair in mine.items()
-        },
-    )
+    for name, pair in mine.items():
+        order = {"do": "stream", "address": addresses[pair.target], "port": next(iter(pair.ports))}
+        asking.tell(question, {name: order})
     late = asking.wait(
         STREAM_S, lambda name: len(question.more[name]) > said[name] or name in question.answers, list(mine)
     )
@@ -105,3 +98,39 @@ def part(asking: Asking, question: Question) -> None:
     """The listeners close."""
     asking.tell(question, {name: {"do": "end"} for name in question.hosts})
     asking.answers(question, 3.0)
+
+
+# ---- what is cheap enough to check before every start ----
+
+ONLY = (
+    "between.port-blocked", "between.mtu", "between.hostname", "between.clock", "between.torch", "between.torch-missing", "between.python",
+)  # fmt: skip
+TWICE = "between.same-host"  # two ranks would share a card. Not of a job's nodes: its scheduler tells those apart
+
+
+def quick(asking: Asking, hosts: Hosts, where: Mapping[str, str], store_port: int = 0) -> list[Finding]:
+    """`where`: host -> the address the others use, as the run will. Findings of level "fail" mean: this can't work.
+
+    Whoever owns the agents must pass what they say to `asking.hear(host, message, payload)` meanwhile.
+    """
+    names = [host.name for host in hosts.hosts if host.name in where and not asking.agents[host.name].gone]
+    pythons = {host.name: {"python": host.python or ""} for host in hosts.hosts if host.name in names}
+    builds = asking.ask("builds", pythons, 20.0)
+    pairs, port, question = meet(asking, {name: where[name] for name in names}, store_port)
+    if question is not None:
+        asking.end(question)
+    found = {name: OneHost(name, address=where[name]) for name in names}
+    for name, answer in asking.answers(builds, 20.0).items():
+        torch = answer.get("torch")
+        if torch is None:
+            continue
+        known: Torch = read(Torch, {key: value for key, value in torch.items() if key != "python"})
+        resolves = {word: tuple(addresses) for word, addresses in answer["resolves"].items()}
+        found[name] = replace(
+            found[name], hostname=answer["hostname"], resolves=resolves, torch=known, python=torch.get("python")
+        )
+    for name, (half, skew) in skews(asking, names, 2).items():
+        found[name] = replace(found[name], skew=skew, skew_error=half)
+    return between.findings(
+        Facts(tuple(found.values()), tuple(pairs), None, port), ONLY if hosts.transports else (*ONLY, TWICE)
+    )

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
 
 CONNECT_S = 8  # a host that is switched off says nothing
-# Asked every 2 s, gone after 6: sooner than an agent's own silence is, so that a dead shared connection is never joined
-# by the next attempt.
+# Asked every 2 s, gone after 6: before an agent is silent, so that the next attempt joins no dead connection.
 _ALIVE = ("-oServerAliveInterval=2", "-oServerAliveCountMax=3")
 # What a user's ~/.ssh/config may ask for at a keyboard, and would harm here.
 _QUIET = ("-T", "-oBatchMode=yes", "-oClearAllForwardings=yes", "-oRemoteCommand=none")
@@ -35,8 +34,7 @@ class Ssh:
 
 
 def ssh_command(host: Host, hosts: Hosts, words: Sequence[str]) -> list[str]:
-    """The argv of an OpenSSH client that runs `words` there: the user's ~/.ssh/config, agent, jump hosts and
-    known_hosts apply.
+    """The argv of an OpenSSH client that runs `words` there. ~/.ssh/config, agent, jump hosts and known_hosts apply.
 
     No password prompt, host keys checked, one connection shared by all that this process asks of a host. Each word
     arrives as it is; only a program that begins with ~ is looked for in the home there.
@@ -70,9 +68,7 @@ def remote_line(words: Sequence[str]) -> str:
 
 
 def _shared() -> list[str]:
-    """ssh's own connection sharing. By process: a run must not die of another run's connection. The socket's path may
-    have 107 bytes.
-    """
+    """ssh's own connection sharing, per process: no run may die of another's. A socket's path has 107 bytes."""
     if unshared():
         return ["-oControlMaster=no", "-oControlPath=none"]
     return ["-oControlMaster=auto", f"-oControlPath={_sockets()}/{os.getpid()}-%C", f"-oControlPersist={_PERSIST_S}"]
@@ -104,8 +100,7 @@ def unshared() -> str:
 
 _OLDEST = ".".join(str(part) for part in OLDEST_PYTHON)
 
-# (what was said, what it means, what to do). The first that fits: causes stand before what follows from them. {0} is
-# the first group, {host} the host.
+# (what was said, what it means, what to do). The first that fits counts. {0} is the first group, {host} the host.
 _TABLE: tuple[tuple[str, str, str], ...] = (
     (re.escape(TOO_OLD) + r" (\S+)", "its Python is {0}, too old", f"name a Python of {_OLDEST} or later with python: or --python"),
     (r"Unknown option: -I", "its Python is too old", f"name a Python of {_OLDEST} or later with python: or --python"),
@@ -135,10 +130,8 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     (r"kex_exchange_identification|Connection (?:closed|reset) by", "its sshd closed the connection: too many at once, or this user or address is not allowed",
      "look at its sshd's log"),
 )  # fmt: skip
-_SAID, _LINE = (
-    8192,
-    300,
-)  # characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line
+# Characters that are looked at: a host may print without end, and a pattern's time grows with the square of a line.
+_SAID, _LINE = (8192, 300)
 _NOT_RUN = re.compile(
     r"no such file|not found|denied|is a directory|cannot execute|exec format|unknown command", re.IGNORECASE
 )
@@ -146,9 +139,7 @@ _SHELL = {126: "can't be executed there", 127: "is not there"}
 
 
 def explain(host: str, said: str, code: int | None) -> str:
-    """`said`: all of stderr (and what came before the agent's first word). `code`: the exit status; None where it has
-    not ended.
-    """
+    """`said`: all of stderr, and what came before the agent's first word. `code`: None: it has not ended."""
     said = "\n".join(printable(line, _LINE) for line in said[-_SAID:].splitlines())
     if code in _SHELL:  # 126 and 127 are the login shell's: ssh itself has 255
         return f"host {host}: no Python: {_program(said)} {_SHELL[code]}; name one with python:, venv: or --python"
@@ -165,9 +156,7 @@ def explain(host: str, said: str, code: int | None) -> str:
 
 
 def _program(said: str) -> str:
-    """The path in a shell's complaint: `bash: line 1: /x/python: No such file or directory`, `sh: 1: python3: not
-    found`, `zsh:1: …: /x/python`.
-    """
+    """The path in a shell's complaint: `bash: line 1: /x/python: No such file`, `sh: 1: python3: not found`."""
     lines = [line for line in said.splitlines() if _NOT_RUN.search(line)]
     parts = [part.strip() for part in lines[-1].split(": ")] if lines else []
     named = [part for part in parts[1:] if not _NOT_RUN.search(part) and not re.fullmatch(r"(line )?\d+", part)]

@@ -77,7 +77,7 @@ _ROWS: tuple[tuple[str, Callable[[OneHost], str], bool], ...] = (
 )
 
 
-def _worst(pairs: list[Pair], facts: Facts) -> tuple[str, str]:
+def _worst(pairs: list[Pair]) -> tuple[str, str]:
     """(round trip, rate) to the slowest peer."""
     times = [pair.rtt for pair in pairs if pair.rtt is not None]
     rates = [pair.rate for pair in pairs if pair.rate]
@@ -89,18 +89,15 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
     made = []
     for label, cell, same in _ROWS:
         values = {one.name: cell(one) for one in facts.there}
-        if any(values.values()) and any(
-            value != name for name, value in values.items()
-        ):  # an address that is the name says nothing new
+        # An address that is the name says nothing new.
+        if any(values.values()) and any(value != name for name, value in values.items()):
             made.append(_row(facts, label, values, _strange(facts, label, values, same)))
     for what in dict.fromkeys(name for one in facts.there for name in one.files or {}):
         digests = {one.name: (one.files or {}).get(what, "") for one in facts.there}
         shown = {name: digest[:8] or "missing" for name, digest in digests.items()}
         made.append(_row(facts, what, shown, {*odd(shown), *(name for name, digest in digests.items() if not digest)}))
     if facts.pairs:
-        worst = {
-            one.name: _worst([pair for pair in facts.pairs if pair.source == one.name], facts) for one in facts.there
-        }
+        worst = {one.name: _worst([pair for pair in facts.pairs if pair.source == one.name]) for one in facts.there}
         shut = {pair.source for pair in facts.pairs if pair.closed or pair.error or pair.big is False}
         reached = {one.name: _reached(facts, one) for one in facts.there}
         made.append(_row(facts, "reaches", reached, shut))
@@ -111,24 +108,15 @@ def rows(facts: Facts) -> list[tuple[str, list[str], list[bool]]]:
                 for one in facts.there
             }
             top = max(rates.values())
-            made.append(
-                _row(
-                    facts,
-                    "one stream",
-                    {name: cells[1] for name, cells in worst.items()},
-                    {name for name, rate in rates.items() if rate < top / 3},
-                )
-            )
+            shown = {name: cells[1] for name, cells in worst.items()}
+            made.append(_row(facts, "one stream", shown, {name for name, rate in rates.items() if rate < top / 3}))
     return made
 
 
 def _strange(facts: Facts, label: str, values: dict[str, str], same: bool) -> set[str]:
     if label == "clock":
-        return {
-            one.name
-            for one in facts.there
-            if one.skew is not None and abs(one.skew) > CLOCK_S + (one.skew_error or 0.0)
-        }
+        known = [one for one in facts.there if one.skew is not None]
+        return {one.name for one in known if abs(one.skew or 0.0) > CLOCK_S + (one.skew_error or 0.0)}
     return set(odd({name: value for name, value in values.items() if value})) if same else set()
 
 
@@ -165,10 +153,7 @@ def lines(facts: Facts, width: int = 120) -> list[str]:
         if made:
             made.append("")
         for number, label in enumerate(["", *(label for label, _, _ in body)]):
-            made.append(
-                "  ".join(
-                    [label.ljust(labels), *(columns[n][number].ljust(widths[n]) for n in range(first, last))]
-                ).rstrip()
-            )
+            cells = [columns[n][number].ljust(widths[n]) for n in range(first, last)]
+            made.append("  ".join([label.ljust(labels), *cells]).rstrip())
         first = last
     return made

@@ -7,8 +7,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Protocol
+    from collections.abc import Callable, Sequence
+    from typing import Any, Protocol
 
     from stoker.control.cluster.hosts import Host, Hosts
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
             """The argv that runs the host's Python with these words."""
             ...
 
+    # Makes control/launch's Members of the links: (links, on each message, on each line of stderr).
+    Gather = Callable[[list["Link"], Callable[[Any, Any, bytes], None], Callable[[Any, str], None]], Any]
 
-ROOT = os.path.dirname(
-    os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-)  # the folder that holds stoker
+# The folder that holds stoker.
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 # Appended: ROOT may be a site-packages folder, and nothing in one may stand in for a module of the standard library.
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from stoker.control.agent.guardian import boot; boot(sys.argv[2:])"
 
@@ -81,9 +82,7 @@ def way_to(host: Host, hosts: Hosts) -> Transport:
 
 
 def reach(host: Host, hosts: Hosts) -> Link:
-    """The agent of any host. On another one nothing needs to be installed: the agent's files go first, over the same
-    stream.
-    """
+    """The agent of any host. Elsewhere nothing needs to be installed: the agent's files go first."""
     if host.here:
         return start([sys.executable, "-I", "-S", "-c", _BOOT, ROOT, "-1"], host.name, local=True)
     from stoker.control.cluster import agentzip
@@ -95,6 +94,16 @@ def reach(host: Host, hosts: Hosts) -> Link:
     return link
 
 
+def reach_all(hosts: Hosts) -> list[Link]:
+    from stoker.contract.names import EX_UNAVAILABLE, Refusal
+
+    try:
+        return [reach(host, hosts) for host in hosts.hosts]
+    except FileNotFoundError as problem:
+        line = "other hosts are reached by the ssh client, and there is none on the PATH"
+        raise Refusal(line, EX_UNAVAILABLE) from problem
+
+
 def start(argv: list[str], host: str, local: bool = False) -> Link:
     there, orders = os.pipe()
     answers, back = os.pipe()
@@ -102,17 +111,8 @@ def start(argv: list[str], host: str, local: bool = False) -> Link:
     for handle in (orders, answers, errors):
         os.set_blocking(handle, False)
     try:
-        pid = os.posix_spawnp(
-            argv[0],
-            argv,
-            os.environ,
-            setsid=True,
-            file_actions=[
-                (os.POSIX_SPAWN_DUP2, there, 0),
-                (os.POSIX_SPAWN_DUP2, back, 1),
-                (os.POSIX_SPAWN_DUP2, complaints, 2),
-            ],
-        )
+        streams = [(os.POSIX_SPAWN_DUP2, handle, number) for number, handle in enumerate((there, back, complaints))]
+        pid = os.posix_spawnp(argv[0], argv, os.environ, setsid=True, file_actions=streams)
     except OSError:
         for handle in (orders, answers, errors):
             os.close(handle)

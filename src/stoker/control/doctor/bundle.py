@@ -73,16 +73,12 @@ def _processes() -> str:
 
 
 def _of_a_run(name: str, text: str) -> str:
-    """An older Stoker may have written it. JSON is read, so that names count as well as values; a line that is cut off
-    is text.
-    """
+    """An older Stoker may have written it. JSON is parsed, so that names count too; a cut-off line is text."""
     if name.endswith(".json"):
         return _of_json(text, 1)
-    return (
-        "".join(_of_json(line, None) for line in text.splitlines(keepends=True))
-        if name.endswith(".jsonl")
-        else redact.whole(text)
-    )
+    if name.endswith(".jsonl"):
+        return "".join(_of_json(line, None) for line in text.splitlines(keepends=True))
+    return redact.whole(text)
 
 
 def _of_json(text: str, indent: int | None) -> str:

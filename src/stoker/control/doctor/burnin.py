@@ -16,12 +16,9 @@ from stoker.contract.shapes import Finding
 SLOW = 0.85  # of its twins, or of its own first measurement
 LOW_TFLOPS = 0.4  # of the sheet: a healthy L4 holds half of it at its 72 W, an H200 four fifths
 LOW_GBS = 0.6
-LOW_LINK = (
-    0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than their neighbours
-)
+LOW_LINK = 0.5  # of the other pairs: PCIe pairs across two sockets are legitimately a third slower than others
 
-# NVIDIA's data sheets: dense bf16 TFLOP/s with fp32 accumulation, memory GB/s. The first name that is part of the
-# card's counts.
+# NVIDIA's data sheets: dense bf16 TFLOP/s (fp32 sums), memory GB/s. The first name within the card's counts.
 CARDS: dict[str, tuple[float, float]] = {
     "GH200": (989, 4000), "H200 NVL": (835, 4800), "H200": (989, 4800), "H100 PCIe": (756, 2000), "H100 NVL": (835, 3900), "H100": (989, 3350),
     "A100-SXM4-40GB": (312, 1555), "A100-PCIE-40GB": (312, 1555), "A100 80GB PCIe": (312, 1935), "A100": (312, 2039),
@@ -98,16 +95,14 @@ def replica_from(records: Iterable[Mapping[str, Any]], label: str) -> Replica | 
         return None
     twin = f"{head['card'] or 'CPU'}, {head['units']} units, torch {head['torch']}"
     return Replica(
-        head["rank"],
-        label,
-        head["card"],
-        head["uuid"],
-        twin,
-        head["round"],
-        tuple(steps),
-        speeds.get("start"),
-        speeds.get("end"),
-        median(seconds) if seconds else None,
+        **{name: head[name] for name in ("rank", "card", "round")},
+        label=label,
+        device=head["uuid"],
+        twin=twin,
+        steps=tuple(steps),
+        start=speeds.get("start"),
+        end=speeds.get("end"),
+        step_s=median(seconds) if seconds else None,
     )
 
 
@@ -133,9 +128,7 @@ def judge(replicas: list[Replica], links: list[Link], stopped: bool = False) -> 
 
 
 def sheet(card: str | None) -> tuple[float, float] | None:
-    """The card's own figures: dense bf16 TFLOP/s, memory GB/s. None for a card we have no figures of, a MIG slice, a
-    laptop's chip of that name.
-    """
+    """The card's dense bf16 TFLOP/s and memory GB/s. None for an unknown card, a MIG slice, a laptop's chip."""
     if not card or any(word in card for word in ("MIG", "Laptop", "Max-Q")):
         return None
     words = card.replace("-", " ").split()
@@ -187,9 +180,7 @@ def _compare(twins: list[Replica]) -> tuple[list[Opinion], list[Finding]]:
 
 
 def _expected(values: Mapping[int, list[Bits]]) -> Bits | None:
-    """One vote a replica, however many rounds it made. Without a majority those that never contradicted themselves
-    decide, if they agree.
-    """
+    """One vote a replica. Without a majority, those that never contradicted themselves decide, if they agree."""
     votes = Counter(Counter(mine).most_common(1)[0][0] for mine in values.values())
     top, count = votes.most_common(1)[0]
     if 2 * count > len(values):
@@ -211,19 +202,13 @@ def _mismatch(
     )
     whom = f"those of its {others} twin{'s' if others > 1 else ''}" if others else "those of its other rounds"
     rounds = len({step // replica.round for step, _ in bad})
-    often = (
-        f"in {rounds} of {replica.rounds} rounds"
-        if replica.rounds > 1
-        else f"in {len(bad)} of {len(replica.steps)} steps"
-    )
+    often = f"in {len(bad)} of {len(replica.steps)} steps"
+    if replica.rounds > 1:
+        often = f"in {rounds} of {replica.rounds} rounds"
     text = f"{_name(replica)} computes something else: from step {first} its bits of {what} are not {whom}, {often}"
     if replica.card is None:
-        return Finding(
-            "burnin.mismatch",
-            "fail",
-            text,
-            "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce",
-        )
+        fix = "test the machine's memory (memtest86+); machine-check errors: journalctl -k | grep -i mce"
+        return Finding("burnin.mismatch", "fail", text, fix)
     fix = (
         "leave it out (stoker run --gpus with the others); `stoker doctor --only gpu.` shows ECC and Xid errors; if it"
         " comes back: exchange it"
@@ -257,16 +242,15 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
     fair = [replica for replica in replicas if replica.device and shared[replica.device] == 1 and hot(replica)]
     for replica in fair:
         twins = [other for other in fair if other.twin == replica.twin and other is not replica]
-        for unit, get, low in (("TFLOP/s", _tflops, LOW_TFLOPS), ("GB/s", _gbs, LOW_GBS)):
-            mine = get(hot(replica))
-            others = median([get(hot(other)) for other in twins]) if twins else None
-            own = sheet(replica.card)
-            full = get(Speed(*own)) if own else None
-            begun = get(replica.start)
+        own = sheet(replica.card)
+        for unit, field, low in (("TFLOP/s", "tflops", LOW_TFLOPS), ("GB/s", "gbs", LOW_GBS)):
+            mine = getattr(hot(replica), field)
+            others = median([getattr(hot(other), field) for other in twins]) if twins else None
+            full = getattr(Speed(*own), field) if own else None
+            begun = getattr(replica.start, field, 0.0)
             if others and mine < SLOW * others:
-                whose = (
-                    f"its {len(twins)} twins make {others:.0f}" if len(twins) > 1 else f"its twin makes {others:.0f}"
-                )
+                makers = f"its {len(twins)} twins make" if len(twins) > 1 else "its twin makes"
+                whose = f"{makers} {others:.0f}"
             elif full and mine < low * full:
                 whose = "that is less than such a card should make"
             elif begun and mine < SLOW * begun:
@@ -274,20 +258,8 @@ def _slow(replicas: list[Replica]) -> Iterator[Finding]:
             else:
                 continue
             figure = f"{full:.0f}" if full else "n/a"
-            yield Finding(
-                "burnin.slow",
-                "warn",
-                f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})",
-                _why_slow(replica.label),
-            )
-
-
-def _tflops(speed: Speed | None) -> float:
-    return speed.tflops if speed else 0.0
-
-
-def _gbs(speed: Speed | None) -> float:
-    return speed.gbs if speed else 0.0
+            text = f"{_name(replica)} is slow: {mine:.0f} {unit}; {whose} (data sheet: {figure})"
+            yield Finding("burnin.slow", "warn", text, _why_slow(replica.label))
 
 
 def _why_slow(label: str) -> str:

@@ -1,9 +1,11 @@
-"""The register of checks. Adding one is adding a function with `@check` in one of the files below, and its test."""
+"""The register of checks. Adding one: a function with `@check` in a file of checks/, new or old, and a test."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+from stoker.contract.discovery import modules_in
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import suggest
 from stoker.contract.shape import replace, shape
@@ -19,6 +21,7 @@ class Asked:
     runs_dir: str = "runs"
 
 
+Part = TypeVar("Part")
 Body = Callable[[Examination, Asked], Iterator[Finding]]
 
 
@@ -43,6 +46,12 @@ def check(id: str, *needs: str, fast: bool = False) -> Callable[[Body], Body]:
     return register
 
 
+def known(part: Part | None) -> Part:
+    """A part of the examination that the check needs: without it the check is not made."""
+    assert part is not None
+    return part
+
+
 def warn(text: str, fix: str = "", gpu: int | None = None) -> Finding:
     return Finding("", "warn", text, fix, gpu)
 
@@ -55,12 +64,9 @@ def unknown(text: str) -> Finding:
     return Finding("", "unknown", text)
 
 
-def load(fast: bool = False) -> dict[str, Check]:
-    """All checks, in the order of the files; `fast` leaves out the files that have none of those."""
-    from stoker.control.doctor import environment, gpu, host  # noqa: F401
-
-    if not fast:
-        from stoker.control.doctor import net, torch  # noqa: F401
+def load() -> dict[str, Check]:
+    """All checks, in the order of their files."""
+    modules_in("stoker.control.doctor.checks")
     return CHECKS
 
 

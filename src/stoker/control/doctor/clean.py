@@ -1,5 +1,4 @@
-"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py have found. The only file of the doctor
-that acts.
+"""`stoker clean`: stops and removes what leftovers.py, debris.py and caches.py found. The doctor's only file that acts.
 
 What may be signalled: a process of this uid whose run is proven to be over, or one the user has named; known by pid and
 start time and held by a pidfd, so that a pid that was given away meanwhile is never hit. What may be removed: a file of
@@ -14,6 +13,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from stoker.contract.process import process, send
 from stoker.contract.shape import shape
@@ -29,6 +29,8 @@ KILL_S = 10.0  # a killed process that held 100 GB of pinned memory takes second
 BACK_S = 5.0
 _POLL_S = 0.02
 
+Thing = TypeVar("Thing")
+
 
 # ---- stopping ----
 
@@ -41,8 +43,7 @@ class Stopped:
 
 
 def stop_ladder(targets: list[Process], grace: float, more: Callable[[], list[Process]] = list) -> Stopped:
-    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank turns a clean save into an
-    error.
+    """SIGCONT, SIGTERM, grace, SIGKILL. Parents first: a worker that goes before its rank makes a save fail.
 
     `more` is asked when all are gone: what they started in the meantime gets SIGKILL.
     """
@@ -126,19 +127,27 @@ def wait_for_memory(
 
 def remove_debris(found: list[Debris]) -> list[tuple[Debris, str]]:
     """Looks once more, then removes. Returns what stays, and why."""
-    kept: list[tuple[Debris, str]] = []
     folders = {os.path.dirname(one.path) for one in found}
     used = paths_in_use(tuple(folder + "/" for folder in folders)) if found else set()
-    for one in found:
+
+    def remove(one: Debris) -> bool:
+        if one.kind == "shared memory":
+            return one.path not in used and unlink_alone(one.path, os.lstat(one.path))
+        if folder_in_use(one.path, used):
+            return False
+        _empty(one.path)
+        os.rmdir(one.path)
+        return True
+
+    return _kept(found, remove)
+
+
+def _kept(things: list[Thing], remove: Callable[[Thing], bool]) -> list[tuple[Thing, str]]:
+    """What stays, and why. What is gone already is well."""
+    kept: list[tuple[Thing, str]] = []
+    for one in things:
         try:
-            if one.kind == "shared memory":
-                gone = one.path not in used and unlink_alone(one.path, os.lstat(one.path))
-            else:
-                gone = not folder_in_use(one.path, used)
-                if gone:
-                    _empty(one.path)
-                    os.rmdir(one.path)
-            if not gone:
+            if not remove(one):
                 kept.append((one, "somebody uses it now"))
         except FileNotFoundError:
             continue
@@ -169,15 +178,9 @@ def unlink_alone(path: str, about: os.stat_result) -> bool:
 
 def prune(chosen: list[Cache]) -> list[tuple[Cache, str]]:
     """Returns what stays, and why. rmtree holds folders by descriptor and follows no link."""
-    kept: list[tuple[Cache, str]] = []
-    for one in chosen:
-        try:
-            if own_folder(one.path):
-                shutil.rmtree(one.path)
-            else:
-                os.unlink(one.path)
-        except FileNotFoundError:
-            continue
-        except OSError as problem:
-            kept.append((one, problem.strerror or str(problem)))
-    return kept
+
+    def remove(one: Cache) -> bool:
+        shutil.rmtree(one.path) if own_folder(one.path) else os.unlink(one.path)
+        return True
+
+    return _kept(chosen, remove)

@@ -16,10 +16,9 @@ from contextlib import contextmanager
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
-from stoker.control.doctor.leftovers import open_files, pids_here
 from stoker.control.machine import lockfiles
 from stoker.control.machine.lockfiles import Unusable
-from stoker.control.machine.processes import process
+from stoker.control.machine.processes import open_files, pids_here, process
 
 MOST_LOCKS = 1000  # files looked at: no machine has so many GPUs
 FRESH_S = 60.0  # a file younger than this may be about to be opened
@@ -49,9 +48,7 @@ class Debris:
 
 
 def find_locks() -> tuple[list[Lock], list[str]]:
-    """The lock files, and what in their folders is none: a line each. Anybody may put anything there; it is skipped,
-    never followed or waited for.
-    """
+    """The lock files, and a line for each thing that is none: anybody may put one there. It is never followed."""
     found: list[Lock] = []
     strange: list[str] = []
     for path in ("", *lockfiles.own_paths()):
@@ -184,8 +181,7 @@ def paths_in_use(prefixes: tuple[str, ...]) -> set[str]:
 
 @contextmanager
 def alone_with(path: str, about: os.stat_result) -> Iterator[bool]:
-    """Nobody else has this file open or mapped, in this container or any other: the kernel gives a write lease only
-    then.
+    """Nobody else has this file open or mapped, in any container: the kernel gives a write lease only then.
 
     Held until the block's end: who opens the file in it waits. Where a file system knows no leases, /proc has spoken.
     """
@@ -207,9 +203,8 @@ def _same_file(handle: int, about: os.stat_result) -> bool:
 
 def _lease(handle: int) -> bool:
     try:
-        fcntl.fcntl(
-            handle, fcntl.F_SETSIG, signal.SIGURG
-        )  # a lease is called back by SIGIO, which would kill us; this one is ignored
+        # A lease is called back by SIGIO, which would kill us; this one is ignored.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except OSError as problem:
         return problem.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)

@@ -56,9 +56,7 @@ class OnGpu:
 
 
 def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
-    """The machine, or why it can't be had. NVML is asked in a child: a call into a sick driver may never return, not
-    even for a SIGKILL.
-    """
+    """The machine, or why not. NVML is asked in a child: a call into a sick driver may never return."""
     if recorded:
         return read_recorded(recorded)
     answer, back = os.pipe()
@@ -86,9 +84,7 @@ def look_at_gpus(recorded: str | None, limit: float = NVML_S) -> Machine | str:
 
 
 def gpu_memory(machine: Machine) -> dict[int, int]:
-    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's, and could be anybody's here: left
-    out.
-    """
+    """pid -> bytes. A pid that NVML knows and this container doesn't is the host's: left out."""
     found: dict[int, int] = {}
     for holder in _holders(machine):
         if holder.command is not None:
@@ -120,9 +116,7 @@ def _age(one: Process) -> float:
 
 
 def lives(one: Process) -> bool:
-    """Still that process, and not merely waiting to be collected. The first thread may be gone while another hangs in
-    the driver.
-    """
+    """Still that process, and no zombie. Its first thread may be gone while another hangs in the driver."""
     now = process(one.pid)
     if now is None or now.start != one.start:
         return False
@@ -176,21 +170,14 @@ def standing(run_id: str, run_dir: str) -> Standing:
         return Standing(None, f"its run directory belongs to {run.user}")
     alive = reader.alive(run)
     if alive is None:
-        return Standing(
-            None,
-            (
-                f"its launcher is on host {host}"
-                if host != os.uname().nodename
-                else f"its launcher (pid {pid}) can't be checked"
-            ),
-        )
+        if host != os.uname().nodename:
+            return Standing(None, f"its launcher is on host {host}")
+        return Standing(None, f"its launcher (pid {pid}) can't be checked")
     return Standing(False, launcher=pid) if alive else Standing(True, f"its launcher (pid {pid}) is dead")
 
 
 def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[list[Found], list[Found]]:
-    """(leftovers, those with a tag that are left alone because something speaks against it). `root`: of runs in this
-    folder only.
-    """
+    """(leftovers, those with a tag that something speaks against). `root`: of runs in this folder only."""
     table = processes.all_processes()
     here = {one.pid: one for one in table}
     me = os.getuid()
@@ -199,9 +186,8 @@ def find_leftovers(held: Mapping[int, int], root: str | None = None) -> tuple[li
     runs = {tag: standing(*tag) for tag in set(tags.values())}
     inside = os.path.realpath(root) if root is not None else None
     spared = untouchable(table)
-    busy: dict[
-        int, str
-    ] = {}  # a living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them
+    # A living run's launcher, agent, ranks: a dead outer run's tag makes no leftovers of them.
+    busy: dict[int, str] = {}
     for (run_id, _), how in runs.items():
         if how.launcher:
             busy |= dict.fromkeys({how.launcher, *processes.descendants(how.launcher, table)}, run_id)
@@ -301,11 +287,10 @@ def find_named(pids: list[int], held: Mapping[int, int]) -> list[Found]:
             )
         children = [child for child in sorted(processes.descendants(pid, table)) if child not in pids]
         tag = processes.run_tag(pid)
-        note = (
-            f"{len(children)} below it, not stopped with it: {' '.join(f'--pid {child}' for child in children[:16])}"
-            if children
-            else ""
-        )
+        note = ""
+        if children:
+            flags = " ".join(f"--pid {child}" for child in children[:16])
+            note = f"{len(children)} below it, not stopped with it: {flags}"
         found.append(describe(one, held, tag[0] if tag else None, note))
     return found
 
@@ -331,34 +316,20 @@ def find_others(machine: Machine, ours: set[int], recorded: bool) -> list[OnGpu]
             if holder.pid not in ours:
                 seen.add(holder.pid)
                 known = process(holder.pid) if holder.command is not None and not recorded else None
-                found.append(
-                    OnGpu(
-                        gpu.label,
-                        holder.pid,
-                        holder.user,
-                        _age(known) if known else None,
-                        holder.memory,
-                        holder.command,
-                        holder.run,
-                        _advice(holder),
-                    )
-                )
+                found.append(_on_gpu(gpu.label, holder, _age(known) if known else None))
     if not recorded:
         for pid, devices in _device_openers().items():
             one = process(pid)
             if pid not in seen and one is not None:
                 uid, tag = processes.owner(pid), processes.run_tag(pid)
-                who = Holder(
-                    pid,
-                    None,
-                    processes.command(pid) or one.name,
-                    processes.user_name(uid) if uid is not None else None,
-                    tag[0] if tag else None,
-                )
-                found.append(
-                    OnGpu(", ".join(devices), pid, who.user, _age(one), None, who.command, who.run, _advice(who))
-                )
+                user = processes.user_name(uid) if uid is not None else None
+                who = Holder(pid, None, processes.command(pid) or one.name, user, tag[0] if tag else None)
+                found.append(_on_gpu(", ".join(devices), who, _age(one)))
     return found
+
+
+def _on_gpu(gpu: str, who: Holder, age: float | None) -> OnGpu:
+    return OnGpu(gpu, who.pid, who.user, age, who.memory, who.command, who.run, _advice(who))
 
 
 def _advice(holder: Holder) -> str:
@@ -376,22 +347,8 @@ def _advice(holder: Holder) -> str:
 def _device_openers() -> dict[int, list[str]]:
     """Who has a GPU's device file open: in a container the only pids that are certainly ours to name."""
     found: dict[int, list[str]] = {}
-    for pid in pids_here():
-        devices = {path[5:] for path in open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
+    for pid in processes.pids_here():
+        devices = {path[5:] for path in processes.open_files(pid) if re.fullmatch(r"/dev/nvidia\d+", path)}
         if devices:
             found[pid] = sorted(devices)
-    return found
-
-
-def pids_here() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
-def open_files(pid: int) -> list[str]:
-    found = []
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    except OSError:
-        return found  # it ended, or is another user's
     return found

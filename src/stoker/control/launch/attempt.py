@@ -122,7 +122,7 @@ class Attempt:
 
     def note_bad_numbers(self) -> None:
         """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
-        from stoker.control.verdict.numbers import summary
+        from stoker.control.verdict.rules.numbers import summary
 
         self.notes += [
             f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from stoker.contract import messages, protocol
+from stoker.contract import protocol
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.process import send_to_child
 from stoker.contract.untrusted import printable
@@ -218,7 +218,7 @@ class Members:
         message: protocol.Message = {}
         try:
             for message, payload in member.decoder.feed(data):
-                self._hear(member, messages.read(message), payload)
+                self._hear(member, protocol.read(message), payload)
         except protocol.ProtocolError as problem:
             self._lose(member, f"it is broken: {problem}" if member.decoder.greeted else str(problem))
         except _UNREADABLE as problem:

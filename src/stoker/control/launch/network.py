@@ -184,7 +184,7 @@ class Network:
         agents = self._agents
         if len(agents.members.all) < 2:
             return []
-        from stoker.control.cluster.quick import quick
+        from stoker.control.cluster.reaching import quick
 
         assert agents.hosts is not None
         found = quick(agents.asking(), agents.hosts, self._addresses)

@@ -14,8 +14,8 @@ from stoker.control.doctor import check
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
 from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
+from stoker.control.machine.host import quick_host
 from stoker.control.machine.model import Gpu, Machine
-from stoker.control.machine.room import quick_host
 
 # The plan has already refused or left out what these would say of a card.
 _PLANNED = ("gpu.driver", "gpu.count", "gpu.mig", "host.cores")
@@ -28,7 +28,7 @@ def preflight(options: RunOptions, plan: RunPlan, machine: Machine) -> list[str]
     runs_dir = layout.runs_root(options.runs_dir, os.environ, write=True)
     environment = {name: os.environ[name] for name in KNOWN if name in os.environ}
     found = Examination(used, host=quick_host(runs_dir), environment=environment)
-    fast = [one for one in check.load(fast=True).values() if one.fast and one.id not in _PLANNED]
+    fast = [one for one in check.load().values() if one.fast and one.id not in _PLANNED]
     lines = []
     for finding in check.run(fast, found, check.Asked(plan.world_size, runs_dir)):
         line = f"{finding.id}: {finding.text}" + (f"; {finding.fix}" if finding.fix else "")

@@ -55,7 +55,7 @@ class Reports:
         }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is
+        """`message` has the fields of its kind, of the right types (contract/protocol.py); whether it may say that is
         decided here.
         """
         self._check_ranks(host, message)
@@ -309,7 +309,7 @@ class Reports:
         self._feed(lambda: self._attempt.watch.groups(message["groups"]))
 
     def _bad_number(self, bad: BadNumber) -> None:
-        from stoker.control.verdict import numbers
+        from stoker.control.verdict.rules import numbers
 
         label, world = self._label(bad.rank), self._attempt.plan.world_size
         if not bad.step:  # the line has none: the optimizer's count, as of the last beat

@@ -1,3 +1,1 @@
-"""What is here: GPUs, who holds them, memory, ports. Observes, never acts. /proc and nvidia-ml-py only: it travels with
-the agent.
-"""
+"""What is here: GPUs, holders, memory, ports. Observes only. /proc and nvidia-ml-py: it travels with the agent."""

@@ -34,13 +34,9 @@ class Child:
         self.name, self.limit = name, limit
         self.began = time.monotonic()
         self.output = b""
+        pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
         self._process = subprocess.Popen(
-            argv,
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+            argv, env=dict(env), stdin=nothing, stdout=pipe, stderr=pipe, start_new_session=True
         )
         assert self._process.stdout is not None and self._process.stderr is not None
         self.stdout, self._stderr = self._process.stdout, self._process.stderr
@@ -91,12 +87,8 @@ def _run(children: list[Child]) -> dict[str, tuple[Any, str]]:
 def _gatherer(
     kind: str, *more: str, env: Mapping[str, str] | None = None, limit: float = LIMIT_S, name: str = ""
 ) -> Child:
-    return Child(
-        name or kind,
-        [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more],
-        env or os.environ,
-        limit,
-    )
+    argv = [sys.executable, "-I", "-S", "-c", gather.BOOT, ROOT, packages_dir() or ROOT, kind, *more]
+    return Child(name or kind, argv, env or os.environ, limit)
 
 
 PARTS = frozenset(("health", "probes", "torch", "host", "net"))
@@ -104,9 +96,7 @@ NOT_ASKED = "not asked"
 
 
 def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str | None = None) -> Examination:
-    """Asks for these parts only. Two rounds: what needs nothing, and what needs to know the cards. torch's import runs
-    beside both.
-    """
+    """Asks for these parts, in two rounds: what needs nothing, then what needs the cards. torch runs beside both."""
     argv = [python or sys.executable, "-c", NOT_FROM_HERE + gather.TORCH]
     torch = [Child("torch", argv, {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, TORCH_S)] if "torch" in parts else []
     first = _run(
@@ -129,11 +119,10 @@ def examine(runs_dir: str, port: int, parts: frozenset[str] = PARTS, python: str
         missing["torch"] = torch_why
     if "machine" in missing:
         health, probes = None, None  # nothing is known of the cards, not even that there are none
+    known = health is not None and "health" in parts
     return Examination(
         machine,
-        None
-        if health is None or "health" not in parts
-        else {uuid: facts.read(Health, one) for uuid, one in health.items()},
+        {uuid: facts.read(Health, one) for uuid, one in health.items()} if known else None,
         probes,
         facts.read(Torch, torch_found),
         facts.read(Host, first.get("host", (None, ""))[0]),

@@ -1,6 +1,4 @@
-"""What an examination finds beyond a quick look: the GPUs' health, torch, the host, the network. None where it could
-not be asked.
-"""
+"""What an examination finds beyond a quick look. None where it could not be asked."""
 
 from __future__ import annotations
 
@@ -106,8 +104,7 @@ class Examination:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
 
 def read(kind: type[Any], data: Any) -> Any:

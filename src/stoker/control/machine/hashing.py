@@ -27,9 +27,7 @@ def sha256_of(path: str) -> str:
 
 
 def cache_folder() -> str:
-    """Absolute. A user without HOME and without an entry in the password database has none: what is kept there is kept
-    nowhere.
-    """
+    """Absolute. For a user without HOME and password entry, a folder that can't exist: nothing is kept."""
     home = os.path.expanduser("~")
     return os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else "/nonexistent", ".cache"),
@@ -44,9 +42,8 @@ class Hashes:
         self._memory = memory or os.path.join(cache_folder(), "hashes.json")
         self._known: dict[str, tuple[int, int, int, str]] = {}
         self._changed = False
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # none yet, half a one, or something else: everything is read again
+        # None yet, half a one, or something else: everything is read again.
+        with contextlib.suppress(OSError, ValueError):
             self._known = read("dict[str, tuple[int, int, int, str]]", read_json(self._memory))
 
     def of(self, path: str) -> str:

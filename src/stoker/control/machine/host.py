@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import resource
+import time
+
+from stoker.control.machine import facts
+
+
+def _meminfo(*keys: bytes) -> list[int | None]:
+    """These lines of /proc/meminfo, in bytes."""
+    with open("/proc/meminfo", "rb") as file:
+        found = {key: int(rest.split()[0]) * 1024 for key, _, rest in (line.partition(b":") for line in file)}
+    return [found.get(key) for key in keys]
 
 
 def meminfo() -> tuple[int, int]:
     """(total, available) bytes of the host."""
-    found = {}
-    with open("/proc/meminfo", "rb") as file:
-        for line in file:
-            key, _, rest = line.partition(b":")
-            if key in (b"MemTotal", b"MemAvailable"):
-                found[key] = int(rest.split()[0]) * 1024
-    return found[b"MemTotal"], found.get(b"MemAvailable", found[b"MemTotal"])
+    total, available = _meminfo(b"MemTotal", b"MemAvailable")
+    assert total is not None
+    return total, total if available is None else available
 
 
 def _cgroup_dirs(
@@ -28,9 +34,8 @@ def _cgroup_dirs(
             lines = [line.strip().split(":", 2) for line in file]
     except OSError:
         return [], True
-    for _, controllers, path in sorted(
-        lines, key=lambda line: not line[1]
-    ):  # a controller of version 1 counts where it is mounted
+    # A controller of version 1 counts where it is mounted.
+    for _, controllers, path in sorted(lines, key=lambda line: not line[1]):
         v2 = not controllers
         if not v2 and controller not in controllers.split(","):
             continue
@@ -95,14 +100,8 @@ def oom_kills() -> int | None:
     folders, v2 = _cgroup_dirs("memory")
     if not folders:
         return None
-    try:
-        with open(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-    except OSError:
-        return None
-    return None
+    lines = _text(f"{folders[0]}/{'memory.events' if v2 else 'memory.oom_control'}").splitlines()
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
 def shared_memory() -> tuple[int | None, int | None]:
@@ -115,19 +114,12 @@ def shared_memory() -> tuple[int | None, int | None]:
 
 
 def swap_used() -> int | None:
-    found = {}
-    with open("/proc/meminfo", "rb") as file:
-        for line in file:
-            key, _, rest = line.partition(b":")
-            if key in (b"SwapTotal", b"SwapFree"):
-                found[key] = int(rest.split()[0]) * 1024
-    return found[b"SwapTotal"] - found[b"SwapFree"] if len(found) == 2 else None
+    total, free = _meminfo(b"SwapTotal", b"SwapFree")
+    return None if total is None or free is None else total - free
 
 
 def cores() -> int:
-    """Those this process may use: by its affinity, and by the cgroup's quota of time, which is how a pod is given 8 of
-    128.
-    """
+    """Those this process may use: by affinity, and by the cgroup's quota, which gives a pod 8 of 128."""
     return min([len(os.sched_getaffinity(0)), *_quotas(*_cgroup_dirs("cpu"))])
 
 
@@ -163,14 +155,29 @@ def max_files() -> int | None:
 
 
 def cpus_near(pci: str) -> list[int]:
-    """The CPUs on the NUMA node of a PCI device (NVML's bus id has eight digits of domain, sysfs four); empty if the
-    kernel does not say.
-    """
+    """The CPUs near a PCI device; empty if unknown. NVML's bus id has eight digits of domain, sysfs four."""
     domain, _, rest = pci.lower().partition(":")
-    try:
-        with open(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist", encoding="ascii") as file:
-            words = file.read().strip().split(",")
-    except OSError:
-        return []
+    words = _text(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist").split(",")
     ranges = (word.partition("-") for word in words if word)
     return [cpu for low, dash, high in ranges for cpu in range(int(low), int(high or low) + 1)]
+
+
+def quick_host(disk: str) -> facts.Host:
+    """Room and limits that take no time to ask. No look at other processes: that is the examination's."""
+    while disk and not os.path.isdir(disk):
+        disk = os.path.dirname(disk)
+    space = os.statvfs(disk or ".")
+    shm_free, shm_total = shared_memory()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    address, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return facts.Host(
+        shm_total=shm_total,
+        shm_free=shm_free,
+        disk_free=space.f_bavail * space.f_frsize,
+        disk_path=disk or ".",
+        files_soft=None if soft < 0 else soft,
+        files_hard=None if hard < 0 else hard,
+        address_space=None if address < 0 else address,
+        swap_used=swap_used(),
+        clock=time.time(),
+    )

@@ -13,9 +13,8 @@ def lines(since: float = 0.0) -> Iterator[str]:
         handle = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
         return
-    booted = time.time() - time.clock_gettime(
-        time.CLOCK_MONOTONIC
-    )  # its clock; a machine that slept is off by that sleep
+    # Its clock; a machine that slept is off by that sleep.
+    booted = time.time() - time.clock_gettime(time.CLOCK_MONOTONIC)
     try:
         while True:
             try:

@@ -1,5 +1,4 @@
-"""The lock files of GPUs: in which folder they lie, whether that folder and a file in it can be trusted, and who holds
-a lock.
+"""The lock files of GPUs: where they lie, whether a folder and a file in it can be trusted, and who holds a lock.
 
 The folder is shared by all users of a machine, and any of them may get there first. So nothing in it is believed: a
 symbolic link is never followed, only a regular file with one name is opened, nothing that is opened can block, and what
@@ -41,9 +40,7 @@ def shared_path() -> str:
 
 
 def own_paths() -> tuple[str, ...]:
-    """Where this user's runs lock if the shared folder can't be used. The first is the same for all sessions of a user;
-    /run/user is not.
-    """
+    """Where this user locks if the shared folder can't be used. Only the first is the same for all sessions."""
     uid = os.getuid()
     return f"{shared_path()}-{uid}", f"/run/user/{uid}/stoker-gpu-locks"
 
@@ -63,9 +60,8 @@ def open_shared(make: bool) -> Folder | None:
     """None: it is not there. With `make` it is created for all users, sticky: nobody can remove another's lock files."""
     path = shared_path()
     if make:
-        before = os.umask(
-            0
-        )  # its final mode from the first moment: there is nothing to chmod later, and so nothing to be led astray
+        # Its final mode from the first moment: there is nothing to chmod later, and so nothing to be led astray.
+        before = os.umask(0)
         try:
             _make(path, 0o1777)
         finally:
@@ -114,9 +110,7 @@ def _opened(path: str, check: Callable[[str, int], str]) -> Folder | None:
 
 
 def _shared_notice(path: str, handle: int) -> str:
-    """Anybody's folder will do if it is open to all and sticky. Its owner can still remove lock files: that ends
-    exclusion, and no more.
-    """
+    """Any folder that is open to all and sticky will do. Its owner could remove lock files: that ends exclusion."""
     about = os.fstat(handle)
     mode = f"mode {stat.S_IMODE(about.st_mode):o}"
     open_to_all = about.st_mode & 0o1777 == 0o1777
@@ -129,11 +123,9 @@ def _shared_notice(path: str, handle: int) -> str:
         raise Unusable(f"{path} is not sticky ({mode}): others can remove its files; `chmod 1777 {path}` repairs it")
     if not os.access(".", os.W_OK | os.X_OK, dir_fd=handle, effective_ids=True):
         raise Unusable(f"{path} can't be written ({mode}); `chmod 1777 {path}` repairs it")
-    return (
-        ""
-        if open_to_all
-        else f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
-    )
+    if open_to_all:
+        return ""
+    return f"{path} is not open to all users ({mode}): its locks keep out only those who can write there"
 
 
 def _what_is(path: str) -> str:
@@ -151,9 +143,7 @@ def _what_is(path: str) -> str:
 
 
 def open_lock(folder: Folder, name: str) -> int:
-    """For writing; made where it is missing. Without O_CREAT first: a sticky folder may forbid that on another user's
-    file.
-    """
+    """For writing; made if missing. Without O_CREAT first: a sticky folder may forbid that on others' files."""
     flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     for _ in range(3):
         try:
@@ -269,9 +259,8 @@ def _locked_by(about: os.stat_result) -> int:
         for line in lines
         if len(words := line.split()) >= 6 and words[1] == b"FLOCK" and words[5].endswith(same_inode)
     ]
-    exact = [
-        words for words in found if words[5] == there
-    ] or found  # an overlay's stat has another device than its locks
+    # An overlay's stat has another device than its locks.
+    exact = [words for words in found if words[5] == there] or found
     return int(exact[0][4]) if exact and exact[0][4].isdigit() else 0
 
 

@@ -12,9 +12,7 @@ SCHEMA = 1
 
 @shape
 class Holder:
-    """A process that has a context on a GPU. In a container NVML's pid may belong to the host: then command and user
-    are None.
-    """
+    """A process with a context on a GPU. In a container its pid may be the host's: no command and user then."""
 
     pid: int
     memory: int | None = None
@@ -67,8 +65,7 @@ class Machine:
     schema: int = SCHEMA
 
     def to_json(self) -> dict[str, Any]:
-        found: dict[str, Any] = as_json(self)
-        return found
+        return dict(as_json(self))
 
 
 def machine_from_json(data: Any) -> Machine:

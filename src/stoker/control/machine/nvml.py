@@ -1,6 +1,4 @@
-"""Asks NVML. No CUDA context, no torch: `nvidia-smi` shows no entry for us. A field a card doesn't have comes back as
-None.
-"""
+"""Asks NVML: no CUDA context, no torch, no entry in `nvidia-smi`. What a card doesn't have is None."""
 
 from __future__ import annotations
 
@@ -18,12 +16,8 @@ _MODES = {0: "default", 1: "exclusive_thread", 2: "prohibited", 3: "exclusive_pr
 
 # What slows a clock and is worth a word; idle, application clocks and sync boost are not.
 _THROTTLE = {
-    0x4: "power cap",
-    0x8: "hardware slowdown",
-    0x20: "software thermal slowdown",
-    0x40: "hardware thermal slowdown",
-    0x80: "power brake",
-}
+    0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal slowdown", 0x40: "hardware thermal slowdown", 0x80: "power brake",
+}  # fmt: skip
 _RECOVERY = {
     0: "none", 1: "reset", 2: "reboot", 3: "drain", 4: "drain and reset", 5: "recovery of the IMEX domain", 6: "bus reset", 7: "reboot of the system",
 }  # fmt: skip
@@ -53,9 +47,8 @@ def _library() -> Any:
     except OSError as problem:
         if "No such file" in str(problem):
             if os.path.exists("/dev/nvidiactl"):
-                raise DriverError(
-                    "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
-                ) from problem
+                line = "/dev/nvidiactl is there but libnvidia-ml.so.1 is not: the driver's library is missing"
+                raise DriverError(line) from problem
             raise NoDriver from problem
         raise DriverError(f"libnvidia-ml.so.1 does not load: {problem}") from problem
     try:
@@ -65,10 +58,8 @@ def _library() -> Any:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as problem:
-        if problem.value in (
-            pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
-            pynvml.NVML_ERROR_NO_PERMISSION,
-        ) and not os.path.exists("/dev/nvidiactl"):
+        absent = problem.value in (pynvml.NVML_ERROR_DRIVER_NOT_LOADED, pynvml.NVML_ERROR_NO_PERMISSION)
+        if absent and not os.path.exists("/dev/nvidiactl"):
             raise NoDriver from problem
         raise DriverError(f"NVML does not start: {problem}") from problem
     return pynvml
@@ -191,9 +182,7 @@ class Nvml:
         return {gpu.uuid: self._health_of(gpu, cards, kernel_xids) for gpu in cards}
 
     def _events(self, cards: list[Gpu], seconds: float) -> dict[str, list[int]]:
-        """Xids the driver reports while we listen: by uuid. What happened before is in the kernel's log, where that can
-        be read.
-        """
+        """Xids the driver reports while we listen, by uuid. Earlier ones are in the kernel's log."""
         nvml = self._nvml
         found: dict[str, list[int]] = {}
         listener = self._ask(nvml.nvmlEventSetCreate)
@@ -224,6 +213,7 @@ class Nvml:
         display = ask(nvml.nvmlDeviceGetDisplayActive, handle)
         links = [ask(nvml.nvmlDeviceGetNvLinkState, handle, n) for n in range(18)]
         pci = (gpu.pci or "").lower()
+        here = [where for where in kernel_xids if where and (where == gpu.uuid or kernellog.same_card(pci, where))]
         return Health(
             temperature=ask(nvml.nvmlDeviceGetTemperature, handle, 0),
             temperature_slowdown=ask(nvml.nvmlDeviceGetTemperatureThreshold, handle, 1),
@@ -242,12 +232,7 @@ class Nvml:
             nvlinks=tuple(bool(link) for link in links if link is not None) or None,
             display=None if display is None else bool(display),
             capability=None if capability is None else f"{capability[0]}.{capability[1]}",
-            xids=tuple(
-                xid
-                for where, found in kernel_xids.items()
-                if where and (where == gpu.uuid or kernellog.same_card(pci, where))
-                for xid in found
-            ),
+            xids=tuple(xid for where in here for xid in kernel_xids[where]),
             peers={other.uuid: self._peer(handle, other) for other in cards if other.uuid != gpu.uuid} or None,
         )
 
@@ -272,9 +257,8 @@ def _holder(entry: Any) -> Holder:
     pid = int(entry.pid)
     memory = None if entry.usedGpuMemory is None else int(entry.usedGpuMemory)
     one = processes.process(pid)
-    if one is None or not _has_device_open(
-        pid
-    ):  # a pid of the host's, seen from inside a container, may be somebody else's here
+    # A pid of the host's, seen from inside a container, may be somebody else's here.
+    if one is None or not _has_device_open(pid):
         return Holder(pid, memory)
     uid = processes.owner(pid)
     tag = processes.run_tag(pid)

@@ -62,9 +62,8 @@ def read_recorded(path: str) -> Machine:
             path, encoding="utf-8"
         ) as file:  # of any kind: a pipe stands in for a machine that is slow to look at
             data = parse_json(file.read())
-        return machine_from_json(
-            data["machine"] if isinstance(data, dict) and "machine" in data else data
-        )  # a look, or a whole examination
+        # A look, or a whole examination.
+        return machine_from_json(data["machine"] if isinstance(data, dict) and "machine" in data else data)
     except FileNotFoundError as problem:
         raise names.Refusal(f"{names.MACHINE}={path}: no such file", names.EX_NOINPUT) from problem
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as problem:

@@ -43,16 +43,9 @@ def of_this_process(environ: Mapping[str, str]) -> Origin:
 
 
 def read(text: str | None) -> Origin | None:
-    agent, _, rest = (text or "").partition(":")
-    start, _, rest = rest.partition(":")
-    job, _, rest = rest.partition(":")
-    parents, colon, group = rest.partition(":")
     try:
-        return (
-            Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
-            if colon
-            else None
-        )
+        agent, start, job, parents, group = (text or "").split(":", 4)
+        return Origin(int(agent), int(start), job, tuple(int(pid) for pid in parents.split(",") if pid), group)
     except ValueError:
         return None
 
@@ -70,9 +63,7 @@ def above(pid: int, table: Mapping[int, Process] | None = None) -> list[Process]
 
 
 def cgroup(pid: int) -> str:
-    """As systemd and containers set it: the unified hierarchy, or version 1's named one. Controllers of version 1 may
-    move a process at any time.
-    """
+    """The unified hierarchy, or version 1's named one: version 1's controllers may move a process at any time."""
     try:
         with open(f"/proc/{pid}/cgroup", encoding="utf-8", errors="surrogateescape") as file:
             lines = [line.rstrip("\n").partition(":")[2] for line in file]
@@ -112,11 +103,9 @@ def why_another_started_it(one: Process, table: Mapping[int, Process]) -> str:
         return "it is older than its run"
     job = schedulers.job(environ)
     if job != origin.job:
-        return (
-            f"it belongs to {schedulers.spoken(job)}"
-            if job
-            else f"it runs outside its run's {schedulers.spoken(origin.job)}"
-        )
+        if job:
+            return f"it belongs to {schedulers.spoken(job)}"
+        return f"it runs outside its run's {schedulers.spoken(origin.job)}"
     if cgroup(one.pid) != origin.cgroup:
         return f"another service started it: its control group is {cgroup(one.pid).rpartition(':')[2] or 'unknown'}"
     of_the_run = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from stoker.control.machine import processes
 
 _LISTEN = "0A"
@@ -32,11 +30,7 @@ def listener(port: int) -> str | None:
     inodes = _sockets(port, _LISTEN)
     if not inodes:
         return None
-    for pid in (int(entry) for entry in os.listdir("/proc") if entry.isdigit()):
-        try:
-            links = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")]
-        except OSError:
-            continue
-        if any(link == f"socket:[{inode}]" for inode in inodes for link in links):
+    for pid in processes.pids_here():
+        if not {f"socket:[{inode}]" for inode in inodes}.isdisjoint(processes.open_files(pid)):
             return f"pid {pid} ({' '.join((processes.command(pid) or '?').split())[:200]})"
     return "a process that is not ours to see"

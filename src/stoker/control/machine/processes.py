@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from stoker.contract import names, redact
-from stoker.contract.process import Process, owner, process
+from stoker.contract.process import Process, owner, process, status
 
 __all__ = ["Process", "owner", "process"]  # and what is defined here
 
@@ -15,9 +15,22 @@ _ENVIRONMENT = 8 << 20  # bytes: Linux starts no program with more than 6 MB of 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
+def pids_here() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def open_files(pid: int) -> list[str]:
+    found = []
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            found.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    except OSError:
+        return found  # it ended, or is another user's
+    return found
+
+
 def all_processes() -> list[Process]:
-    found = (process(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
-    return [one for one in found if one is not None]
+    return [one for one in map(process, pids_here()) if one is not None]
 
 
 def descendants(root: int, table: list[Process]) -> set[int]:
@@ -36,14 +49,7 @@ def descendants(root: int, table: list[Process]) -> set[int]:
 
 def catches(pid: int, signum: int) -> bool:
     """Whether the process has a handler for this signal; without one most signals kill it."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            for line in file:
-                if line.startswith("SigCgt:"):
-                    return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
-    except OSError:
-        return False
-    return False
+    return bool(int(status(pid, b"SigCgt:") or b"0", 16) >> (signum - 1) & 1)
 
 
 def command(pid: int) -> str | None:
@@ -57,9 +63,8 @@ def command(pid: int) -> str | None:
         # Not within a word: half a secret is not recognized as one.
         raw = raw[: max(raw.rfind(b"\0", 0, _COMMAND), raw.rfind(b" ", 0, _COMMAND), 0)]
     words = raw.decode("utf-8", "replace").split("\0")
-    shown = (
-        redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
-    )  # setproctitle writes one line
+    # setproctitle writes one line.
+    shown = redact.arguments(words) if len(words) > 2 else [redact.command(word) for word in words]
     line = " ".join(shown).strip()
     return f"{line} …".lstrip() if cut else line or None
 
@@ -98,14 +103,8 @@ def resident(pid: int) -> int | None:
 
 
 def peak_resident(pid: int) -> int | None:
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            for line in file:
-                if line.startswith(b"VmHWM:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
+    kilobytes = status(pid, b"VmHWM:")
+    return None if kilobytes is None else int(kilobytes) * 1024
 
 
 def cpu_seconds(pid: int, thread: int | None = None) -> float | None:
@@ -140,4 +139,4 @@ def started_at(start_ticks: int) -> float:
     """Wall-clock time of a start in ticks since boot."""
     with open("/proc/stat", "rb") as file:
         boot = next((int(line.split()[1]) for line in file if line.startswith(b"btime")), 0)
-    return boot + start_ticks / os.sysconf("SC_CLK_TCK")
+    return boot + start_ticks / _TICKS

@@ -24,9 +24,7 @@ def script_files(script: str) -> dict[str, str]:
 
 
 def module_files(module: str, workdir: str, python: str = "") -> dict[str, str]:
-    """The files of a module's whole package: below the working directory, as `python -m` looks there first, else where
-    that Python has it.
-    """
+    """The files of a module's package: below the working directory (as for `python -m`), else in that Python."""
     top = module.split(".", 1)[0]
     for place in (os.path.join(workdir, top), _installed(top, python)):
         if place and os.path.isdir(place):
@@ -45,14 +43,8 @@ def _installed(top: str, python: str) -> str:
         f"import importlib.util as u; s = u.find_spec({top!r}); print(); print((s and (s.submodule_search_locations or"
         " [s.origin])[0]) or '')"
     )
-    done = subprocess.run(
-        [python, "-c", NOT_FROM_HERE + ask],
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-        timeout=20,
-    )
+    argv = [python, "-c", NOT_FROM_HERE + ask]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=20)
     return done.stdout.splitlines()[-1].strip() if done.returncode == 0 and done.stdout else ""
 
 
@@ -92,9 +84,7 @@ def digest(named: Mapping[str, str]) -> str:
 
 
 def digest_of_paths(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> the hash of its content, a folder's with the names in it; "" where there is nothing. Big files are
-    remembered.
-    """
+    """Path -> the hash of its content (a folder's: with names); "" for nothing. Big files are remembered."""
     memory = Hashes()
     found = {}
     for told in paths:

@@ -1,5 +1,4 @@
-"""Pickles functions and classes that no other process can import: those of a notebook, of a REPL, of `python - <
-script`; lambdas; nested ones.
+"""Pickles functions and classes no other process can import: of a notebook, a REPL, `python - < x`; lambdas; nested.
 
 Everything that can be imported goes by its name, as pickle does it. The rest goes by its code and by what that uses
 (rank/call.py makes it again).
@@ -74,11 +73,8 @@ class _Pickler(pickle.Pickler):
         code, cells = function.__code__, function.__closure__ or ()
         home = function.__module__ if function.__module__ in sys.modules else "__main__"
         by_file = home != "__main__" or self._main_has_a_file  # its module has its globals there too
-        used = (
-            {}
-            if by_file
-            else {name: function.__globals__[name] for name in _globals(code) if name in function.__globals__}
-        )
+        wanted = {} if by_file else _globals(code)
+        used = {name: function.__globals__[name] for name in wanted if name in function.__globals__}
         attributes = {
             name: getattr(function, name)
             for name in ("__defaults__", "__kwdefaults__", "__annotations__", "__doc__", "__name__", "__qualname__")
@@ -94,9 +90,8 @@ class _Pickler(pickle.Pickler):
 
     def _class(self, cls: type) -> Any:
         if isinstance(cls, enum.EnumMeta):
-            raise NotSendable(
-                f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
-            )
+            line = f"{cls.__name__} is an Enum that other processes can't import: put it into a .py file and import it"
+            raise NotSendable(line)
         slots = cls.__dict__.get("__slots__", ())
         slots = (slots,) if isinstance(slots, str) else tuple(slots)
         made = {"__module__": cls.__module__, "__qualname__": cls.__qualname__} | (

@@ -1,7 +1,6 @@
 """In a rank of `stoker.launch`: makes the caller's function again, calls it and leaves its result for the caller.
 
-The files are in a folder that only this user can read, made by the process that started this run: its own pickles,
-nobody else's.
+The files are in a folder that only this user can read, made by the process that started this run: its own pickles.
 """
 
 from __future__ import annotations
@@ -42,16 +41,13 @@ def main(folder: str) -> None:
     try:
         data = pickle.dumps(result)
     except Exception as problem:
-        raise TypeError(
-            f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
-        ) from problem
+        line = f"the result of {function.__qualname__} can't be sent back to the caller: {problem}"
+        raise TypeError(line) from problem
     write_whole(path, data, durable=False)
 
 
 def _prepare(caller: dict[str, Any]) -> None:
-    """The caller's sys.path and, where it has a file, its __main__ as __mp_main__: what multiprocessing does for a
-    spawned process.
-    """
+    """The caller's sys.path, and its __main__ as __mp_main__ if it has a file: as for a spawned process."""
     global importing_main
     from multiprocessing import spawn
 

@@ -1,5 +1,4 @@
-"""Installed in a rank before its script: error report, fatal-signal stacks, line-buffered output, beats once torch is
-there.
+"""Installed in a rank before its script: error report, stacks on a fatal signal, line-buffered output, beats.
 
 Runs inside somebody else's process: it must be small, import nothing heavy and never raise into the script.
 """
@@ -57,9 +56,7 @@ def install() -> None:
 
 
 class _Silent:
-    """The beats of a forked worker that trains something of its own: it shares the page with its rank, and must not
-    write there.
-    """
+    """The beats of a forked worker that trains: it shares its rank's page, and must not write there."""
 
     def beat(self, *_: Any) -> None:
         return
@@ -149,9 +146,7 @@ def _on_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 class _Groups(dict):  # type: ignore[type-arg]
-    """torch's table of the process groups' ranks. It tells the agent of each new group: the flight recorder does not
-    know the ranks of gloo's.
-    """
+    """torch's table of groups. It tells the agent of each new one: the flight recorder lacks gloo's ranks."""
 
     def __setitem__(self, group: Any, ranks: Any) -> None:
         super().__setitem__(group, ranks)
@@ -167,8 +162,7 @@ def _on_exception(kind: type[BaseException], value: BaseException, trace: Any) -
     finally:
         _previous_hook(kind, value, trace)
         if kind is KeyboardInterrupt:
-            # The report's imports have cleared CPython's note that an interrupt is unhandled, by which it dies of
-            # SIGINT: set it again.
+            # The report's imports cleared CPython's note of an unhandled interrupt, by which it dies of SIGINT: set it.
             try:
                 exec("raise KeyboardInterrupt")
             except KeyboardInterrupt:
@@ -182,9 +176,7 @@ def _at_exit() -> None:
 
 
 def _report(kind: type[BaseException], value: BaseException, trace: Any, late: bool = False) -> None:
-    """A handler of the script's may raise in the midst of it: torch's does when a data-loader worker dies, which may be
-    what is reported here.
-    """
+    """A handler of the script's may raise meanwhile: torch's does when a data-loader worker dies."""
     global _reported
     if _reported or not inside():
         return
@@ -309,9 +301,8 @@ class _Loader:
     def exec_module(self, module: Any) -> None:
         module.__spec__.loader = module.__loader__ = self._real
         self._real.exec_module(module)
-        then = self._finder.then.pop(
-            module.__name__, None
-        )  # not in find_spec: somebody may only ask whether torch is there
+        # Not in find_spec: somebody may only ask whether torch is there.
+        then = self._finder.then.pop(module.__name__, None)
         if not self._finder.then and self._finder in sys.meta_path:
             sys.meta_path.remove(self._finder)
         if then is not None and inside():
@@ -349,8 +340,7 @@ def _distributed_loaded(module: Any) -> None:
         return
     try:
         _kept_open.append(_without_its_greeting(lambda: server(_files["server"])))
-        # One reference more than anybody can drop: a forked child that ends would otherwise shut the listener it shares
-        # with us.
+        # One reference more than anybody can drop: a forked child's end would shut the listener it shares with us.
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_open[-1]))

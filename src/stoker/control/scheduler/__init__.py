@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 class Engine(Protocol):
     def allocation(self, environ: Mapping[str, str]) -> Hosts | None:
-        """The hosts of the job we are in, in rank order, with the transports that reach them. None: an ordinary local
-        run.
-        """
+        """The hosts of our job, in rank order, with their transports. None: an ordinary local run."""
 
 
 class Runs(Protocol):

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
+from stoker.contract.slurmjob import ASK_S, ask_slurm
 from stoker.contract.untrusted import is_count
 from stoker.control.machine.origin import run_we_are_in
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Host, Hosts
     from stoker.control.cluster.transport import Transport
 
-ASK_S = 20.0
 _INTERACTIVE_STEP = "4294967290"  # salloc's own shell, where the site puts it on the first node
 
 # What a job's request leaves in the environment becomes a default of every srun in it: a job made with --gpus-per-task
@@ -28,29 +28,28 @@ _REQUEST = re.compile(
 )
 
 
+def _unusable(line: str, code: int = EX_UNAVAILABLE) -> Refusal:
+    return Refusal(line, code, cause="slurm.allocation")
+
+
 def allocation(environ: Mapping[str, str]) -> Hosts | None:
-    """The nodes of the job we are in, in Slurm's order. None: no allocation, or a share of it that is one task on one
-    node: an ordinary local run.
-    """
+    """The nodes of our job, in Slurm's order. None: no allocation, or one task of it: an ordinary local run."""
     job = environ.get("SLURM_JOB_ID")
     if not job or run_we_are_in(environ):
         return None  # a rank's own `stoker run` has its rank's place, not the whole job's
     if not _whole_job(environ):
         return None
     if environ.get("SLURM_HET_SIZE"):
-        raise Refusal(
+        raise _unusable(
             f"Slurm job {job} is heterogeneous ({environ['SLURM_HET_SIZE']} parts), which Stoker can't use as one; name"
             " the nodes with --hosts",
             EX_USAGE,
-            cause="slurm.allocation",
         )
     told = environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST")
     if not told:
-        raise Refusal(
+        raise _unusable(
             f"Slurm job {job} has no node list here (SLURM_JOB_NODELIST): start stoker run in the job script or in"
-            " salloc's shell",
-            EX_UNAVAILABLE,
-            cause="slurm.allocation",
+            " salloc's shell"
         )
     nodes = hostnames(told)
     tasks = dict(zip(nodes, per_node(environ.get("SLURM_TASKS_PER_NODE", "1")), strict=False))
@@ -65,13 +64,7 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
             name=node,
             target=node,
             address=addresses.get(node),
-            user=None,
-            port=None,
-            identity=None,
             python=sys.executable,
-            workdir=None,
-            gpus=None,
-            interface=None,
             slots=None if gpus.get(node) else tasks.get(node, 1),
             here=node == here,
         )
@@ -81,23 +74,20 @@ def allocation(environ: Mapping[str, str]) -> Hosts | None:
         node: Srun((*base, *((f"--gpus={gpus[node]}",) if gpus.get(node) else ()), f"--nodelist={node}"))
         for node in nodes
     }
-    return Hosts(hosts=hosts, ssh_config=None, ssh_options=(), path=None, env={}, transports=ways)
+    return Hosts(hosts, transports=ways)
 
 
 def _whole_job(environ: Mapping[str, str]) -> bool:
-    """Are we the job's script or shell? Else we are a task of a step: alone in it (its place is ours), or one of many
-    (which can't be meant).
-    """
+    """Are we the job's script or shell? Else a task of a step: alone in it, or one of many (never meant)."""
     step = environ.get("SLURM_STEP_ID")
     if step is None or step == _INTERACTIVE_STEP or environ.get("SLURM_PTY_PORT"):
         return True
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if is_count(tasks) and int(tasks) > 1:
-        raise Refusal(
+        raise _unusable(
             f"srun has started this once per task ({tasks} times): start `stoker run` once, without srun, in the job"
             " script or in salloc's shell; it starts the ranks on all nodes itself",
             EX_USAGE,
-            cause="slurm.allocation",
         )
     return False
 
@@ -119,45 +109,27 @@ class Srun:
 
 
 def step_options(job: str, binds: bool) -> tuple[str, ...]:
-    """--overlap: the step shares what the job has with the job's script and with other agents' steps. All CPUs of the
-    job on that node are the ranks'.
-    """
-    found = (
-        f"--jobid={job}",
-        "--nodes=1",
-        "--ntasks=1",
-        "--ntasks-per-node=1",
-        "--overlap",
-        "--mpi=none",
-        "--export=ALL",
-        "--job-name=stoker-agent",
-    )
+    """--overlap: the step shares the job's CPUs with its script and with other agents' steps."""
+    one_task = ("--nodes=1", "--ntasks=1", "--ntasks-per-node=1")
+    found = (f"--jobid={job}", *one_task, "--overlap", "--mpi=none", "--export=ALL", "--job-name=stoker-agent")
     return (*found, "--cpu-bind=none") if binds else found  # where Slurm binds nothing, srun complains about the option
 
 
 def ask(*argv: str) -> str:
     """What one of Slurm's own programs answers."""
     try:
-        done = subprocess.run(
-            argv, capture_output=True, text=True, errors="replace", timeout=ASK_S, check=False, stdin=subprocess.DEVNULL
-        )
+        done = ask_slurm(argv)
     except FileNotFoundError as problem:
-        raise Refusal(
+        raise _unusable(
             f"this is a Slurm job, and there is no {argv[0]} on the PATH: load Slurm's module, or name the nodes with"
-            " --hosts",
-            EX_UNAVAILABLE,
-            cause="slurm.allocation",
+            " --hosts"
         ) from problem
     except subprocess.TimeoutExpired as problem:
-        raise Refusal(
-            f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s", EX_UNAVAILABLE, cause="slurm.unreachable"
-        ) from problem
+        line = f"Slurm does not answer {argv[0]} within {ASK_S:.0f} s"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable") from problem
     if done.returncode:
-        raise Refusal(
-            f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
-        )
+        line = f"Slurm's {argv[0]} fails: {_line(done.stderr) or f'exit code {done.returncode}'}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
     return done.stdout
 
 
@@ -189,14 +161,10 @@ def _running(job: str) -> str:
     except Refusal as refusal:
         if "Invalid job id" not in refusal.line:
             raise
-        raise Refusal(
-            f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
-        ) from refusal
+        raise _unusable(f"SLURM_JOB_ID is {job}, and Slurm knows no such job: {way}") from refusal
     state = re.search(r"\bJobState=(\S+)", told)
     if state is not None and state[1] != "RUNNING":
-        raise Refusal(
-            f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}", EX_UNAVAILABLE, cause="slurm.allocation"
-        )
+        raise _unusable(f"SLURM_JOB_ID is {job}, and that job is {state[1]}: {way}")
     return told
 
 
@@ -221,9 +189,7 @@ def gpu_count(held: str) -> int:
 
 
 def _addresses(nodes: list[str]) -> dict[str, str]:
-    """Where Slurm's own daemons reach each node, as a number. A name that means loopback here is no address for the
-    others.
-    """
+    """Where Slurm's daemons reach each node, as a number. Loopback is no address for the others."""
     import ipaddress
     import socket
 

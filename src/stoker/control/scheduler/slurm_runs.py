@@ -1,11 +1,11 @@
-"""A submitted Slurm job and the runs in it: follows its place in the queue, then what its run prints, and says how it
-ended.
-"""
+"""A submitted Slurm job and the runs in it: follows the queue, then the run's output, and says how it ended."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,13 +15,12 @@ from stoker.contract import slurmjob as jobs
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.shape import as_json, fields_of, replace
 from stoker.contract.shapes import Verdict
-from stoker.contract.slurmjob import Job
+from stoker.contract.slurmjob import Job, ask_slurm
 from stoker.contract.wholefile import write_json
 from stoker.control.launch.console import LineCutter
 from stoker.control.record import reader
 from stoker.control.record.follow import Tail
 from stoker.control.record.ownership import own_folder
-from stoker.control.scheduler import slurm_jobs
 from stoker.control.verdict import launch, slurm
 
 LOOK_S = 0.25  # at what the run printed
@@ -46,13 +45,10 @@ class Submitted:
         self._put = put
         self._said: dict[str, str] = {}
         self._known: dict[str, Job] = {}
-        self._logs = {
-            task: (
-                Tail(log_path(root, task)),
-                LineCutter(f"seed {task.rpartition('_')[2]}: ".encode() if seeds else b""),
-            )
-            for task in self._tasks
-        }
+        self._logs = {}
+        for task in self._tasks:
+            label = f"seed {task.rpartition('_')[2]}: " if seeds else ""
+            self._logs[task] = Tail(log_path(root, task)), LineCutter(label.encode())
 
     def follow(self) -> int:
         """Until it is over. The run's exit code; of several runs the first that is not 0."""
@@ -77,14 +73,14 @@ class Submitted:
         return self._sum_up()
 
     def _ask(self) -> bool:
-        found = {one.id: one for one in slurm_jobs.tasks_of(self.number)}
+        found = {one.id: one for one in tasks_of(self.number)}
         for task in self._tasks:
             if (
                 task not in found
                 and (len(self._tasks) == 1 or task in self._known)
                 and not (task in self._known and self._known[task].over)
             ):
-                one = slurm_jobs.look(task)
+                one = look(task)
                 if one is not None:
                     found[task] = one
         for name, one in found.items():
@@ -159,9 +155,7 @@ def job_of(run: reader.Run) -> str:
 
 
 def run_of(root: str, task: str) -> reader.Run | None:
-    """The newest run that was started in this job. Numbers come again when a cluster is set up anew: not one from
-    before the job.
-    """
+    """The newest run of this job. Numbers come again when a cluster is set up anew: none from before the job."""
     submitted = read_note(root, task).get("submitted")
     since = submitted - 60.0 if isinstance(submitted, (int, float)) else 0.0
     found = [run for run in reader.all_runs(root) if job_of(run) == task and run.started >= since]
@@ -175,7 +169,7 @@ def _unsettled(run: reader.Run | None) -> bool:
 
 def slurms_word(root: str, task: str) -> Job | None:
     """From Slurm while it remembers the job, else what was kept when it ended."""
-    found = slurm_jobs.look(task)
+    found = look(task)
     kept = (read_note(root, task).get("ended") or {}).get(task)
     if found is None and isinstance(kept, dict):
         found = Job(**{key: value for key, value in kept.items() if key in fields_of(Job)})
@@ -212,3 +206,68 @@ def _last_lines(path: str) -> list[str]:
     with open(path, "rb") as file:
         file.seek(max(0, os.path.getsize(path) - 4096))
         return [line for line in redact.whole(file.read().decode("utf-8", "replace")).splitlines() if line.strip()][-5:]
+
+
+# ---- what became of a job: `scontrol` while the controller remembers it, else `sacct` ----
+
+_UNTOLD = ("(null)", "None", "N/A", "Unknown", "")
+
+
+def look(job: str) -> Job | None:
+    """None where Slurm is not there or knows nothing of it."""
+    return next(iter(tasks_of(job)), None) or _accounting(job)
+
+
+def tasks_of(job: str) -> list[Job]:
+    """A job by itself, or every task of an array; empty where the controller has forgotten it."""
+    lines = _run("scontrol", "--oneliner", "show", "job", job).splitlines()
+    return [one for one in map(read_controller, lines) if one is not None]
+
+
+def read_controller(line: str) -> Job | None:
+    """One line of `scontrol --oneliner show job`."""
+    if not line.startswith("JobId="):
+        return None
+
+    def word(name: str) -> str:
+        match = re.search(rf"(?:^| ){name}=(\S*)", line)
+        return "" if match is None or match[1] in _UNTOLD else match[1]
+
+    array, task = word("ArrayJobId"), word("ArrayTaskId")
+    name = f"{array}_{task}" if array and task else word("JobId")
+    code, signal = _codes(word("ExitCode"))
+    restarts = int(word("Restarts") or 0)
+    return Job(name, word("JobState"), word("Reason"), code, signal, restarts, word("NodeList"), word("TimeLimit"))
+
+
+def _accounting(job: str) -> Job | None:
+    columns = "--format=JobID,State,ExitCode,Reason,NodeList,Timelimit"
+    lines = _run("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={job}", columns).splitlines()
+    return read_accounting(lines[0]) if lines else None
+
+
+def read_accounting(line: str) -> Job | None:
+    """One line of `sacct --parsable2`: 12|CANCELLED by 1000|0:15|None|node[1-2]|01:00:00"""
+    words = line.split("|")
+    if len(words) < 6:
+        return None
+    state, _, by = words[1].partition(" by ")
+    reason, nodes, limit = ("" if word in _UNTOLD else word for word in words[3:6])
+    return Job(words[0], state.strip(), reason, *_codes(words[2]), 0, nodes, limit, by.strip())
+
+
+def _codes(text: str) -> tuple[int, int]:
+    """The exit code and the signal of 1:15."""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def _run(*argv: str) -> str:
+    """Empty where the program is not there, does not answer or knows nothing: another source may."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    try:
+        done = ask_slurm(argv)
+    except subprocess.TimeoutExpired:
+        return ""
+    return done.stdout if done.returncode == 0 else ""

@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from stoker.contract import redact
 from stoker.contract import slurmjob as job
@@ -142,11 +142,9 @@ def make_script(
     at = 1 if command[-1] == "train" else 0  # train's first word is its stage
     if options.array_seeds:
         name += "-seed{seed}"
-        seed = (
-            ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
-            if command[-1] == "train"
-            else ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
-        )
+        seed = ["--env", '"SEED=$SLURM_ARRAY_TASK_ID"']
+        if command[-1] == "train":
+            seed = ["--train.seed", '"$SLURM_ARRAY_TASK_ID"']
         run = [*run[:at], *seed, *run[at:]]
     shown = _bash_name(name)
     run = [*run[:at], "--name", '"$name"', "--runs-dir", shlex.quote(root), *run[at:]]
@@ -222,11 +220,9 @@ def _hidden(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     shown: list[str] = []
     secrets: dict[str, str] = {}
     for before, word, seen in zip(["", *words], words, redact.arguments(list(words)), strict=False):
-        told = (
-            re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
-            if before == "--env" or word.startswith("--env=")
-            else None
-        )
+        told = None
+        if before == "--env" or word.startswith("--env="):
+            told = re.fullmatch(r"(--env=)?([A-Za-z_]\w*)=(.*)", word, re.DOTALL)
         if redact.HIDDEN not in seen or redact.HIDDEN in word:
             shown.append(shlex.quote(word))
         elif told:  # --env NAME takes it from the environment: not even the run's command line holds it
@@ -246,9 +242,8 @@ def slurm_time(text: str | None) -> str | None:
     try:
         return str(max(1, math.ceil(duration(text) / 60)))
     except ValueError as problem:
-        raise Refusal(
-            f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00", EX_USAGE
-        ) from problem
+        line = f"--time {text}: write it like 30m, 12h or 2d, or as Slurm does: 1-12:00:00"
+        raise Refusal(line, EX_USAGE) from problem
 
 
 def limit_s(spelling: str) -> float | None:
@@ -262,48 +257,43 @@ def limit_s(spelling: str) -> float | None:
 
 
 def check(options: SubmitOptions) -> None:
+    for wrong in _wrong_in(options):
+        raise Refusal(wrong, EX_USAGE)
+
+
+def _wrong_in(options: SubmitOptions) -> Iterator[str]:
     if options.nodes < 1:
-        raise Refusal(f"--nodes {options.nodes}: give a number from 1 up", EX_USAGE)
+        yield (f"--nodes {options.nodes}: give a number from 1 up")
     if options.cpus_per_task is not None and options.cpus_per_task < 1:
-        raise Refusal(f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up", EX_USAGE)
+        yield (f"--cpus-per-task {options.cpus_per_task}: give a number from 1 up")
     if options.gpus_per_node is not None and not re.fullmatch(r"([A-Za-z][\w.-]*:)?[1-9]\d*", options.gpus_per_node):
-        raise Refusal(
-            f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4",
-            EX_USAGE,
-        )
+        yield (f"--gpus-per-node {options.gpus_per_node}: give a number from 1 up, or a kind and a number: a100:4")
     if options.mem is not None and not re.fullmatch(r"\d+[KMGT]?", options.mem, re.IGNORECASE):
-        raise Refusal(f"--mem {options.mem}: write it like 64G, or 0 for all of the node's", EX_USAGE)
+        yield (f"--mem {options.mem}: write it like 64G, or 0 for all of the node's")
     if options.array_seeds is not None and not re.fullmatch(
         r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%[1-9]\d*)?", options.array_seeds
     ):
-        raise Refusal(f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2", EX_USAGE)
+        yield (f"--array-seeds {options.array_seeds}: write it like 0-4, 1,2,7 or 0-9%2")
     if not 1 <= options.signal_before <= 65535:
-        raise Refusal(f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s", EX_USAGE)
+        yield (f"--signal-before {options.signal_before:g} s: Slurm takes 1 s to 65535 s")
     for flag, value in (("--partition", options.partition), ("--account", options.account)):
         if value is not None and not re.fullmatch(r"[\w.,@+-]+", value):
-            raise Refusal(f"{flag} {value!r}: not a name Slurm can have", EX_USAGE)
+            yield (f"{flag} {value!r}: not a name Slurm can have")
     for word in options.sbatch_option:
         if not word.startswith("-"):
-            raise Refusal(
-                f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7", EX_USAGE
-            )
+            yield (f"--sbatch-option {word}: write it as sbatch has it, --sbatch-option=--exclude=node7")
     if options.name is not None and not re.fullmatch(r"[\w.+@=-]{1,80}", options.name):
-        raise Refusal(
-            f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =",
-            EX_USAGE,
-        )
+        yield (f"--name {options.name!r} can't be the name of a run and of a job: letters, digits, and . _ - + @ =")
     if options.array_seeds is not None and not _all_count_up(options.array_seeds):
-        raise Refusal(
+        yield (
             f"--array-seeds {options.array_seeds}: a range goes from the lower seed to the higher, 1-3, by a step from"
-            " 1 up",
-            EX_USAGE,
+            " 1 up"
         )
     limit = limit_s(slurm_time(options.time) or "UNLIMITED")
     if limit and limit <= options.signal_before:  # 0 is Slurm's other word for no limit
-        raise Refusal(
+        yield (
             f"--signal-before {options.signal_before:g}s is not before the end of --time {options.time}: Slurm would"
-            " give notice at once",
-            EX_USAGE,
+            " give notice at once"
         )
 
 
@@ -331,8 +321,7 @@ def write(script: JobScript, root: str, base: str) -> str:
 
 def submit(path: str, script: JobScript, environ: Mapping[str, str]) -> str:
     """The job's number. What sbatch refuses is refused in its own words."""
-    # Inside a job (a step that submits the next) its own request must not become the new job's, nor a rank's place the
-    # new run's.
+    # Inside a job its own request must not become the new job's, nor a rank's place the new run's.
     env = {
         name: value
         for name, value in environ.items()

@@ -38,15 +38,12 @@ def is_consequence(end: RankEnd) -> bool:
         if re.search(_OWN, text) or lost_worker(end.error):
             return False
         return bool(re.search(_LOST_PEER, text)) or _is_torchs(end.error)
-    # torch's NCCL watchdog and gloo's threads abort the process without a Python exception; their last words are in the
-    # log.
+    # NCCL's watchdog and gloo's threads abort without a Python exception; their last words are in the log.
     return end.code == -6 and not re.search(_OWN, end.tail) and bool(re.search(_LOST_PEER, end.tail))
 
 
 def lost_worker(error: RankError) -> bool:
-    """The pipe or the socket to a data-loader worker broke while it handed a batch over: the worker is gone, and torch
-    has not noticed yet.
-    """
+    """The pipe to a data-loader worker broke during a batch: the worker is gone, and torch has not noticed yet."""
     handing_over = (
         r"torch/multiprocessing/reductions\.py|multiprocessing/(?:connection|resource_sharer|reduction|queues)\.py"
     )
@@ -60,9 +57,7 @@ def _is_torchs(error: RankError) -> bool:
 
 
 def is_collectives(end: RankEnd) -> bool:
-    """An echo that came out of a collective: gloo raises RuntimeError, torch its own types. A ConnectionError may as
-    well be a tracker's server's.
-    """
+    """An echo out of a collective: gloo's RuntimeError, torch's own types. A ConnectionError may be a tracker's."""
     return is_consequence(end) and (end.error is None or end.error.type == "RuntimeError" or _is_torchs(end.error))
 
 

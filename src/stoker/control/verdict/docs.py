@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from stoker.contract import schedulers
-from stoker.control import verdict
-from stoker.control.verdict.catalogue import CATALOGUE, Cause
+from stoker.contract.discovery import modules_in
+from stoker.control.verdict import hang  # noqa: F401  its causes come first
+from stoker.control.verdict.catalogue import CATALOGUE, Cause, rules
 
 _HEAD = """# Verdicts
 
@@ -28,9 +26,8 @@ _FAMILIES = {
 
 
 def page() -> str:
-    for module in iter_modules(verdict.__path__, verdict.__name__ + "."):
-        if module.name != __name__:
-            import_module(module.name)
+    rules()
+    modules_in(__package__)  # the causes that no rule finds
     families: dict[str, list[Cause]] = {}
     for one in CATALOGUE.values():
         families.setdefault(one.id.partition(".")[0], []).append(one)

@@ -11,80 +11,40 @@ import signal
 from stoker.contract.quantities import counted, span
 from stoker.contract.shape import replace
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict import (
-    data,
-    environment,
-    gpu,
-    gpu_memory,
-    grpo,
-    hang,
-    host,
-    kernels,
-    launch,
-    memory,
-    nccl,
-    network,
-    numbers,
-    rank,
-)
-from stoker.control.verdict.catalogue import CATALOGUE, Case, verdict_of
+from stoker.control.verdict import hang, launch
+from stoker.control.verdict.catalogue import Case, rules, verdict_of
 from stoker.control.verdict.consequence import failed, is_collectives, is_consequence, is_mismatch, when
-from stoker.control.verdict.wording import exit_code
+from stoker.control.verdict.lastwords import exit_code
+from stoker.control.verdict.rules import numbers
 
-AT_ONCE_S = (
-    5.0  # between a rank's end and what its peers say of it: an interpreter on a busy machine takes seconds to end
-)
+AT_ONCE_S = 5.0  # between a rank's end and what its peers say of it: on a busy machine Python takes seconds to end
 LEFT_S = 10.0  # between the end of one rank and a stop of the others: longer than ranks take to end one after another
-# The order in which a rank's end is explained: what names a reason before what only names an exception or a signal.
-_FAMILIES = (numbers, grpo, memory, gpu_memory, gpu, kernels, network, nccl, data, environment, host, rank)
+_RULES = rules()
 
 
 def judge(evidence: Evidence) -> Verdict:
     if evidence.trouble:
         raised = _raised_before(evidence)
         known = explain(raised, evidence) if raised is not None else launch.trouble(evidence)
-        if not evidence.stop_signal:
-            return known
-        return replace(
-            known,
-            retryable=False,
-            evidence=(*known.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
-        )
+        return _then_stopped(known, evidence) if evidence.stop_signal else known
     guilty = _guilty(evidence)
     stall = evidence.stall
-    if (
-        stall is not None
-        and (stall.rank is not None or stall.parties)
-        and not evidence.stop_signal
-        and guilty is not None
-        and _only_echoes(evidence)
-    ):
+    explained = stall is not None and (stall.rank is not None or stall.parties)
+    if stall is not None and explained and not evidence.stop_signal and guilty is not None and _only_echoes(evidence):
         accused = next((end for end in evidence.ends if end.rank == stall.rank), None)
         told = hang.trouble(stall, accused.label if accused else "", "the ranks that waited for it gave up")
         if accused is not None and failed(accused, evidence.stopped_at):
             told["exit_code"] = exit_code(accused)
         return launch.trouble(replace(evidence, trouble=(told,)))
     if evidence.stop_signal:
-        before = guilty is not None and when(guilty) < evidence.stopped_at
-        if not before:
+        if guilty is None or when(guilty) >= evidence.stopped_at:
             return launch.stopped(evidence, *_known_by_then(evidence))
-        assert guilty is not None
-        found = explain(guilty, evidence)
-        return replace(
-            found,
-            retryable=False,
-            evidence=(*found.evidence, f"then the launcher received {signal.Signals(evidence.stop_signal).name}"),
-        )
+        return _then_stopped(explain(guilty, evidence), evidence)
     if evidence.steps_reached and guilty is None:
-        return Verdict(
-            "completed",
-            "completed",
-            f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for",
-            0,
-        )
-    told_to = bool(evidence.regrouping) and any(
-        end.ours for end in evidence.ends
-    )  # then 0 means "saved and left", not "done"
+        made = f"{_everybody(evidence)} made at least {counted(evidence.steps_reached, 'step')}; ended as asked for"
+        return Verdict("completed", "completed", made, 0)
+    # Then 0 means "saved and left", not "done".
+    told_to = bool(evidence.regrouping) and any(end.ours for end in evidence.ends)
     if all(end.code == 0 for end in evidence.ends) and len(evidence.ends) == evidence.world_size and not told_to:
         return Verdict("completed", "completed", f"{_everybody(evidence)} ended with 0", 0)
     if guilty is None and evidence.regrouping:
@@ -94,10 +54,13 @@ def judge(evidence: Evidence) -> Verdict:
     return explain(guilty, evidence)
 
 
+def _then_stopped(verdict: Verdict, evidence: Evidence) -> Verdict:
+    received = f"then the launcher received {signal.Signals(evidence.stop_signal).name}"
+    return replace(verdict, retryable=False, evidence=(*verdict.evidence, received))
+
+
 def _raised_before(evidence: Evidence) -> RankEnd | None:
-    """The rank that was stopped for standing still, where it had reported an exception of its own before: it did not
-    get through its exit.
-    """
+    """The rank stopped for standing still, if it had reported its own exception before: its exit hung."""
     if not evidence.trouble[0]["cause"].startswith("hang."):
         return None
     end = next((end for end in evidence.ends if end.rank == evidence.trouble[0]["rank"]), None)
@@ -115,15 +78,10 @@ def _known_by_then(evidence: Evidence) -> tuple[str, tuple[str, ...], tuple[str,
     if evidence.notes:
         return evidence.notes[0], (), ()
     left = [end for end in evidence.ends if end.code == 0 and evidence.stopped_at - end.time > LEFT_S]
-    return (
-        (
-            f"rank {left[0].rank} ({left[0].label}) had ended with 0 {span(evidence.stopped_at - left[0].time)} before",
-            (),
-            (),
-        )
-        if left
-        else ("", (), ())
-    )
+    if not left:
+        return "", (), ()
+    before = span(evidence.stopped_at - left[0].time)
+    return f"rank {left[0].rank} ({left[0].label}) had ended with 0 {before} before", (), ()
 
 
 def _everybody(evidence: Evidence) -> str:
@@ -159,14 +117,10 @@ def _guilty(evidence: Evidence) -> RankEnd | None:
 
 
 def explain(end: RankEnd, evidence: Evidence) -> Verdict:
-    """The first cause of the catalogue that the end fits. Its families are asked in order, each family's causes as they
-    stand in its file.
-    """
+    """The first cause of the catalogue that the end fits."""
     case = Case(end, evidence)
-    for family in _FAMILIES:
-        for cause in CATALOGUE.values():
-            if cause.explain is not None and cause.explain.__module__ == family.__name__:
-                found = cause.explain(case)
-                if found is not None:
-                    return verdict_of(cause, case, found)
+    for cause in _RULES:
+        found = cause.explain(case) if cause.explain else None
+        if found is not None:
+            return verdict_of(cause, case, found)
     raise AssertionError(f"rank {end.rank} ended with {end.code} and no family took it")

@@ -1,13 +1,18 @@
-"""What ended a rank, in its own words: the text that causes search, and the pieces of it that a verdict quotes."""
+"""What ended a rank, in its own words: the text that causes search, and how a verdict quotes it."""
 
 from __future__ import annotations
 
 import re
 import signal
 
-from stoker.control.verdict.catalogue import Case
-from stoker.control.verdict.wording import place
+from stoker.contract.names import EX_SOFTWARE
+from stoker.contract.shapes import Around, RankEnd
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.verdict.catalogue import Case
+
+LINE = 500  # of one line of evidence: the log has the rest
 _DIRECT = "\nThe above exception was the direct cause of the following exception:\n"
 _DURING = "\nDuring handling of the above exception, another exception occurred:\n"
 _LONG = 2000  # of one line, and
@@ -58,10 +63,8 @@ def find(case: Case, pattern: str) -> re.Match[str] | None:
 
 def line_of(found: re.Match[str]) -> str:
     """The whole line that holds the match."""
-    text = found.string
-    return text[
-        text.rfind("\n", 0, found.start()) + 1 : (text.find("\n", found.end()) + 1 or len(text) + 1) - 1
-    ].strip()
+    before, after = found.string[: found.start()].rpartition("\n")[2], found.string[found.end() :].partition("\n")[0]
+    return (before + found[0] + after).strip()
 
 
 def at(case: Case) -> str:
@@ -80,9 +83,46 @@ def path_in(line: str) -> str:
     return named[1] if named else ""
 
 
+def shm_left(around: Around) -> tuple[str, ...]:
+    if around.shm_total is None:
+        return ()
+    return (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
+
+
 def amount(count: float) -> str:
     """As torch writes sizes, so that the line in the log and the verdict can be compared."""
     for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
     return f"{count:.0f} bytes"
+
+
+def exit_code(end: RankEnd) -> int:
+    """The guilty rank's own; 128 + n for a signal; 70 where that would be 0 or was our doing."""
+    if end.ours and end.code and end.code < 0 and end.error is not None and not end.error.late:
+        return 1  # Python's own: it had reported its exception and was on its way out when our signal met it
+    if not end.code or (end.ours and (end.error is None or end.code < 0)):
+        return EX_SOFTWARE
+    return end.code if end.code > 0 else 128 - end.code
+
+
+def place(end: RankEnd) -> str:
+    error = end.error
+    return f"{error.file}:{error.line}, in {error.function}" if error and error.file else "no place known"
+
+
+def first_line(text: str, limit: int = 200) -> str:
+    line = text.strip().splitlines()[0] if text.strip() else ""
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def traced(end: RankEnd, lines: int = 6) -> tuple[str, ...]:
+    """The exception, where it was, and the end of its traceback: what most causes quote."""
+    error = end.error
+    if error is None:
+        return ()
+    return (f"{error.type} at {place(end)}", *error.traceback.strip().splitlines()[-lines:])
+
+
+def last_lines(end: RankEnd, count: int = 3) -> tuple[str, ...]:
+    return tuple([line for line in end.tail.strip().splitlines() if line.strip()][-count:])

@@ -9,9 +9,8 @@ from stoker.contract.checkpoints import SavedCheckpoint
 from stoker.contract.names import EX_OSERR, EX_SOFTWARE, Refusal
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Evidence, RankEnd, Verdict
-from stoker.control.verdict.catalogue import entry
-from stoker.control.verdict.host import AGENT_LOST, HOST_LOST
-from stoker.control.verdict.memory import RAM_LIMIT
+from stoker.control.verdict.catalogue import entry, report
+from stoker.control.verdict.rules.memory import RAM_LIMIT
 
 AT_ONCE_S = 2.5
 
@@ -87,10 +86,8 @@ entry(
 entry(
     "launch.runs-dir",
     "The run directory can't be written, or is not safe from other users.",
-    seen=(
-        "creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved the"
-        " run directory while the run was going on"
-    ),
+    seen="""creating or writing below --runs-dir fails; or another user can exchange what lies there, or has moved
+    the run directory while the run was going on""",
     contradicts="a rank's own files: data.no-space, data.permission",
     fix=("another folder, of your own: --runs-dir DIR, or $STOKER_RUNS",),
 )
@@ -98,10 +95,8 @@ entry(
     "launch.no-space",
     "The disk or the quota of the run directory is full.",
     seen="before the start: ENOSPC or EDQUOT when the run's record is made",
-    contradicts=(
-        "the disk fills later: the run continues, the verdict is written into reserved space, and a rank that fails of"
-        " it is data.no-space"
-    ),
+    contradicts="""the disk fills later: the run continues, the verdict is written into reserved space, and a rank
+    that fails of it is data.no-space""",
     fix=(
         "df -h and df -i on that folder; stoker clean --cache shows what caches take",
         "another folder: --runs-dir DIR, or $STOKER_RUNS",
@@ -141,6 +136,28 @@ entry(
     seen="before the start: --legal-ranks does not hold the number of GPUs that are usable",
     fix=("--nproc-per-node with one of them",),
 )
+_AGENT_LOST = entry(
+    "host.agent-lost",
+    "A host's agent vanished while its ranks ran.",
+    seen="end-of-file on its connection, or no sign of life for 8 s",
+    contradicts="a rank ended first: then that is the cause",
+    fix=(
+        "was it killed? dmesg on that host may know",
+        "a host that went down or a cable that was cut looks the same: ping it",
+    ),
+)
+_HOST_LOST = entry(
+    "host.lost",
+    "A host of a run with several was lost while its ranks ran.",
+    seen="""no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection
+    (agent or sshd killed)""",
+    contradicts="""a rank failed by itself before that: then that is the cause. Ranks that lost their connection to
+    it are the echo""",
+    fix=(
+        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
+        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
+    ),
+)
 _UNKNOWN = entry(
     "unknown",
     "The job ended without a cause that can be seen.",
@@ -151,9 +168,7 @@ _UNKNOWN = entry(
 
 
 def stopped(evidence: Evidence, known: str = "", seen: tuple[str, ...] = (), fix: tuple[str, ...] = ()) -> Verdict:
-    """`known`: what was wrong at that moment, with its evidence and what to do about it. More time to save would not
-    have helped then.
-    """
+    """`known`: what was wrong by then, with evidence and fix. More time to save would not have helped."""
     name = signal.Signals(evidence.stop_signal).name
     late = [] if evidence.stop_now else [end for end in evidence.ends if _ran_out_of_time(end, evidence.stopped_at)]
     if late:
@@ -200,9 +215,7 @@ def _short(path: str) -> str:
 
 
 def _ran_out_of_time(end: RankEnd, stopped_at: float) -> bool:
-    """SIGKILL is the ladder's last word. A rank that catches SIGTERM may end by the second one, before that; one that
-    catches nothing ends at once.
-    """
+    """Killed by SIGKILL, or late by a second SIGTERM, as a rank with a handler may be; without one it ends at once."""
     return end.ours and (
         end.code == -signal.SIGKILL or (end.code == -signal.SIGTERM and end.time - stopped_at > AT_ONCE_S)
     )
@@ -229,25 +242,16 @@ def trouble(evidence: Evidence) -> Verdict:
 def unknown(evidence: Evidence) -> Verdict:
     ends = [f"rank {end.rank} ended with {end.code}" for end in evidence.ends]
     missing = evidence.world_size - len([end for end in evidence.ends if end.code is not None])
-    return Verdict(
-        "failed",
-        "unknown",
-        f"the job ended without a cause that can be seen; {missing} of {evidence.world_size} ranks have no end on"
-        " record",
-        EX_SOFTWARE,
-        evidence=tuple(ends),
-        retryable=False,
-        fix=_UNKNOWN.fix,
-    )
+    untold = f"{missing} of {evidence.world_size} ranks have no end on record"
+    line = f"the job ended without a cause that can be seen; {untold}"
+    return Verdict("failed", _UNKNOWN.id, line, EX_SOFTWARE, evidence=tuple(ends), fix=_UNKNOWN.fix)
 
 
 def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
     """The launcher is gone and left no verdict."""
-    kept = (
-        f"the newest checkpoint is {_short(newest.path)}"
-        if newest
-        else "there is no checkpoint in the run's checkpoints/"
-    )
+    kept = "there is no checkpoint in the run's checkpoints/"
+    if newest:
+        kept = f"the newest checkpoint is {_short(newest.path)}"
     return Verdict(
         "lost",
         "launch.killed",
@@ -261,65 +265,35 @@ def lost(run: str, newest: SavedCheckpoint | None = None) -> Verdict:
 
 
 def over_ram_limit(rank: int, label: str, taken: int, limit: int) -> dict[str, Any]:
-    return {
-        "cause": "oom.ram-limit",
-        "rank": rank,
-        "at_once": True,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}",
-        "evidence": [f"resident memory {taken} bytes, limit {limit}"],
-        "fix": list(RAM_LIMIT.fix),
-    }
+    summary = f"rank {rank} ({label}) took {gb(taken)} of memory, past --ram-limit {gb(limit)}"
+    return report(RAM_LIMIT, summary, [f"resident memory {taken} bytes, limit {limit}"], rank=rank, at_once=True)
 
 
 def agent_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
-    return {
-        "cause": "host.agent-lost",
-        "host": host,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"the agent on {f'host {host}' if host else 'this machine'} was lost: {why}; its ranks are stopped",
-        "evidence": [complaint] if complaint else [],
-        "fix": list(AGENT_LOST.fix),
-    }
+    where = f"host {host}" if host else "this machine"
+    summary = f"the agent on {where} was lost: {why}; its ranks are stopped"
+    return report(_AGENT_LOST, summary, [complaint] if complaint else [], host=host)
 
 
 def host_lost(host: str, why: str, complaint: str) -> dict[str, Any]:
-    return {
-        "cause": "host.lost",
-        "host": host,
-        "exit_code": EX_SOFTWARE,
-        "summary": f"host {host} is lost: {why.removeprefix('it ended: ')}",
-        "evidence": [complaint] if complaint and complaint not in why else [],
-        "fix": list(HOST_LOST.fix),
-    }
+    summary = f"host {host} is lost: {why.removeprefix('it ended: ')}"
+    return report(_HOST_LOST, summary, [complaint] if complaint and complaint not in why else [], host=host)
 
 
 def regrouped(host: str) -> Verdict:
-    return Verdict(
-        "failed",
-        "launch.regroup",
-        f"ended after a checkpoint so that host {host} can join",
-        EX_SOFTWARE,
-        retryable=_REGROUP.retryable,
-    )
+    line = f"ended after a checkpoint so that host {host} can join"
+    return Verdict("failed", _REGROUP.id, line, EX_SOFTWARE, retryable=_REGROUP.retryable)
 
 
 def not_started(rank: int, why: str) -> dict[str, Any]:
-    return {
-        "cause": "launch.not-started",
-        "rank": rank,
-        "summary": f"rank {rank} could not be started: {why}",
-        "exit_code": EX_OSERR,
-        "fix": list(_NOT_STARTED.fix),
-    }
+    return report(_NOT_STARTED, f"rank {rank} could not be started: {why}", [], rank=rank, exit_code=EX_OSERR)
 
 
 def refused(refusal: Refusal) -> Verdict:
-    return Verdict(
-        "refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=(refusal.fix,) if refusal.fix else ()
-    )
+    fix = (refusal.fix,) if refusal.fix else ()
+    return Verdict("refused", refusal.cause, refusal.line.splitlines()[0], refusal.code, fix=fix)
 
 
-def broken(cause: str, line: str, code: int, evidence: tuple[str, ...] = ()) -> Verdict:
+def broken(cause: str, line: str, code: int) -> Verdict:
     """Stoker itself could not go on after the start."""
-    return Verdict("failed", cause, line, code, evidence=evidence)
+    return Verdict("failed", cause, line, code)

@@ -1,6 +1,4 @@
-"""slurm.*: what the scheduler did to a run, in Slurm's own word. Not read off a rank's end: asked of Slurm, by `stoker
-why` and `stoker submit`.
-"""
+"""slurm.*: what the scheduler did to a run, asked of Slurm by `stoker why` and `stoker submit`."""
 
 from __future__ import annotations
 
@@ -146,11 +144,9 @@ def refined(verdict: Verdict, job: Job) -> Verdict:
 def without_run(job: Job, evidence: tuple[str, ...] = ()) -> Verdict:
     """Of a job in which no run began."""
     found = cause_of(job) or NOT_STARTED
-    summary = (
-        _summary(found, job)
-        if found is not NOT_STARTED
-        else f"job {job.id} ended ({job.state}) before a run began in it"
-    )
+    summary = f"job {job.id} ended ({job.state}) before a run began in it"
+    if found is not NOT_STARTED:
+        summary = _summary(found, job)
     return Verdict(
         "stopped" if found in (CANCELLED, NOTICE, REQUEUED) else "failed",
         found.id,

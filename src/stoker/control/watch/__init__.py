@@ -1,3 +1,1 @@
-"""Signals of the ranks become evidence: progress, a stall and its culprit, a straggler, numbers gone bad. Pure: it asks
-and stops nothing itself.
-"""
+"""The ranks' signals become evidence: progress, a stall and its culprit, stragglers, bad numbers. Pure."""

@@ -1,8 +1,6 @@
-"""All ranks' snapshots in, one stall out: which rank, what it does, who waits for it, and whether it can ever go on.
-Pure.
+"""All ranks' snapshots in, one stall out: which rank, what it does, who waits, whether it can ever go on. Pure.
 
-The order of evidence: a stopped process; who waits for whom in the collectives; the stack that differs; the state of a
-process.
+The order of evidence: a stopped process; who waits for whom; the stack that differs; the state of a process.
 """
 
 from __future__ import annotations
@@ -14,22 +12,19 @@ from stoker.contract.shape import replace
 from stoker.contract.shapes import Stall
 from stoker.control.watch import stacks
 from stoker.control.watch.diverged import at_odds, mismatched
-from stoker.control.watch.reasons import reason
-from stoker.control.watch.snapshot import Frame, Snapshot
+from stoker.control.watch.snapshot import Frame, Members, Snapshot, Snapshots, Worker, main_thread
 from stoker.control.watch.waits import Waits, waits
 
 
 def explain(
-    snapshots: Mapping[int, Snapshot],
+    snapshots: Snapshots,
     world: int,
-    members: Mapping[str, tuple[int, ...]],
+    members: Members,
     ended: Mapping[int, int],
     silent: Mapping[int, float],
     steps: Mapping[int, int],
 ) -> Stall | None:
-    """`ended`: ranks that are gone -> exit code. `silent`: seconds without progress, of the ranks that are overdue.
-    None: nothing found that stands still.
-    """
+    """`ended`: rank -> exit code. `silent`: seconds without progress, of overdue ranks. None: nothing found."""
     if not snapshots:
         return None
     found = _culprit(snapshots, world, members, ended, silent)
@@ -50,11 +45,7 @@ def explain(
 
 
 def _culprit(
-    snapshots: Mapping[int, Snapshot],
-    world: int,
-    members: Mapping[str, tuple[int, ...]],
-    ended: Mapping[int, int],
-    silent: Mapping[int, float],
+    snapshots: Snapshots, world: int, members: Members, ended: Mapping[int, int], silent: Mapping[int, float]
 ) -> Stall | None:
     graph = waits(snapshots, members, world)
     stopped = [rank for rank, one in snapshots.items() if one.state == "T"] or [
@@ -89,7 +80,7 @@ def _operation(graph: Waits, rank: int) -> tuple[str, str]:
     return str(edge.op), edge.op.name.partition(":")[0]
 
 
-def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+def _alone(guilty: list[int], snapshots: Snapshots, graph: Waits) -> Stall:
     rank = guilty[0]
     kind, frame, detail = reason(snapshots[rank])
     if kind in ("lock", "io", "place") and stacks.in_rendezvous(snapshots[rank].main):
@@ -98,11 +89,9 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -
     waiting = tuple(sorted(graph.behind(rank) - set(guilty)))
     one, proof = snapshots[rank], False
     if one.message and one.state not in "Tt":  # gloo's recorder knows no send and receive: the stack does
-        whom = (
-            f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
-            if one.peer is not None
-            else "that nobody answers"
-        )
+        whom = "that nobody answers"
+        if one.peer is not None:
+            whom = f"{'from' if one.message == 'recv' else 'to'} rank {one.peer}"
         kind, detail, proof = "diverged", f"it waits in {one.message} {whom}", one.peer in waiting
         if one.peer in waiting:
             detail += f", which waits in {operation}"
@@ -126,38 +115,22 @@ def _alone(guilty: list[int], snapshots: Mapping[int, Snapshot], graph: Waits) -
 def _left(rank: int, ended: Mapping[int, int], graph: Waits) -> Stall:
     operation, backend = _operation(graph, rank)
     waiting = tuple(sorted(graph.behind(rank)))
-    return Stall(
-        "left",
-        rank,
-        (rank,),
-        waiting,
-        "",
-        f"it ended with exit code {ended[rank]} before the others were done",
-        operation,
-        backend,
-        True,
-        evidence=(f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone",),
-    )
+    detail = f"it ended with exit code {ended[rank]} before the others were done"
+    gone = f"{ranks_text(waiting)} wait in {operation}; rank {rank} is gone"
+    return Stall("left", rank, (rank,), waiting, "", detail, operation, backend, proof=True, evidence=(gone,))
 
 
-def _together(snapshots: Mapping[int, Snapshot], graph: Waits) -> Stall:
+def _together(snapshots: Snapshots, graph: Waits) -> Stall:
     """All have entered the same operation and it does not end: the way between them, or a card."""
     rank, (group, op) = min(graph.pending.items())
     frame = stacks.users_frame(snapshots[rank].main)
-    return Stall(
-        "together",
-        None,
-        (),
-        tuple(sorted(graph.pending)),
-        str(frame or ""),
-        f"every rank has entered operation {op.seq} of group {group} and it does not end",
-        str(op),
-        op.name.partition(":")[0],
-    )
+    waiting, backend = tuple(sorted(graph.pending)), op.name.partition(":")[0]
+    detail = f"every rank has entered operation {op.seq} of group {group} and it does not end"
+    return Stall("together", None, (), waiting, str(frame or ""), detail, str(op), backend)
 
 
 def _by_stacks(
-    snapshots: Mapping[int, Snapshot], graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
+    snapshots: Snapshots, graph: Waits, silent: Mapping[int, float], ended: Mapping[int, int]
 ) -> Stall | None:
     """No word from the collectives: those that are not in one are what the others wait for."""
     waiters = {rank for rank, one in snapshots.items() if rank in graph.pending or stacks.in_collective(one.main)}
@@ -174,7 +147,7 @@ def _by_stacks(
     return replace(found, waiting=tuple(sorted(waiters))) if waiters else found
 
 
-def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
+def _outlier(snapshots: Snapshots, waiters: set[int]) -> Stall:
     """All are in a collective and only their stacks say in which: the lines most ranks share are the right ones."""
     groups = stacks.grouped(snapshots.values())
     ranks, one = groups[0]
@@ -189,3 +162,93 @@ def _outlier(snapshots: Mapping[int, Snapshot], waiters: set[int]) -> Stall:
         return Stall("diverged", None, (), tuple(sorted(waiters)), parties=parties)
     others = tuple(sorted(waiters - set(ranks)))
     return Stall("diverged", ranks[0], ranks, others, str(frame or ""), parties=parties)
+
+
+# ---- what a rank that stopped is doing, from its own process alone ----
+
+BUSY = 0.5  # of a core: computing, not waiting
+_SLEEPS = ("nanosleep", "clock_nanosleep")
+_CHILD = ("wait4", "waitid")
+_IO = ("read", "write", "poll", "ppoll", "select", "pselect6", "connect", "accept", "recvfrom", "recvmsg", "epoll_wait", "epoll_pwait", "openat", "fsync",
+       "flock")  # fmt: skip
+
+
+def reason(one: Snapshot) -> tuple[str, Frame | None, str]:
+    """(kind, the guilty frame, detail)."""
+    frame = stacks.users_frame(one.main)
+    if one.state == "T":
+        return "stopped", frame, "its process is stopped (SIGSTOP, or a suspended shell)"
+    if one.state == "t":
+        return "debugged", frame, "a debugger or tracer holds its process"
+    if one.state == "D":
+        detail = (
+            f"its process is in uninterruptible sleep ({one.wchan or 'D state'}): a disk, network file system or"
+            " driver does not answer"
+        )
+        return "disk", frame, detail
+    worker = _stuck_worker(one)
+    if worker is not None:
+        inner = stacks.users_frame(worker.frames)
+        how = "spins" if worker.cpu > BUSY else "is stuck"
+        how = {"T": "is stopped", "t": "is stopped", "D": "is in uninterruptible sleep"}.get(worker.state, how)
+        detail = f"it waits for its data-loader worker {worker.pid}, which {how}{f' at {inner}' if inner else ''}"
+        return "worker", inner or frame, detail
+    if stacks.in_loader(one.main):
+        return "worker", frame, "it waits for data that none of its data-loader workers is making"
+    same_line, active, gil = _steady(one)
+    # Ready to run counts: a loop that spins on a machine with more work than cores is not waiting for anything.
+    computes = one.main_cpu + one.waiting_for_core > BUSY or (one.main_cpu == 0.0 and one.cpu > BUSY)
+    waits = one.syscall in (*_SLEEPS, *_CHILD, *_IO) or "nanosleep" in one.wchan
+    # It makes no step, and its card is busy all the same.
+    if one.gpu_use is not None and one.gpu_use >= 90 and not waits:
+        return "kernel", frame, f"it waits for a GPU kernel that does not end (its GPU is at {one.gpu_use} %)"
+    if computes:
+        held = ", holding the GIL" if gil else ""
+        detail = (
+            f"it computes ({one.cpu:.1f} cores{held}{', always on this line' if same_line else ''}) and enters no"
+            " collective"
+        )
+        return "spin", frame, detail
+    if gil and not active:
+        detail = f"native code called there holds the GIL and waits{f' in {one.syscall}' if one.syscall else ''}"
+        return "gil", frame, detail
+    if one.syscall in _SLEEPS or "nanosleep" in one.wchan:
+        return "sleep", frame, "it sleeps"
+    if one.syscall in _CHILD or one.wchan == "do_wait":
+        below = next((worker for worker in one.workers if worker.state != "Z"), None)
+        detail = f"it waits for a process it started{f': {below.command[:60]} (pid {below.pid})' if below else ''}"
+        return "child", frame, detail
+    if one.syscall in _IO or any(word in one.wchan for word in ("pipe", "sk_wait", "wait_woken", "partner", "poll")):
+        return "io", frame, f"it waits in {one.syscall or one.wchan}"
+    if one.syscall == "futex" or "futex" in one.wchan:
+        return "lock", frame, "it waits for a lock or another thread"
+    inside = one.syscall if one.syscall.isidentifier() and one.syscall != "running" else one.wchan
+    return "place", frame, f"it is in {inside}" if inside else "it runs now and then"
+
+
+def _steady(one: Snapshot) -> tuple[bool, bool, bool]:
+    """(on the same line in every sample, ever seen running, holding the GIL in every sample)."""
+    mains = [main for main in (main_thread(threads) for threads in one.samples) if main is not None]
+    lines = {main.frames[:1] for main in mains}
+    return (
+        len(lines) == 1 and len(mains) > 1,
+        any(main.active for main in mains),
+        bool(mains) and all(main.gil for main in mains),
+    )
+
+
+def _stuck_worker(one: Snapshot) -> Worker | None:
+    """The worker the main thread waits for in its data loader: one that is not waiting for work itself."""
+    if not stacks.in_loader(one.main):
+        return None
+    own = [worker for worker in one.workers if worker.frames or worker.state in "TtD"]
+    stuck = [worker for worker in own if worker.state in "TtD"] or [
+        worker for worker in own if not _idle_worker(worker)
+    ]
+    return stuck[0] if stuck else None
+
+
+def _idle_worker(worker: Worker) -> bool:
+    """In the loop that waits for the next index, or no data worker at all (multiprocessing's tracker)."""
+    inside = [frame.function for frame in worker.frames]
+    return "fetch" not in inside and ("_worker_loop" in inside or "resource_tracker" in worker.command or not inside)

@@ -1,23 +1,219 @@
 """Ranks that wait for each other: another operation, another size, another group. Says what each did, where, and who
 left the common path. Pure.
+
+The operations of all ranks are laid side by side, up to the first that differs. What decides, in this order: what most
+ranks entered there, and then each rank's own past (training repeats itself, so the next operation is known before it is
+entered). Where neither decides it is a tie, and nobody is accused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from stoker.contract.collectives import kind_of, likeness
 from stoker.contract.quantities import ranks_text
+from stoker.contract.shape import shape
 from stoker.contract.shapes import Stall
 from stoker.control.watch import stacks
-from stoker.control.watch.paths import Parting, Party, decided, from_silence, parting, place_of
-from stoker.control.watch.snapshot import Frame, Snapshot
+from stoker.control.watch.snapshot import Frame, Group, Members, Op, Snapshot, Snapshots
 from stoker.control.watch.waits import Wait, Waits
 
-Members = Mapping[str, tuple[int, ...]]
+Place = tuple[str, int]  # file and line of the script
 
 
-def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall | None:
+@shape
+class Party:
+    """Ranks that did the same."""
+
+    ranks: tuple[int, ...]
+    group: str = ""
+    op: Op | None = None  # None: nobody knows, gloo ended these ranks and their recorders with them
+
+
+@shape
+class Parting:
+    parties: tuple[Party, ...]  # those that left the path first
+    odd: tuple[int, ...]  # the ranks that left it; none: a tie
+    how: str  # it is known
+
+
+@shape
+class Step:
+    """One operation of a rank, made comparable between ranks."""
+
+    key: tuple[object, ...]
+    group: str
+    op: Op
+
+
+def parting(snapshots: Snapshots, members: Members, world: int) -> Parting | None:
+    """Of all ranks; where their programs differ by design (stages of a pipeline), of the members of one group."""
+    known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
+    mute = {rank: one for rank, one in snapshots.items() if rank not in known and one.main}
+    candidates = [
+        tuple(known),
+        *(members_of(group, rank, members, world) for rank, one in known.items() for group in one.groups),
+    ]
+    for ranks in dict.fromkeys(tuple(sorted(set(ranks) & known.keys())) for ranks in candidates):
+        parties = _first_difference({rank: known[rank] for rank in ranks}, members, world)
+        if parties:
+            return decided(_with_mute(parties, known, mute))
+    return None
+
+
+def from_silence(snapshots: Snapshots) -> Parting | None:
+    """gloo ended some ranks because sizes differ, and the others agree: then the ended ones did something else."""
+    known = {rank: one for rank, one in snapshots.items() if any(group.ops for group in one.groups)}
+    mute = tuple(sorted(rank for rank in snapshots if rank not in known))
+    under_way = [
+        (op.order, group.name, op)
+        for rank in sorted(known)[:1]
+        for group in known[rank].groups
+        for op in group.ops
+        if not op.done
+    ]
+    if not mute or not under_way:
+        return None
+    _, group, op = min(under_way, key=lambda entry: entry[0])
+    return decided([Party(tuple(sorted(known)), group, op), Party(mute)])
+
+
+def members_of(group: Group, rank: int, members: Members, world: int) -> tuple[int, ...]:
+    if group.name in members:
+        return members[group.name]
+    if group.ranks:
+        return group.ranks
+    return tuple(range(world)) if group.about == "default_pg" or group.name == "0" else (rank,)
+
+
+# ---- side by side ----
+
+
+def _first_difference(snapshots: Snapshots, members: Members, world: int) -> list[Party]:
+    if len(snapshots) < 2:
+        return []
+    names = {rank: _group_names(one, snapshots, members, world) for rank, one in snapshots.items()}
+    shared = set.intersection(*(set(own.values()) for own in names.values()))
+    # Only groups that all these ranks are in, aligned by an operation that all recorders still hold.
+    paths = {
+        rank: [step for step in _path(one, names[rank]) if step.key[0] in shared] for rank, one in snapshots.items()
+    }
+    used = set.intersection(*({step.key[0] for step in path} for path in paths.values()))
+    if not used:
+        return []
+    anchor = min(used, key=lambda which: (-_count(paths, which), str(which)))
+    start = max(next(step.op.seq for step in path if step.key[0] == anchor) for path in paths.values())
+    aligned = {rank: _from(path, anchor, start) for rank, path in paths.items()}
+    for number in range(max(len(path) for path in aligned.values())):
+        here = {rank: path[number] for rank, path in aligned.items() if len(path) > number}
+        parties: dict[tuple[object, ...], list[int]] = {}
+        for rank, step in here.items():
+            parties.setdefault(step.key, []).append(rank)
+        if len(parties) > 1:
+            if all(step.op.done for step in here.values()):
+                return []  # they differ and it held up nobody: programs that differ by design
+            return [_party(here, ranks) for ranks in parties.values()]
+    return []
+
+
+def _party(here: Mapping[int, Step], ranks: list[int]) -> Party:
+    """Shown by one that still waits in it, and whose past says whether it is the usual operation."""
+    step = max((here[rank] for rank in ranks), key=lambda step: (not step.op.done, step.op.usual is not None))
+    return Party(tuple(sorted(ranks)), step.group, step.op)
+
+
+def _group_names(
+    snapshot: Snapshot, snapshots: Snapshots, members: Members, world: int
+) -> dict[str, tuple[object, ...]]:
+    """The groups a rank is in, used or not, by names that mean the same on every rank: its second group of four ranks."""
+    sizes = {group.name: len(members_of(group, snapshot.rank, members, world)) for group in snapshot.groups}
+    sizes |= {name: len(ranks) for name, ranks in members.items() if snapshot.rank in ranks}
+    about = {group.name: group.about for one in snapshots.values() for group in one.groups}
+    names: dict[str, tuple[object, ...]] = {}
+    counted: dict[object, int] = {}
+    for name in sorted(sizes, key=lambda name: (not name.isdigit(), int(name) if name.isdigit() else 0, name)):
+        kind = (about.get(name, ""), sizes[name])
+        counted[kind] = counted.get(kind, 0) + 1
+        names[name] = (*kind, counted[kind])
+    return names
+
+
+def _path(snapshot: Snapshot, names: Mapping[str, tuple[object, ...]]) -> list[Step]:
+    """All collectives of a rank in the order it made them."""
+    steps = [
+        Step((names[group.name], group.backend, *likeness(op.name, op.sizes)), group.name, op)
+        for group in snapshot.groups
+        for op in group.ops
+        if not op.p2p
+    ]
+    return sorted(steps, key=lambda step: step.op.order)
+
+
+def _count(paths: Mapping[int, list[Step]], which: object) -> int:
+    return min(sum(step.key[0] == which for step in path) for path in paths.values())
+
+
+def _from(path: list[Step], anchor: object, seq: int) -> list[Step]:
+    return path[
+        next((number for number, step in enumerate(path) if step.key[0] == anchor and step.op.seq >= seq), len(path)) :
+    ]
+
+
+# ---- who is wrong ----
+
+
+def place_of(snapshot: Snapshot) -> Place | None:
+    frame = stacks.users_frame(snapshot.main)
+    return (frame.file, frame.line) if frame is not None else None
+
+
+def _with_mute(parties: list[Party], known: Snapshots, mute: Snapshots) -> list[Party]:
+    """A rank without a recorder belongs to those at whose line it was."""
+    joined = [list(party.ranks) for party in parties]
+    for rank, one in mute.items():
+        there = [
+            number
+            for number, party in enumerate(parties)
+            if place_of(one) in {place_of(known[peer]) for peer in party.ranks}
+        ]
+        if len(there) == 1:
+            joined[there[0]].append(rank)
+    return [Party(tuple(sorted(ranks)), party.group, party.op) for party, ranks in zip(parties, joined, strict=True)]
+
+
+def decided(parties: list[Party]) -> Parting:
+    parties = sorted(parties, key=lambda party: (len(party.ranks), party.ranks))
+    most = parties[-1]
+    if 2 * len(most.ranks) > sum(len(party.ranks) for party in parties):
+        return Parting(
+            tuple(parties),
+            _ranks(parties[:-1]),
+            f"{ranks_text(most.ranks)} did the same, {ranks_text(_ranks(parties[:-1]))} did not",
+        )
+    usual = [party for party in parties if party.op is not None and party.op.usual]
+    unusual = [party for party in parties if party.op is not None and party.op.usual is False]
+    unknown = [party for party in parties if party.op is None]
+    left = unknown if usual and len(usual) + len(unknown) == len(parties) else []
+    if unusual and (usual or unknown):
+        left = unusual
+    if left and len(left) < len(parties):
+        stayed = [party for party in parties if party not in left]
+        how = (
+            f"the operations before repeat themselves, and what {ranks_text(_ranks(left))} entered never came next in"
+            " them"
+        )
+        return Parting((*left, *stayed), _ranks(left), how)
+    parties.sort(key=lambda party: party.ranks)
+    return Parting(
+        tuple(parties), (), "as many ranks did one as the other, and nothing before shows which is the usual one"
+    )
+
+
+def _ranks(parties: Iterable[Party]) -> tuple[int, ...]:
+    return tuple(sorted(rank for party in parties for rank in party.ranks))
+
+
+def mismatched(snapshots: Snapshots, graph: Waits, members: Members, world: int) -> Stall | None:
     """Another operation, or another size, under the same number of the same group: proof, whoever else waits for whom."""
     edges = [edge for edge in graph.edges if edge.why in ("other-op", "other-shape")]
     if not edges:
@@ -25,10 +221,9 @@ def mismatched(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members
     return _stall(parting(snapshots, members, world) or decided(_parties(edges)), snapshots, proof=True)
 
 
-def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, world: int) -> Stall:
+def at_odds(snapshots: Snapshots, graph: Waits, members: Members, world: int) -> Stall:
     """Everybody waits for somebody: groups entered in another order, one left out, or messages that don't pair."""
-    # An operation that is under way need not be waited in (async_op): it is a deadlock only if every one of them stands
-    # in a collective.
+    # With async_op an operation need not be waited in: a deadlock only if every one of them is in a collective.
     proof = all(stacks.in_collective(snapshots[rank].main) for rank in graph.pending)
     apart = parting(snapshots, members, world)
     if apart is not None:
@@ -40,10 +235,8 @@ def at_odds(snapshots: Mapping[int, Snapshot], graph: Waits, members: Members, w
     return _stall(decided(waiting), snapshots, proof, kind="diverged")
 
 
-def after_the_end(snapshots: Mapping[int, Snapshot], members: Members, world: int, sizes_differ: bool) -> Stall | None:
-    """Of ranks that failed in a collective, as they said or as faulthandler saw them. `sizes_differ`: gloo ended one
-    for that.
-    """
+def after_the_end(snapshots: Snapshots, members: Members, world: int, sizes_differ: bool) -> Stall | None:
+    """Of ranks that failed in a collective. `sizes_differ`: gloo ended one for that."""
     apart = parting(snapshots, members, world) or (from_silence(snapshots) if sizes_differ else None)
     return _stall(apart, snapshots, proof=True) if apart is not None else None
 
@@ -61,7 +254,7 @@ def _parties(edges: list[Wait]) -> list[Party]:
     ]
 
 
-def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind: str = "") -> Stall:
+def _stall(apart: Parting, snapshots: Snapshots, proof: bool, kind: str = "") -> Stall:
     kind = kind or _kind(apart.parties, snapshots)
     apart, fewer_batches = _by_loop(apart, snapshots) if kind == "op-mismatch" else (apart, False)
     kind = "unequal" if fewer_batches else kind
@@ -71,39 +264,24 @@ def _stall(apart: Parting, snapshots: Mapping[int, Snapshot], proof: bool, kind:
     usual = next((party for party in reversed(apart.parties) if party.op is not None), apart.parties[-1])
     frame = _frame(snapshots, rank) if rank is not None else None
     lines = [f"{ranks_text(party.ranks)} entered {_operation(party)}" for party in apart.parties]
-    return Stall(
-        kind,
-        rank,
-        odd,
-        others,
-        str(frame or ""),
-        "",
-        str(usual.op or ""),
-        usual.op.name.partition(":")[0] if usual.op else "gloo",
-        proof,
-        evidence=(*lines, apart.how),
-        parties=told,
-    )
+    operation, backend = str(usual.op or ""), usual.op.name.partition(":")[0] if usual.op else "gloo"
+    where, evidence = str(frame or ""), (*lines, apart.how)
+    return Stall(kind, rank, odd, others, where, "", operation, backend, proof, evidence=evidence, parties=told)
 
 
-def _by_loop(apart: Parting, snapshots: Mapping[int, Snapshot]) -> tuple[Parting, bool]:
-    """Who has left the loop that the others are still in had fewer batches, and is the odd one where nothing else
-    tells.
-    """
+def _by_loop(apart: Parting, snapshots: Snapshots) -> tuple[Parting, bool]:
+    """Who left the loop the others are in had fewer batches, and is the odd one if nothing else tells."""
     for party in apart.parties:
         others = tuple(rank for other in apart.parties if other is not party for rank in other.ranks)
         if apart.odd in ((), party.ranks) and _left_the_loop(snapshots, party.ranks, others):
             rest = tuple(other for other in apart.parties if other is not party)
-            how = (
-                apart.how
-                if apart.odd
-                else f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
-            )
+            left = f"{ranks_text(others)} are inside a loop that {ranks_text(party.ranks)} has left"
+            how = apart.how if apart.odd else left
             return Parting((party, *rest), party.ranks, how), True
     return apart, False
 
 
-def _kind(parties: tuple[Party, ...], snapshots: Mapping[int, Snapshot]) -> str:
+def _kind(parties: tuple[Party, ...], snapshots: Snapshots) -> str:
     """Different calls, or one call with different tensors? The line tells where both are all_reduce."""
     ops = [party.op for party in parties if party.op is not None]
     if len({kind_of(op.name) for op in ops}) > 1:
@@ -115,28 +293,24 @@ def _kind(parties: tuple[Party, ...], snapshots: Mapping[int, Snapshot]) -> str:
 
 
 def _operation(party: Party) -> str:
-    return (
-        f"operation {party.op.seq} of group {party.group}: {party.op}"
-        if party.op is not None
-        else "an operation of another size"
-    )
+    if party.op is not None:
+        return f"operation {party.op.seq} of group {party.group}: {party.op}"
+    return "an operation of another size"
 
 
 def _entered(party: Party, parties: tuple[Party, ...]) -> str:
     if party.op is None:
         return "an operation of another size"
-    return (
-        f"{party.op} of group {party.group}"
-        if len({one.group for one in parties if one.op is not None}) > 1
-        else str(party.op)
-    )
+    if len({one.group for one in parties if one.op is not None}) > 1:
+        return f"{party.op} of group {party.group}"
+    return str(party.op)
 
 
-def _frame(snapshots: Mapping[int, Snapshot], rank: int) -> Frame | None:
+def _frame(snapshots: Snapshots, rank: int) -> Frame | None:
     return stacks.users_frame(snapshots[rank].main) if rank in snapshots else None
 
 
-def _where(party: Party, snapshots: Mapping[int, Snapshot]) -> str:
+def _where(party: Party, snapshots: Snapshots) -> str:
     """The line of one that still waits in it: another one of the party may be done with it and somewhere else by now."""
     op = party.op
     there = [
@@ -151,7 +325,7 @@ def _where(party: Party, snapshots: Mapping[int, Snapshot]) -> str:
     return ""
 
 
-def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:
+def _left_the_loop(snapshots: Snapshots, guilty: tuple[int, ...], others: tuple[int, ...]) -> bool:
     """The others are in a backward pass inside a loop that these, in the same function, are no longer in."""
     for rank in guilty:
         for other in others:
@@ -163,9 +337,7 @@ def _left_the_loop(snapshots: Mapping[int, Snapshot], guilty: tuple[int, ...], o
 
 
 def _outside(mine: tuple[Frame, ...], theirs: tuple[Frame, ...]) -> bool:
-    """From the outermost frame inward: the first one in which the two part. Before a loop, a rank has not left it: it
-    may come to it in its next step.
-    """
+    """At the first frame from outside where the two part: is mine behind their loop? Before it, it may still come."""
     for one, other in zip(reversed(mine), reversed(theirs), strict=False):
         if (one.file, one.name) != (other.file, other.name):
             return False

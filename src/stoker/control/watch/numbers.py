@@ -21,8 +21,7 @@ FIRST = 10
 _QUOTED = 200  # characters of a line
 LONGEST = 1 << 16  # a chunk larger than this is a flood, not step lines
 
-# A number as scripts print it: 2.31, 'nan' (Trainer quotes since transformers 5), nan.0 (Lightning pads it),
-# tensor(nan, device=...).
+# A number as scripts print it: 2.31, 'nan' (transformers 5 quotes), nan.0 (Lightning), tensor(nan, device=...).
 _VALUE = (
     rb"['\"]?\s{0,40}[:=]?\s{0,40}(?:tensor\(|['\"])?"
     rb"(?P<value>nan(?:\.0)?|[-+]?inf(?:inity)?(?:\.0)?|[-+]?\d{1,40}\.?\d{0,40}(?:e[-+]?\d{1,4})?)(?![\w.])"
@@ -34,28 +33,9 @@ _VALUE = (
 _LOSS = re.compile(rb"(?i)(?<![a-z])(?P<what>(?:[a-z]{1,40}[ _/-])?loss)" + _VALUE)
 _NORM = re.compile(rb"(?i)(?<![a-z])grad(?:ient)?s?[ _-]?norm" + _VALUE)
 _EVALUATION = re.compile(rb"(?i)(?<![a-z])(val|eval|evaluation|test|valid|validation|dev)(?![a-z])")
-_NOT_TRAINING = (
-    b"no",
-    b"best",
-    b"min",
-    b"lowest",
-    b"last",
-    b"final",
-)  # of "loss" itself: "5 min | loss nan" is a step's line
-_TRAINING = (
-    b"",
-    b"train",
-    b"training",
-    b"lm",
-    b"total",
-    b"mean",
-    b"avg",
-    b"average",
-    b"running",
-    b"step",
-    b"batch",
-    b"ce",
-)
+# Of "loss" itself: "5 min | loss nan" is a step's line.
+_NOT_TRAINING = (b"no", b"best", b"min", b"lowest", b"last", b"final")
+_TRAINING = (b"", *b"train training lm total mean avg average running step batch ce".split())
 _STEP = re.compile(rb"(?i)\b(?:global[ _]?step|step|iter|iteration)\W{0,3}(\d{1,18})")
 _COUNTER = re.compile(rb"\d{1,18}/\d{1,18}")
 _CODES = re.compile(rb"\x1b\[[0-9;?]{0,40}[A-Za-z]")
@@ -82,9 +62,7 @@ class Losses:
         return self._take(rank, step, loss, "beat", "")
 
     def heard_all(self, told: list[tuple[int, int, float]]) -> list[BadNumber]:
-        """(step, rank, loss) of several ranks, in the order of their steps: averaging spreads a NaN, and the first to
-        have it is the one.
-        """
+        """(step, rank, loss) of several ranks, by step: averaging spreads a NaN, and who had it first is the one."""
         return [
             bad
             for bad in (self.heard(rank, step, loss) for step, rank, loss in sorted(told, key=lambda one: one[:2]))
@@ -114,9 +92,8 @@ class Losses:
             return None
         which = match["what"].lower().partition(b"loss")[0].rstrip(b" _/-")
         counter = _COUNTER.findall(line)
-        if which in _NOT_TRAINING or (
-            counter and counter == self._counters.get(rank)
-        ):  # a bar that is drawn again shows the same loss
+        # A bar that is drawn again shows the same loss.
+        if which in _NOT_TRAINING or (counter and counter == self._counters.get(rank)):
             return None
         self._counters[rank] = counter
         self._printing.add(rank)
@@ -127,11 +104,9 @@ class Losses:
             redact.whole(line.decode("utf-8", "replace").strip())[:_QUOTED],
         )
         if which not in _TRAINING:
-            return (
-                None
-                if math.isfinite(value)
-                else self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
-            )
+            if math.isfinite(value):
+                return None
+            return self._once("loss", rank, step, value, "line", text, firm=False, stops=False)
         norm = _NORM.search(line)
         if norm is None or math.isfinite(_number(norm["value"])):
             self._norms[rank] = 0
@@ -157,11 +132,9 @@ class Losses:
                 return None
             high = max(first) >= SUBSTANTIAL and abs(loss) > EXPLODING * max(first)
             self._high[rank] = self._high.get(rank, 0) + 1 if high else 0
-            return (
-                self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW)
-                if high
-                else None
-            )
+            if not high:
+                return None
+            return self._once("exploding", rank, step, loss, source, line, self._high[rank] >= EXPLODING_IN_A_ROW)
         self._bad[rank] = self._bad.get(rank, 0) + 1
         if self._bad[rank] == 1:
             self._since[rank] = step

@@ -1,9 +1,8 @@
-"""An agent's inspection of a rank, read back. Tolerant: a field that is missing or of the wrong kind is evidence we
-don't have.
-"""
+"""An agent's inspection of a rank, read back. A missing or wrong field is evidence we don't have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract.shape import shape
@@ -110,6 +109,10 @@ class Snapshot:
             if found is not None and found.frames:
                 return found.frames
         return ()
+
+
+Snapshots = Mapping[int, Snapshot]  # by rank
+Members = Mapping[str, tuple[int, ...]]  # a group's name -> its ranks
 
 
 def main_thread(threads: tuple[Thread, ...]) -> Thread | None:

@@ -27,9 +27,7 @@ def users_frame(frames: Iterable[Frame]) -> Frame | None:
 
 
 def in_collective(frames: Iterable[Frame]) -> bool:
-    """Its innermost frames, up to the script's own, are a call of torch.distributed, or the backward pass, where DDP
-    and FSDP wait in C++.
-    """
+    """Up to the script's own frames: a call of torch.distributed, or the backward pass, where DDP and FSDP wait."""
     for frame in frames:
         if any(part in frame.file for part in _COLLECTIVES) or (
             frame.function == "_engine_run_backward" and "torch/" in frame.file

@@ -1,5 +1,4 @@
-"""A rank that is persistently slower than its peers: who enters the collectives last, by how much a step, and why.
-Pure.
+"""A rank that is persistently slower: who enters the collectives last, by how much a step, and why. Pure.
 
 In a synchronised training every rank steps at the same pace, so beats alone don't show it. The flight recorder's times
 of entry do: the last one in makes the others wait. It is asked in the first steps, when steps have become slower, and
@@ -17,7 +16,7 @@ from typing import Any
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import is_count
 from stoker.control.watch import stacks
-from stoker.control.watch.snapshot import Snapshot, main_thread
+from stoker.control.watch.snapshot import Snapshot, Snapshots, main_thread
 
 FIRST_ASK = 8  # steps
 EVERY = 2  # steps, while it is watched closely
@@ -57,9 +56,7 @@ class Late:
 
 
 class Pace:
-    """One rank's seconds a step, per look. Kept in order as they come: of 512 ranks, sorting each anew would be a tenth
-    of all the coordinator does.
-    """
+    """One rank's seconds a step, kept in order: sorting 512 ranks' anew is a tenth of the coordinator's work."""
 
     def __init__(self) -> None:
         self._newest: deque[float] = deque()
@@ -140,7 +137,7 @@ class Stragglers:
             if is_count(rank) and isinstance(data, dict) and "timings" in data:
                 self._timings.setdefault(host, {})[int(rank)] = data["timings"]
 
-    def conclude(self, answers: Mapping[int, Snapshot], now: float) -> None:
+    def conclude(self, answers: Snapshots) -> None:
         mode, self._mode, self.asked = self._mode, "", 0
         if mode == "timings":
             before = self._first
@@ -166,22 +163,12 @@ class Stragglers:
             if rank in answers and not (late.asynchronous and (peer is None or not waits_for_others(peer))):
                 cause, because, where = why(answers[rank], peer)
                 self._named[rank] = cause
-                self.found.append(
-                    Straggler(
-                        cause,
-                        rank,
-                        round(late.wait_s, 3),
-                        round(late.step_s, 3),
-                        because,
-                        where,
-                        self._steps.get(rank, 0),
-                    )
-                )
+                wait_s, step_s, step = round(late.wait_s, 3), round(late.step_s, 3), self._steps.get(rank, 0)
+                self.found.append(Straggler(cause, rank, wait_s, step_s, because, where, step))
 
 
 def who_is_late(timings: Mapping[int, list[list[Any]]], after: float = 0.0, fewest: int = FEWEST) -> Late | None:
-    """The rank that came last nearly always, of the newest times that somebody had to be waited for (and only those
-    after `after`).
+    """The rank that nearly always came last, of the newest times that somebody was waited for (those after `after`).
 
     A step's first collective absorbs the delay and the others of the same step follow closely, so a late rank is late
     once a step. Only what one rank alone costs counts: two equally slow ones are no straggler, and of uneven steps now
@@ -217,9 +204,7 @@ def _median(values: list[float]) -> float:
 
 
 def waits_for_others(one: Snapshot) -> bool:
-    """In most samples its main thread stands in a collective, or waits for the GPU, where NCCL's collectives are waited
-    for.
-    """
+    """In most samples its main thread is in a collective, or waits for the GPU, where NCCL's are waited for."""
     inside = 0
     for threads in one.samples:
         main = main_thread(threads)

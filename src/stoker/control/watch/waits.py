@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from stoker.contract.collectives import kind_of, numbers_in, sizes_must_agree
 from stoker.contract.shape import shape
-from stoker.control.watch.snapshot import Group, Op, Snapshot
+from stoker.control.watch.snapshot import Group, Members, Op, Snapshots
 
 _PEER = re.compile(r"(?<!\d)(\d{1,9})\s{0,9}(->|<-)\s{0,9}(\d{1,9})")
 
@@ -52,10 +52,8 @@ class Waits:
         return found
 
 
-def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ...]], world: int) -> Waits:
-    """`snapshots` of ranks that are alive (or of failed ones, as they were); a member without one has ended: it will
-    enter nothing.
-    """
+def waits(snapshots: Snapshots, members: Members, world: int) -> Waits:
+    """`snapshots` of living ranks, and of failed ones as they were. A member without one will enter nothing."""
     table: dict[tuple[str, str], dict[int, Group]] = {}
     for rank, one in snapshots.items():
         for group in one.groups:
@@ -84,7 +82,7 @@ def waits(snapshots: Mapping[int, Snapshot], members: Mapping[str, tuple[int, ..
     return Waits(tuple(edges), pending, sources)
 
 
-def _members(name: str, seen: Mapping[int, Group], told: Mapping[str, tuple[int, ...]], world: int) -> tuple[int, ...]:
+def _members(name: str, seen: Mapping[int, Group], told: Members, world: int) -> tuple[int, ...]:
     if name in told:
         return told[name]
     for group in seen.values():
@@ -109,10 +107,8 @@ def _edge(rank: int, other: int, name: str, op: Op, theirs: Group | None) -> Wai
     return None
 
 
-def _peer(rank: int, name: str, op: Op, snapshots: Mapping[int, Snapshot], everybody: tuple[int, ...]) -> list[Wait]:
-    """A send or a receive waits for its peer, unless that one is at its own end of the same transfer. Its name counts
-    ranks within the group.
-    """
+def _peer(rank: int, name: str, op: Op, snapshots: Snapshots, everybody: tuple[int, ...]) -> list[Wait]:
+    """A send or receive waits for its peer, unless that is at the other end of it. Names count within the group."""
     found = _PEER.search(op.name)
     if not found or max(int(found[1]), int(found[3])) >= len(everybody):
         return []

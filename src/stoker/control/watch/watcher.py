@@ -203,9 +203,8 @@ class Watcher:
         quiet = {rank: one for rank, one in alive.items() if one.steps and now - one.heard > progress.FLOOR_S}
         found |= {rank: now - one.heard for rank, one in quiet.items() if now - one.heard > one.patience}
         starting = {rank: one for rank, one in alive.items() if not one.steps}
-        if (
-            starting and self._world > 1
-        ):  # who never steps is not accused of that: somebody must be waiting for him, and nobody at work
+        # Who never steps is not accused of that: somebody must be waiting for him, and nobody at work.
+        if starting and self._world > 1:
             idle = {rank: now - one.active for rank, one in starting.items() if now - one.active > progress.IDLE_S}
             if len(idle) == len(alive) or any(silence > progress.START_S for silence in idle.values()):
                 found |= idle
@@ -226,7 +225,7 @@ class Watcher:
     def _conclude(self, now: float) -> list[Action]:
         answers, self._asked_at = self._answers, 0.0
         if self.stragglers.asked == self._asked:
-            self.stragglers.conclude(answers, now)
+            self.stragglers.conclude(answers)
             return []
         overdue = self._overdue(now)
         self._next_look = now + self._wait
@@ -256,9 +255,8 @@ class Watcher:
             self._wait = min(self._wait * 2, MAX_WAIT_S)  # nothing new in it: looking costs stacks of all ranks
         self.stall = stall
         actions: list[Action] = []
-        if (
-            not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]
-        ):  # said once, and again when it turns out worse
+        # Said once, and again when it turns out worse.
+        if not self._said or stall.rank != self._said[0] or stall.proof > self._said[1]:
             self._said = stall.rank, stall.proof
             actions.append(Suspect(stall, self._stops_in(stall, now)))
         why = self._stop_reason(stall, now)
@@ -273,22 +271,14 @@ class Watcher:
         if not silent or self._failing:
             return []
         rank = max(silent, key=lambda one: silent[one])
-        stall = Stall(
-            "place",
-            rank,
-            (rank,),
-            detail="what it does could not be seen",
-            silent_s=round(silent[rank], 1),
-            step=self._ranks[rank].steps,
-        )
+        seconds, step = round(silent[rank], 1), self._ranks[rank].steps
+        stall = Stall("place", rank, (rank,), detail="what it does could not be seen", silent_s=seconds, step=step)
         self._next_look = min(self._next_look, self._deadline(stall, now))
         why = self._stop_reason(stall, now)
         return [Suspect(stall, 0.0), Stop(stall, why)] if why else []
 
     def _is_evidence(self, stall: Stall) -> bool:
-        """Before the first step only somebody who keeps others waiting, or can't go on, is worth a word; an interpreter
-        that starts or ends never is.
-        """
+        """Before the first step only who keeps others waiting, or can't go on, counts; never a starting interpreter."""
         if not stall.where and not stall.waiting and not stall.proof and stall.kind not in ("disk", "stopped"):
             return False
         if (
@@ -324,9 +314,7 @@ class Watcher:
         return max(now + 0.25, over - 0.5)
 
     def _silent_since(self, stall: Stall, now: float) -> float:
-        """When the guilty rank last gave a sign: a step, a line it printed, a collective it went on to. Signs without a
-        step count for a while only.
-        """
+        """When it last gave a sign: a step, a line, another collective. Signs without a step count for a while only."""
         if stall.rank is None or stall.rank in self._ended:
             return now - stall.silent_s
         one = self._ranks[stall.rank]
@@ -346,11 +334,9 @@ class Watcher:
         return ""
 
     def last_word(self, sizes_differ: bool) -> Stall | None:
-        """What is known of a stall when the attempt is over. Ranks that failed in a collective have told where they
-        were.
+        """What is known of a stall at the end. Ranks that failed in a collective have told where they were.
 
-        `sizes_differ`: gloo ended a rank for that. Then only a comparison of what the ranks entered says who is the odd
-        one.
+        `sizes_differ`: gloo ended a rank for that. Then only what the ranks entered says who is the odd one.
         """
         if len(self._failed) > 1:
             seen = {**self.snapshots, **self._failed}
@@ -371,7 +357,5 @@ class Watcher:
 
 
 def _identity(stall: Stall) -> tuple[Any, ...]:
-    """What makes two looks see the same: a proof must also be about the same operation, a suspicion may find its rank
-    at another line.
-    """
+    """When two looks see the same: of a proof also the operation, of a suspicion only the rank."""
     return (stall.rank, stall.kind, stall.operation, stall.evidence[:1]) if stall.proof else (stall.rank, False)

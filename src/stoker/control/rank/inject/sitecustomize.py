@@ -48,9 +48,7 @@ class _Stoker:
 
 
 def _hand_over() -> None:
-    """Imports the site's own sitecustomize. There being none is an ImportError that `site` knows and ignores, as
-    without us.
-    """
+    """Imports the site's own sitecustomize. If there is none, `site` ignores the ImportError, as without us."""
     sys.modules.pop(__name__, None)
     import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
 

@@ -6,9 +6,10 @@ import re
 from typing import Any
 
 from stoker.contract.shape import shape
-from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.lastwords import amount, find, line_of, said
-from stoker.control.verdict.wording import place
+from stoker.control.verdict.catalogue import Case, Found, cause, steps
+from stoker.control.verdict.lastwords import amount, find, line_of, place, said
+
+ORDER = 25
 
 # torch's out-of-memory message as numbers. Its wording, from torch 2.9 on (CUDA, HIP and XPU): CUDA out of memory.
 # Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1.00 GiB is free. Process 727 has
@@ -90,17 +91,15 @@ _NO_NUMBERS = (
 )
 _SLACK = 2**30  # contexts and what the driver keeps for itself: not a holder worth naming
 _PIECES = 2**29  # less than this in torch's cache is no fragmentation, but a card that is full to the brim
-_SMALLER = (
-    (
-        "a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear"
-        " cross-entropy)"
-    ),
-    "activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)",
-    "half the micro-batch with twice the accumulation steps: the global batch and the result stay the same",
-    "an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8",
-    "shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)",
-    "last, a shorter sequence: it changes what is learned",
-)
+_SMALLER = steps("""
+    a chunked or fused loss, so that the logits of all tokens never exist at once (liger-kernel's fused linear \
+    cross-entropy)
+    activation checkpointing (gradient_checkpointing_enable(), torch.utils.checkpoint)
+    half the micro-batch with twice the accumulation steps: the global batch and the result stay the same
+    an 8-bit optimizer (bitsandbytes AdamW8bit): 2 bytes of state per parameter instead of 8
+    shard parameters, gradients and optimizer over the ranks (FSDP: torch.distributed.fsdp.fully_shard)
+    last, a shorter sequence: it changes what is learned
+    """)
 _MAKE_ROOM = (
     "stoker clean   # shows what your own dead runs still hold; --yes frees it, nobody else's work is touched",
     "stoker run --gpus any:N --min-free-memory SIZE --wait 10m   # cards with room, or wait for them",
@@ -131,8 +130,7 @@ class _Card:
             for end in case.evidence.ends
         )
         if refused and not self.foreign and not shared and None not in (refused.total, refused.free):
-            # Others that neither we nor torch can see: what is used and is nobody's here. With --share-gpus it may be
-            # another rank's.
+            # Others that neither we nor torch can see: what nobody here uses. With --share-gpus it may be a rank's.
             siblings = sum(one.get("memory") or 0 for one in ours if one.get("pid") != case.end.pid) + sum(
                 size for pid, size in refused.others if pid in known
             )
@@ -198,10 +196,8 @@ def _look(case: Case) -> tuple[_Card, tuple[str, ...]] | None:
 
 @cause(
     "oom.gpu-foreign",
-    seen=(
-        "torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this run's"
-        " hold so much of the card that what was needed would have fitted without them"
-    ),
+    seen="""torch.OutOfMemoryError (or CUDA error 2, CUBLAS_STATUS_ALLOC_FAILED), and processes that are not this
+    run's hold so much of the card that what was needed would have fitted without them""",
     contradicts=(
         "others hold less than 1 GiB and 5 % of the card, or it would not have fitted on an empty card either: oom.gpu"
     ),
@@ -225,10 +221,8 @@ def foreign(case: Case) -> Found | None:
 
 @cause(
     "oom.gpu-fragmentation",
-    seen=(
-        "torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without handing"
-        " it out"
-    ),
+    seen="""torch.OutOfMemoryError, and torch's allocator has reserved at least as much as was needed without
+    handing it out""",
     contradicts="less is reserved and unused than was needed, or less than 512 MiB: oom.gpu",
     fix=(
         f"{_EXPANDABLE}   # stoker run --env NAME=VALUE sets it",
@@ -250,10 +244,8 @@ def fragmentation(case: Case) -> Found | None:
 
 @cause(
     "oom.gpu",
-    seen=(
-        "torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor"
-        " fragments account for it"
-    ),
+    seen="""torch.OutOfMemoryError, CUDA error 2 (out of memory), CUBLAS_STATUS_ALLOC_FAILED, and neither others nor
+    fragments account for it""",
     contradicts=(
         "others hold the card: oom.gpu-foreign; as much as needed is reserved and unused: oom.gpu-fragmentation"
     ),
@@ -270,11 +262,8 @@ def too_big(case: Case) -> Found | None:
         return Found(f"{case.who}: out of GPU memory", evidence)
     if refused.allowed is not None and refused.cached + refused.needed > refused.allowed:
         limit = f"the script allows itself {amount(refused.allowed)} only (torch.cuda.set_per_process_memory_fraction)"
-        return Found(
-            f"{case.who}: out of GPU memory: {card.sentence()}; {limit}",
-            evidence,
-            (f"raise that limit: {limit}", *_SMALLER),
-        )
+        summary = f"{case.who}: out of GPU memory: {card.sentence()}; {limit}"
+        return Found(summary, evidence, (f"raise that limit: {limit}", *_SMALLER))
     if refused.free is not None and refused.free > refused.needed + _SLACK:
         odd = (
             "the driver refused although there is room: a limit on address space (ulimit -v must say unlimited), or a"

@@ -8,18 +8,15 @@ from typing import Any
 from stoker.contract.names import EX_CONFIG, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_USAGE
 from stoker.contract.stacktext import is_library, threads_of
 from stoker.control.verdict.catalogue import Case, Found, cause
-from stoker.control.verdict.memory import memory_trend
-from stoker.control.verdict.wording import first_line, last_lines, place
+from stoker.control.verdict.lastwords import first_line, last_lines, place
+from stoker.control.verdict.rules.memory import memory_trend
+
+ORDER = 99
 
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-_DETERMINISTIC = (
-    "NameError",
-    "UnboundLocalError",
-    "AttributeError",
-    "TypeError",
-    "NotImplementedError",
-    "RecursionError",
-)  # of the program itself
+# Of the program itself.
+_DETERMINISTIC = ("NameError", "UnboundLocalError", "AttributeError", "TypeError", "NotImplementedError",
+                  "RecursionError")  # fmt: skip
 _LOGS = "stoker logs --rank {rank}"
 _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same when it is tried again
 
@@ -27,7 +24,6 @@ _REFUSED = (EX_USAGE, EX_DATAERR, EX_NOINPUT, EX_NOPERM, EX_CONFIG)  # the same 
 @cause(
     "rank.breakpoint",
     seen="BdbQuit left the script: a debugger found the end of its input",
-    contradicts="",
     fix=(
         "remove it from {place}, or debug with one rank: stoker run --nproc-per-node 1",
         "only rank 0 has the terminal: `if rank == 0: breakpoint()`",
@@ -38,10 +34,8 @@ def breakpoint_(case: Case) -> Found | None:
     error = case.end.error
     if error is None or error.type != "BdbQuit":
         return None
-    return Found(
-        f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal",
-        (f"BdbQuit at {place(case.end)}",),
-    )
+    summary = f"{case.who}: breakpoint() at {place(case.end)}, in a rank without a terminal"
+    return Found(summary, (f"BdbQuit at {place(case.end)}",))
 
 
 @cause(
@@ -83,10 +77,8 @@ def left_early(case: Case) -> Found | None:
     heard = [
         f"rank {other.rank}: {other.error.type}: {first_line(other.error.message)}" for other in others if other.error
     ]
-    return Found(
-        f"{case.who} ended with 0{after} while the others were still working",
-        (f"rank {end.rank} ended with exit code 0", *heard[:4]),
-    )
+    summary = f"{case.who} ended with 0{after} while the others were still working"
+    return Found(summary, (f"rank {end.rank} ended with exit code 0", *heard[:4]))
 
 
 def _ended_by(case: Case) -> tuple[int, str, tuple[str, ...]]:
@@ -117,10 +109,8 @@ def killed(case: Case) -> Found | None:
     around = case.end.around
     # In a container the kernel's log has the host's pids: such a line is a hint, not a proof that it was this rank.
     hints = [f"kernel: {line}" for line in around.kernel if "emory" in line or "oom" in line][-2:]
-    return Found(
-        f"{case.who} was killed with SIGKILL from outside",
-        (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints),
-    )
+    summary = f"{case.who} was killed with SIGKILL from outside"
+    return Found(summary, (*seen, "no out-of-memory kill of this rank could be seen", *memory_trend(around), *hints))
 
 
 @cause(
@@ -139,11 +129,8 @@ def crash(case: Case) -> Found | None:
     lines = [f'  File "{file}", line {line}, in {function}' for function, file, line in frames[:20]]
     look = (f"look at {where[3:]}",) if where.startswith("at ") else ()
     kept = (f"the Python stack is in the record: rank-{case.end.rank}.stack.txt",) if case.end.stack else ()
-    return Found(
-        f"{case.who} died of {name}{f' {where}' if where else ''}",
-        (*seen, *lines),
-        (*look, *kept, f"stoker logs --rank {case.end.rank}"),
-    )
+    summary = f"{case.who} died of {name}{f' {where}' if where else ''}"
+    return Found(summary, (*seen, *lines), (*look, *kept, f"stoker logs --rank {case.end.rank}"))
 
 
 def _crashed_at(stack: str) -> tuple[str, list[list[Any]]]:
@@ -191,8 +178,7 @@ def ended(case: Case) -> Found | None:
     """The script ended itself with an exit code."""
     seen = (f"exit code {case.end.code}, no exception", *last_lines(case.end))
     last = next((line for line in reversed(case.end.tail.splitlines()) if line.strip()), "")
-    if case.end.code in _REFUSED and last.startswith(
-        "stoker: "
-    ):  # a recipe of ours: one line, and a code that says of which kind
+    # A recipe of ours: one line, and a code that says of which kind.
+    if case.end.code in _REFUSED and last.startswith("stoker: "):
         return Found(f"{case.who} refused: {last.removeprefix('stoker: ')}", seen, retryable=False)
     return Found(f"{case.who} ended with exit code {case.end.code}", seen)

@@ -73,10 +73,8 @@ def stale_rank(found: Examination, _asked: Asked) -> Iterator[Finding]:
 def agent_store(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """TORCHELASTIC_USE_AGENT_STORE=True from a torchrun shell: ranks wait for a store nobody serves."""
     if (found.environment or {}).get("TORCHELASTIC_USE_AGENT_STORE", "").lower() == "true":
-        yield warn(
-            "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store",
-            "unset TORCHELASTIC_USE_AGENT_STORE",
-        )
+        text = "TORCHELASTIC_USE_AGENT_STORE=True is inherited: ranks started by hand would wait for torchrun's store"
+        yield warn(text, "unset TORCHELASTIC_USE_AGENT_STORE")
 
 
 @check("env.python", "environment", fast=True)

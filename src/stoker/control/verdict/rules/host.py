@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from stoker.control.verdict.catalogue import Case, Found, cause, entry
-from stoker.control.verdict.lastwords import find, line_of
-from stoker.control.verdict.wording import traced
+from stoker.control.verdict.lastwords import find, line_of, traced
+
+ORDER = 60
 
 _LIMITS = (
     "ulimit -u, and cat /sys/fs/cgroup/pids.max: a container's limit counts threads too (docker run --pids-limit=-1)",
@@ -16,10 +17,9 @@ _LIMITS = (
 
 @cause(
     "host.processes",
-    seen=(
-        '"can\'t start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more'
-        " ranks than processes allowed"
-    ),
+    seen="""
+    "can't start new thread", pthread_create or libgomp that fail, or errno 11 from fork; before the start: more
+    ranks than processes allowed""",
     contradicts="errno 11 of a file or a socket that would block: rank.exception",
     fix=_LIMITS,
 )
@@ -38,14 +38,10 @@ def processes(case: Case) -> Found | None:
         and re.search(r"in _execute_child|popen_fork|os\.fork\(", error.traceback)
     ):
         found = find(case, r"\[Errno 11\][^\n]*")
-    return (
-        Found(
-            f"{case.who}: no more processes or threads are allowed ({line_of(found)})",
-            (line_of(found), *traced(case.end, 4)),
-        )
-        if found
-        else None
-    )
+    if not found:
+        return None
+    summary = f"{case.who}: no more processes or threads are allowed ({line_of(found)})"
+    return Found(summary, (line_of(found), *traced(case.end, 4)))
 
 
 entry(
@@ -72,31 +68,5 @@ entry(
     fix=(
         "room and permissions there: df -h, and who owns the folder",
         "without --sync a shared folder, or the same files on all hosts, will do",
-    ),
-)
-AGENT_LOST = entry(
-    "host.agent-lost",
-    "A host's agent vanished while its ranks ran.",
-    seen="end-of-file on its connection, or no sign of life for 8 s",
-    contradicts="a rank ended first: then that is the cause",
-    fix=(
-        "was it killed? dmesg on that host may know",
-        "a host that went down or a cable that was cut looks the same: ping it",
-    ),
-)
-HOST_LOST = entry(
-    "host.lost",
-    "A host of a run with several was lost while its ranks ran.",
-    seen=(
-        "no sign of life of its agent for 8 s (power, cable, a frozen machine), or the end of its connection (agent or"
-        " sshd killed)"
-    ),
-    contradicts=(
-        "a rank failed by itself before that: then that is the cause. Ranks that lost their connection to it are the"
-        " echo"
-    ),
-    fix=(
-        "is it up, and is its cable in? ping it; dmesg there may know of a killed agent",
-        "--min-hosts K goes on without lost hosts, from the last checkpoint, and takes them back when they return",
     ),
 )

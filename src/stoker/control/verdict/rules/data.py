@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import signal
 
-from stoker.control.verdict.catalogue import Case, Found, cause
+from stoker.control.verdict.catalogue import Case, Found, Match, cause, steps
 from stoker.control.verdict.consequence import lost_worker
-from stoker.control.verdict.lastwords import amount, at, find, line_of, path_in, said
-from stoker.control.verdict.memory import memory_trend
-from stoker.control.verdict.wording import first_line, traced
+from stoker.control.verdict.lastwords import at, find, first_line, line_of, path_in, said, shm_left, traced
+from stoker.control.verdict.rules.memory import memory_trend
+
+ORDER = 50
 
 _SMALL_SHM = 2**30
 _ALONE = "num_workers=0 runs the dataset in the rank itself: its own error is then seen, with its line"
@@ -21,40 +22,33 @@ def _evidence(case: Case, line: str) -> tuple[str, ...]:
 
 @cause(
     "data.too-many-files",
+    said=r"\[Errno 24\]|Too many open files|received 0 items of ancdata|os error 24",
     seen='errno 24 (EMFILE), "Too many open files", or "received 0 items of ancdata" from a data loader',
-    contradicts="",
     fix=(
         "ulimit -n 65536   # in the shell that starts stoker; docker run --ulimit nofile=65536:65536",
         "torch.multiprocessing.set_sharing_strategy('file_system'): tensors of workers then need no descriptor each",
         "open files once per worker and close them; a memory-mapped file per shard adds up",
     ),
 )
-def too_many_files(case: Case) -> Found | None:
+def too_many_files(case: Case, found: Match) -> Found:
     """The rank has as many open files as its limit allows."""
-    found = find(case, r"\[Errno 24\]|Too many open files|received 0 items of ancdata|os error 24")
-    return Found(f"{case.who}: too many open files (ulimit -n)", _evidence(case, line_of(found))) if found else None
+    return Found(f"{case.who}: too many open files (ulimit -n)", _evidence(case, line_of(found)))
 
 
 @cause(
     "data.shm",
-    seen=(
-        'torch\'s shared memory between loader and workers could not be made ("insufficient shared memory (shm)",'
-        ' "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1'
-        " GiB or nearly full"
-    ),
-    contradicts=(
-        "a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died, rank.crash)."
-        " NCCL's segments: nccl.shm"
-    ),
-    fix=(
-        (
-            "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm"
-            " (docker's default is 64 MB)"
-        ),
-        "stoker clean   # shows segments that dead runs left there",
-        "less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0",
-        "torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short",
-    ),
+    seen="""torch's shared memory between loader and workers could not be made ("insufficient shared memory (shm)",
+    "unable to allocate shared memory"), or a bus error of the rank or a worker, with a /dev/shm that is below 1 GiB
+    or nearly full""",
+    contradicts="""a bus error with a large, empty /dev/shm: a mapped file that was cut off (data.worker-died,
+    rank.crash). NCCL's segments: nccl.shm""",
+    fix=steps("""
+    docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir with medium: Memory on /dev/shm (docker's \
+    default is 64 MB)
+    stoker clean   # shows segments that dead runs left there
+    less in flight: fewer workers, prefetch_factor=1, smaller batches; or num_workers=0
+    torch.multiprocessing.set_sharing_strategy('file_system') where descriptors, not bytes, are short
+    """),
 )
 def shm(case: Case) -> Found | None:
     """Shared memory is too small for what the data loader's workers hand over."""
@@ -69,46 +63,33 @@ def shm(case: Case) -> Found | None:
     short = around.shm_total is not None and (
         around.shm_total < _SMALL_SHM or (around.shm_free or 0) * 10 < around.shm_total
     )
-    room = (
-        (f"/dev/shm: {amount(around.shm_free or 0)} of {amount(around.shm_total)} free",)
-        if around.shm_total is not None
-        else ()
-    )
+    room = shm_left(around)
     told = f" ({room[0]})" if room else ""
     if found:
-        return Found(
-            f"{case.who}: no shared memory left for the data loader{told}", (*_evidence(case, line_of(found)), *room)
-        )
+        summary = f"{case.who}: no shared memory left for the data loader{told}"
+        return Found(summary, (*_evidence(case, line_of(found)), *room))
     if bus and (short or around.shm_total is None):
-        return Found(
-            f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}",
-            (*_evidence(case, line_of(bus)), *room),
-        )
+        summary = f"a data-loader worker of {case.who} died of a bus error: out of shared memory{told}"
+        return Found(summary, (*_evidence(case, line_of(bus)), *room))
     if case.end.code == -signal.SIGBUS and short:
-        return Found(
-            f"{case.who} died of a bus error: out of shared memory{told}", ("wait status: killed by SIGBUS", *room)
-        )
+        summary = f"{case.who} died of a bus error: out of shared memory{told}"
+        return Found(summary, ("wait status: killed by SIGBUS", *room))
     return None
 
 
 @cause(
     "data.worker-died",
-    seen=(
-        '"DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a'
-        " batch over (EOFError and the like)"
-    ),
-    contradicts=(
-        "the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An exception in the"
-        " worker comes with its own type"
-    ),
-    fix=(
-        _ALONE,
-        "killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less",
-        (
-            "aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'),"
-            " or a broken file"
-        ),
-    ),
+    seen="""
+    "DataLoader worker (pid …) exited unexpectedly" or "is killed by signal"; or its pipe broke while it handed a
+    batch over (EOFError and the like)""",
+    contradicts="""the kernel killed it for memory: oom.host. A bus error with a small /dev/shm: data.shm. An
+    exception in the worker comes with its own type""",
+    fix=steps(f"""
+    {_ALONE}
+    killed: the host's memory, though nobody could prove it here (dmesg on the host); fewer workers need less
+    aborted or a segmentation fault: a library that does not survive fork (multiprocessing_context='spawn'), or a \
+    broken file
+    """),
     retryable=True,
 )
 def worker_died(case: Case) -> Found | None:
@@ -124,14 +105,17 @@ def worker_died(case: Case) -> Found | None:
     if not found:
         return None
     how = f"was killed by a signal: {found[2]}" if found.lastindex == 2 else "exited unexpectedly"
-    return Found(
-        f"a data-loader worker (pid {found[1]}) of {case.who} {how}",
-        (*_evidence(case, line_of(found)), *memory_trend(case.end.around)),
-    )
+    summary = f"a data-loader worker (pid {found[1]}) of {case.who} {how}"
+    return Found(summary, (*_evidence(case, line_of(found)), *memory_trend(case.end.around)))
 
 
 @cause(
     "data.no-space",
+    said=(
+        r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
+        r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and"
+        r" \d+ written"
+    ),
     seen=(
         'errno 28 (ENOSPC) or 122 (EDQUOT), "No space left on device"; torch.save says "unexpected pos" or'
         ' "PytorchStreamWriter failed writing file", numpy "requested and … written"'
@@ -143,46 +127,25 @@ def worker_died(case: Case) -> Found | None:
         "the checkpoint that was being written is not whole: go on from the one before",
     ),
 )
-def no_space(case: Case) -> Found | None:
+def no_space(case: Case, found: Match) -> Found:
     """The disk, or a quota, is full."""
-    found = find(
-        case,
-        r"\[Errno 28\]|\[Errno 122\]|[Nn]o space left(?: on device|: )|Disk quota exceeded|os error (?:28|122)\b|"
-        r"inline_container\.cc:\d+\] \. unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing|\d+ requested and"
-        r" \d+ written",
-    )
-    if not found:
-        return None
     path = path_in(line_of(found))
-    return Found(
-        f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}", _evidence(case, line_of(found))
-    )
+    summary = f"{case.who}: no space left{' for ' + path if path else ''}{at(case)}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(
     "data.corrupt",
-    seen=(
-        "a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive, a"
-        " pickle, a zip, a JSON or Parquet file"
-    ),
-    contradicts=(
-        "a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or JSON error of a"
-        " stream: rank.exception"
-    ),
-    fix=(
-        (
-            "ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download"
-            " that was cut off"
-        ),
-        (
-            "a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed"
-            " download"
-        ),
-        (
-            "a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never"
-            " found"
-        ),
-    ),
+    seen="""a reader says the file is not whole or not what it should be: safetensors' header, torch's zip archive,
+    a pickle, a zip, a JSON or Parquet file""",
+    contradicts="""a pickle with classes that torch won't load (weights_only): the file is whole. An EOFError or
+    JSON error of a stream: rank.exception""",
+    fix=steps("""
+    ls -l the file, and compare size and sha256sum with the source: 0 bytes or too few is a write or download that was \
+    cut off
+    a text that begins with `version https://git-lfs` is a pointer: git lfs pull. An HTML page is a failed download
+    a checkpoint: go on from the one before; write to another name, then rename, so that a half one is never found
+    """),
 )
 def corrupt(case: Case) -> Found | None:
     """A checkpoint or a data file is damaged, or not the kind of file it is taken for."""
@@ -202,9 +165,8 @@ def corrupt(case: Case) -> Found | None:
     if found:
         what = first_line(re.sub(r"\s+", " ", found[0]))
     lfs = " (a git-lfs pointer?)" if "invalid load key, 'v'" in what or "Unsupported operand 118" in what else ""
-    return Found(
-        f"{case.who}: a file is damaged: {what}{lfs}{at(case)}", _evidence(case, line_of(found) if found else what)
-    )
+    summary = f"{case.who}: a file is damaged: {what}{lfs}{at(case)}"
+    return Found(summary, _evidence(case, line_of(found) if found else what))
 
 
 def _cut_off(case: Case) -> bool:
@@ -223,54 +185,40 @@ def _cut_off(case: Case) -> bool:
 
 @cause(
     "data.network-fs",
-    seen=(
-        "errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not connected)"
-        " on a file"
+    said=(
+        r"\[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error"
+        r" (?:116|5|121)\b"
     ),
+    seen="""errno 116 (ESTALE, stale file handle), 5 (EIO), 121 (EREMOTEIO), or 107 (transport endpoint is not
+    connected) on a file""",
     contradicts="a socket's error: rank.exception",
-    fix=(
-        (
-            "the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with"
-            " remounting it"
-        ),
-        "a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again",
-        "data on a local disk survives a server's restart",
-    ),
+    fix=steps("""
+    the file system's server, a mount or a disk failed: dmesg, df on that folder; a stale handle goes with remounting \
+    it
+    a FUSE mount (s3fs, gcsfuse, rclone) whose process died must be mounted again
+    data on a local disk survives a server's restart
+    """),
     retryable=True,
 )
-def network_fs(case: Case) -> Found | None:
+def network_fs(case: Case, found: Match) -> Found:
     """The file system failed under the script: a network mount, or a disk."""
-    found = find(
-        case,
-        r"\[Errno (?:116|5|121)\][^\n]*|Stale file handle|Transport endpoint is not connected: '[^\n]*|os error"
-        r" (?:116|5|121)\b",
-    )
-    if not found:
-        return None
     path = path_in(line_of(found))
-    return Found(
-        f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}",
-        _evidence(case, line_of(found)),
-    )
+    summary = f"{case.who}: the file system failed{' at ' + path if path else ''}: {first_line(line_of(found))}"
+    return Found(summary, _evidence(case, line_of(found)))
 
 
 @cause(
     "data.permission",
+    said=r"\[Errno (?:13|30)\] [^\n]*: '[^\n]*",
     seen="errno 13 (EACCES) or 30 (EROFS, read-only file system) with a path",
     contradicts="a permission that is not about a file: rank.exception",
-    fix=(
-        "ls -ld the file and its folders, and id: who are you there, and on which host?",
-        (
-            "a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the"
-            " host's"
-        ),
-    ),
+    fix=steps("""
+    ls -ld the file and its folders, and id: who are you there, and on which host?
+    a cache of somebody else's: HF_HOME and TORCH_HOME to a folder of your own; a container's user is not the host's
+    """),
 )
-def permission(case: Case) -> Found | None:
+def permission(case: Case, found: Match) -> Found:
     """The script may not read or write a file."""
-    found = find(case, r"\[Errno (?:13|30)\] [^\n]*: '[^\n]*")
-    if not found:
-        return None
     why = "read-only file system" if "Errno 30" in found[0] else "permission denied"
     return Found(f"{case.who}: may not open {path_in(found[0])}: {why}", _evidence(case, found[0]))
 
@@ -279,14 +227,12 @@ def permission(case: Case) -> Found | None:
     "data.file-missing",
     seen="a FileNotFoundError with a path, or a model that the Hugging Face hub and the disk don't have",
     contradicts="the file is a program that subprocess could not start: rank.exception. A library: env.version",
-    fix=(
-        "is the path right from where the ranks start (the folder stoker was started in), and the same on every host?",
-        (
-            "is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already"
-            " open is a race: a barrier between"
-        ),
-        "a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?",
-    ),
+    fix=steps("""
+    is the path right from where the ranks start (the folder stoker was started in), and the same on every host?
+    is the disk mounted, and the download or preparation step done? rank 0 preparing what the others already open is a \
+    race: a barrier between
+    a model by its hub name: logged in (HF_TOKEN), online (HF_HUB_OFFLINE unset), spelled right?
+    """),
 )
 def file_missing(case: Case) -> Found | None:
     """A file the script wants is not there."""

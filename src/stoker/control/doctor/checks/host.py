@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from stoker.contract.quantities import amount, gb
 from stoker.contract.shapes import Finding
-from stoker.control.doctor.check import Asked, check, fail, warn
+from stoker.control.doctor.check import Asked, check, fail, known, warn
 from stoker.control.machine.facts import Examination
 
 RANK_RAM = 2 * 10**9  # torch with a CUDA context, before any model
@@ -24,10 +24,8 @@ def memory(found: Examination, asked: Asked) -> Iterator[Finding]:
     ranks, available = _ranks(found, asked), found.machine.memory_available
     need = ranks * (RANK_RAM if found.machine.gpus else RANK_RAM // 4)
     if available < need:
-        yield warn(
-            f"{gb(available)} of memory is free; {ranks} ranks starting at once take about {gb(need)}",
-            "--init-slots 1 starts them one after the other",
-        )
+        text = f"{gb(available)} of memory is free; {ranks} ranks starting at once take about {gb(need)}"
+        yield warn(text, "--init-slots 1 starts them one after the other")
 
 
 @check("host.cgroup", fast=True)
@@ -35,10 +33,8 @@ def cgroup(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """The container may use much less memory than the machine shows."""
     limit = found.machine.cgroup_limit
     if limit is not None and limit < 4 * 10**9:
-        yield warn(
-            f"this container may use {gb(limit)} of memory",
-            "ask for a larger container; --ram-limit gives a verdict before the kernel kills",
-        )
+        text = f"this container may use {gb(limit)} of memory"
+        yield warn(text, "ask for a larger container; --ram-limit gives a verdict before the kernel kills")
 
 
 @check("host.shm", "host", fast=True)
@@ -46,36 +42,29 @@ def shm(found: Examination, asked: Asked) -> Iterator[Finding]:
     """/dev/shm is where data-loader workers and NCCL pass data; a bus error or "unable to open shared memory" is its
     being full.
     """
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     need = _ranks(found, asked) * SHM_PER_RANK
     if host.shm_free is None:
         yield warn("there is no /dev/shm", "data loaders with workers will fail: mount one, or num_workers=0")
     elif host.shm_free < need:
-        yield warn(
-            f"/dev/shm has {gb(host.shm_free)} free of {gb(host.shm_total or 0)}",
-            "docker run --shm-size 16g (or --ipc=host); else num_workers=0",
-        )
+        text = f"/dev/shm has {gb(host.shm_free)} free of {gb(host.shm_total or 0)}"
+        yield warn(text, "docker run --shm-size 16g (or --ipc=host); else num_workers=0")
 
 
 @check("host.disk", "host", fast=True)
 def disk(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Room for logs and checkpoints where the runs go."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.disk_free is not None and host.disk_free < DISK:
         level = fail if host.disk_free < 10**8 else warn
-        yield level(
-            f"{amount(host.disk_free)} free on the disk of {host.disk_path}",
-            "--runs-dir on another disk; stoker clean --cache",
-        )
+        text = f"{amount(host.disk_free)} free on the disk of {host.disk_path}"
+        yield level(text, "--runs-dir on another disk; stoker clean --cache")
 
 
 @check("host.files", "host", fast=True)
 def files(found: Examination, asked: Asked) -> Iterator[Finding]:
     """The open-file limit: "too many open files" comes from data loaders with many workers."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.files_soft is not None and host.files_soft < 1024:
         yield warn(f"a process may open {host.files_soft} files", f"ulimit -n {min(65536, host.files_hard or 65536)}")
 
@@ -85,28 +74,23 @@ def cores(found: Examination, asked: Asked) -> Iterator[Finding]:
     """At least one core per rank, or they wait for each other."""
     ranks = _ranks(found, asked)
     if found.machine.cores < ranks:
-        yield warn(
-            f"{ranks} ranks on {found.machine.cores} cores", f"stoker run --nproc-per-node {found.machine.cores} ..."
-        )
+        text = f"{ranks} ranks on {found.machine.cores} cores"
+        yield warn(text, f"stoker run --nproc-per-node {found.machine.cores} ...")
 
 
 @check("host.stuck", "host")
 def stuck(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Processes in D state can't be killed; what they hold stays held."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.stuck:
-        yield warn(
-            f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}",
-            "wait for the disk or driver they wait for; only a reboot ends them otherwise",
-        )
+        text = f"stuck in the kernel (state D): {', '.join(host.stuck[:5])}"
+        yield warn(text, "wait for the disk or driver they wait for; only a reboot ends them otherwise")
 
 
 @check("host.zombies", "host")
 def zombies(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """Many zombies: something that should collect its children does not (a container without an init)."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.zombies > 100:
         yield warn(f"{host.zombies} zombie processes", "docker run --init, or restart the container")
 
@@ -118,32 +102,25 @@ def address_space(found: Examination, _asked: Asked) -> Iterator[Finding]:
 
     A batch system's generous one harms nobody: it fails below 128 GB, and is warned of below 256 GB.
     """
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.address_space is not None and host.address_space < 256 * 10**9:
         level = fail if found.machine.gpus and host.address_space < 128 * 10**9 else warn
-        yield level(
-            f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory",
-            "ulimit -v unlimited; use --ram-limit instead",
-        )
+        text = f"RLIMIT_AS is {gb(host.address_space)}: it causes std::bad_alloc, it saves no memory"
+        yield level(text, "ulimit -v unlimited; use --ram-limit instead")
 
 
 @check("host.swap", "host")
 def swap(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A machine that swaps trains at the speed of its disk."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.swap_used is not None and host.swap_used > 4 * 10**9 and found.machine.memory_available < 4 * 10**9:
-        yield warn(
-            f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free",
-            "free memory before starting",
-        )
+        text = f"{gb(host.swap_used)} are swapped out and {gb(found.machine.memory_available)} of memory is free"
+        yield warn(text, "free memory before starting")
 
 
 @check("host.clock", "host")
 def clock(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A clock before this software was made: certificates and checkpoints by time go wrong."""
-    host = found.host
-    assert host is not None
+    host = known(found.host)
     if host.clock is not None and host.clock < 1_760_000_000:
         yield warn("the clock is set to a time in the past", "timedatectl set-ntp true")

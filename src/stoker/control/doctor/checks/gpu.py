@@ -41,10 +41,8 @@ def driver(found: Examination, _asked: Asked) -> Iterator[Finding]:
     if "machine" in (found.missing or {}):
         yield unknown(f"the NVIDIA driver could not be asked: {(found.missing or {})['machine']}")
     elif found.machine.gpu_error:
-        yield fail(
-            f"the NVIDIA driver does not answer: {found.machine.gpu_error}",
-            "nvidia-smi says the same? reboot, or reinstall the driver",
-        )
+        text = f"the NVIDIA driver does not answer: {found.machine.gpu_error}"
+        yield fail(text, "nvidia-smi says the same? reboot, or reinstall the driver")
     for gpu in found.machine.gpus:
         if gpu.error:
             yield fail(f"GPU {gpu.index} does not answer: {gpu.error}", DEAD, gpu=gpu.index)
@@ -62,16 +60,12 @@ def count(found: Examination, asked: Asked) -> Iterator[Finding]:
         if word not in there and not any(
             gpu.uuid.startswith(word) for gpu in found.machine.gpus if word.startswith(("GPU-", "MIG-"))
         ):
-            yield fail(
-                f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it",
-                "unset CUDA_VISIBLE_DEVICES",
-            )
+            text = f"CUDA_VISIBLE_DEVICES={visible}: there is no GPU {word}; CUDA ignores it and all after it"
+            yield fail(text, "unset CUDA_VISIBLE_DEVICES")
     usable = len(words) if words else len(found.machine.gpus)
     if asked.ranks and found.machine.gpus and asked.ranks > usable:
-        yield fail(
-            f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)",
-            f"stoker run --nproc-per-node {usable} ...",
-        )
+        text = f"{asked.ranks} ranks are asked for, {counted(usable, 'GPU')} found (invalid device ordinal)"
+        yield fail(text, f"stoker run --nproc-per-node {usable} ...")
 
 
 @check("gpu.compute-mode", fast=True)
@@ -114,11 +108,8 @@ def held(found: Examination, _asked: Asked) -> Iterator[Finding]:
             ours = any(one.run for one in gpu.holders or ())
             fix = "stoker clean shows what is ours" if ours else "ask its owner, or --gpus any:N takes the freest"
             level = fail if gpu.memory_total - gpu.memory_used < 10**9 else warn
-            yield level(
-                f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}",
-                fix,
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: {gb(gpu.memory_used)} of {gb(gpu.memory_total)} in use by {'; '.join(names)}"
+            yield level(text, fix, gpu=gpu.index)
 
 
 @check("gpu.context", "probes")
@@ -128,29 +119,21 @@ def context(found: Examination, _asked: Asked) -> Iterator[Finding]:
         probe = (found.probes or {}).get(gpu.uuid)
         if probe is None or probe.outcome == "ok":
             if probe is not None and (probe.left or 0) > 2 * 10**8:
-                yield warn(
-                    f"GPU {gpu.index}: {gb(probe.left or 0)} more in use after the probe was gone",
-                    "somebody else started meanwhile, or the driver is slow",
-                    gpu=gpu.index,
-                )
+                text = f"GPU {gpu.index}: {gb(probe.left or 0)} more in use after the probe was gone"
+                yield warn(text, "somebody else started meanwhile, or the driver is slow", gpu=gpu.index)
             continue
         if probe.outcome == "busy":
-            why = (
-                f"it is in {gpu.compute_mode} mode"
-                if gpu.compute_mode not in (None, "default")
-                else "its mode is default, so it is sick or held by the driver"
-            )
+            why = "its mode is default, so it is sick or held by the driver"
+            if gpu.compute_mode not in (None, "default"):
+                why = f"it is in {gpu.compute_mode} mode"
             yield fail(
                 f"GPU {gpu.index} is busy or unavailable (error 46): {why}",
                 f"nvidia-smi -i {gpu.index} -c DEFAULT" if "mode" in why and "default" not in why else DEAD,
                 gpu=gpu.index,
             )
         elif probe.outcome == "full":
-            yield fail(
-                f"GPU {gpu.index} is full: {probe.detail}",
-                "stoker doctor --only gpu.held names its holders",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index} is full: {probe.detail}"
+            yield fail(text, "stoker doctor --only gpu.held names its holders", gpu=gpu.index)
         elif probe.outcome == "hung":
             yield fail(f"GPU {gpu.index} does not come back from making a context: {probe.detail}", DEAD, gpu=gpu.index)
         elif probe.outcome == "wrong":
@@ -166,17 +149,11 @@ def ecc(found: Examination, _asked: Asked) -> Iterator[Finding]:
         if health.rows_failed:
             yield fail(f"GPU {gpu.index}: a faulty memory row could not be remapped", "replace the card", gpu=gpu.index)
         if health.ecc_uncorrected:
-            yield fail(
-                f"GPU {gpu.index}: {health.ecc_uncorrected} uncorrected memory errors since the driver was loaded",
-                "reset the GPU, then watch it",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: {health.ecc_uncorrected} uncorrected memory errors since the driver was loaded"
+            yield fail(text, "reset the GPU, then watch it", gpu=gpu.index)
         if health.rows_pending or health.pages_pending:
-            yield warn(
-                f"GPU {gpu.index}: memory is waiting to be taken out of use",
-                "reset the GPU or reboot when nobody uses it",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: memory is waiting to be taken out of use"
+            yield warn(text, "reset the GPU or reboot when nobody uses it", gpu=gpu.index)
 
 
 @check("gpu.recovery", "health")
@@ -184,11 +161,8 @@ def recovery(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """The driver itself asks for a reset or a reboot."""
     for gpu, health in _cards(found):
         if health.recovery not in (None, "none"):
-            yield fail(
-                f"GPU {gpu.index}: the driver asks for: {health.recovery}",
-                "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: the driver asks for: {health.recovery}"
+            yield fail(text, "reset it (nvidia-smi --gpu-reset, needs root) or restart the pod", gpu=gpu.index)
 
 
 @check("gpu.xid", "health")
@@ -202,9 +176,8 @@ def xid(found: Examination, _asked: Asked) -> Iterator[Finding]:
             if number in XIDS:
                 yield fail(f"GPU {gpu.index}: Xid {number} ({XIDS[number][0]}){times}", XIDS[number][1], gpu=gpu.index)
             elif number in XID_WARN:
-                yield warn(
-                    f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}", XID_WARN[number][1], gpu=gpu.index
-                )
+                text = f"GPU {gpu.index}: Xid {number} ({XID_WARN[number][0]}){times}"
+                yield warn(text, XID_WARN[number][1], gpu=gpu.index)
 
 
 @check("gpu.throttle", "health")
@@ -214,21 +187,15 @@ def throttle(found: Examination, _asked: Asked) -> Iterator[Finding]:
         slow = [word for word in health.throttle or () if word != "power cap"]
         if slow:
             heat = f" at {health.temperature} °C" if health.temperature is not None else ""
-            yield warn(
-                f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}",
-                "check its fans, airflow and power cables",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index} is slowed down: {', '.join(slow)}{heat}"
+            yield warn(text, "check its fans, airflow and power cables", gpu=gpu.index)
         elif (
             health.temperature is not None
             and health.temperature_slowdown
             and health.temperature >= health.temperature_slowdown - 2
         ):
-            yield warn(
-                f"GPU {gpu.index} is at {health.temperature} °C; it slows down at {health.temperature_slowdown} °C",
-                "check its fans and airflow",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index} is at {health.temperature} °C; it slows down at {health.temperature_slowdown} °C"
+            yield warn(text, "check its fans and airflow", gpu=gpu.index)
 
 
 @check("gpu.pcie", "health")
@@ -238,23 +205,19 @@ def pcie(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """
     for gpu, health in _cards(found):
         if health.pcie_width and health.pcie_width_max and health.pcie_width < health.pcie_width_max:
-            yield warn(
-                f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}",
-                "reseat the card; check the riser and the slot's lanes",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: PCIe x{health.pcie_width}, it can do x{health.pcie_width_max}"
+            yield warn(text, "reseat the card; check the riser and the slot's lanes", gpu=gpu.index)
         low = (
             health.pcie_generation
             and health.pcie_generation_max
             and health.pcie_generation < health.pcie_generation_max
         )
         if low and (gpu.utilization or 0) > 50:
-            yield warn(
+            text = (
                 f"GPU {gpu.index}: PCIe generation {health.pcie_generation} under load, it can do"
-                f" {health.pcie_generation_max}",
-                "check the BIOS's PCIe setting",
-                gpu=gpu.index,
+                f" {health.pcie_generation_max}"
             )
+            yield warn(text, "check the BIOS's PCIe setting", gpu=gpu.index)
 
 
 @check("gpu.nvlink", "health")
@@ -264,11 +227,8 @@ def nvlink(found: Examination, _asked: Asked) -> Iterator[Finding]:
         links = health.nvlinks or ()
         if any(links) and not all(links):
             down = [str(n) for n, up in enumerate(links) if not up]
-            yield warn(
-                f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down",
-                "nvidia-smi nvlink -s; reset the fabric or the bridge",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index}: NVLink {', '.join(down)} of {len(links)} is down"
+            yield warn(text, "nvidia-smi nvlink -s; reset the fabric or the bridge", gpu=gpu.index)
 
 
 @check("gpu.p2p", "health")
@@ -282,15 +242,11 @@ def p2p(found: Examination, _asked: Asked) -> Iterator[Finding]:
     }
     if blocked:
         pairs = ", ".join("-".join(str(n) for n in sorted(pair)) for pair in sorted(blocked, key=sorted))
-        yield warn(
-            f"no peer-to-peer between GPUs {pairs} ({next(iter(blocked.values()))}): all-reduce goes through host"
-            " memory",
-            (
-                "expected of consumer cards; nothing to set"
-                if not any("registry" in str(why) for why in blocked.values())
-                else "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
-            ),
-        )
+        fix = "expected of consumer cards; nothing to set"
+        if any("registry" in str(why) for why in blocked.values()):
+            fix = "a setting of the driver forbids it: look for NVreg_RegistryDwords in /etc/modprobe.d"
+        through = f"({next(iter(blocked.values()))}): all-reduce goes through host memory"
+        yield warn(f"no peer-to-peer between GPUs {pairs} {through}", fix)
 
 
 @check("gpu.mig", fast=True)
@@ -298,10 +254,8 @@ def mig(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """MIG slices: NCCL can't join slices of one card, and a process sees one slice only."""
     sliced = sorted({gpu.index for gpu in found.machine.gpus if gpu.mig is not None})
     if sliced:
-        yield warn(
-            f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card",
-            "one rank per slice, or nvidia-smi -mig 0",
-        )
+        text = f"GPU {', '.join(map(str, sliced))} is cut into MIG slices: NCCL does not join slices of one card"
+        yield warn(text, "one rank per slice, or nvidia-smi -mig 0")
 
 
 @check("gpu.display", "health")
@@ -309,8 +263,5 @@ def display(found: Examination, _asked: Asked) -> Iterator[Finding]:
     """A screen hangs on the card: long kernels stutter the desktop, and its memory is not all yours."""
     for gpu, health in _cards(found):
         if health.display:
-            yield warn(
-                f"GPU {gpu.index} drives a display",
-                "leave it out for long runs, or expect a slow desktop",
-                gpu=gpu.index,
-            )
+            text = f"GPU {gpu.index} drives a display"
+            yield warn(text, "leave it out for long runs, or expect a slow desktop", gpu=gpu.index)

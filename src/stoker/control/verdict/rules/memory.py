@@ -7,9 +7,10 @@ import signal
 
 from stoker.contract.quantities import gb, span
 from stoker.contract.shapes import Around
-from stoker.control.verdict.catalogue import Case, Found, cause, entry
-from stoker.control.verdict.lastwords import amount, find, line_of, said
-from stoker.control.verdict.wording import first_line, place
+from stoker.control.verdict.catalogue import Case, Found, cause, entry, steps
+from stoker.control.verdict.lastwords import amount, find, first_line, line_of, place, said
+
+ORDER = 20
 
 RAM_LIMIT = entry(
     "oom.ram-limit",
@@ -22,25 +23,15 @@ RAM_LIMIT = entry(
 
 @cause(
     "oom.host",
-    seen=(
-        "SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the cgroup's"
-        " oom_kill counter rose, or the kernel's log says it killed that pid"
-    ),
-    contradicts=(
-        "neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:"
-        " oom.host-allocation"
-    ),
-    fix=(
-        (
-            "fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer"
-            " ranks"
-        ),
-        "--init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy",
-        (
-            "--ram-limit SIZE stops the job before the kernel does; a container's own limit is in"
-            " /sys/fs/cgroup/memory.max"
-        ),
-    ),
+    seen="""SIGKILL that Stoker did not send to the rank, or a data-loader worker of it that vanished; and the
+    cgroup's oom_kill counter rose, or the kernel's log says it killed that pid""",
+    contradicts="""neither of these: rank.killed, somebody sent it. An allocation that was refused and not punished:
+    oom.host-allocation""",
+    fix=steps("""
+    fewer data-loader workers (each holds its own copy of what the dataset keeps in Python objects), or fewer ranks
+    --init-slots 1 loads models one after the other; safetensors with mmap reads weights without a second copy
+    --ram-limit SIZE stops the job before the kernel does; a container's own limit is in /sys/fs/cgroup/memory.max
+    """),
 )
 def host(case: Case) -> Found | None:
     """The kernel killed a rank, or a worker of it, because the host or the container was out of memory."""
@@ -128,8 +119,5 @@ def allocation(case: Case) -> Found | None:
     if found:
         said_so = (line_of(found),)
     at = (f"at {place(case.end)}",) if error else ()
-    return Found(
-        f"{case.who}: the host gave no memory{' for' + what if what else ''}",
-        (*said_so, *at, *memory_trend(around)),
-        fix,
-    )
+    summary = f"{case.who}: the host gave no memory{' for' + what if what else ''}"
+    return Found(summary, (*said_so, *at, *memory_trend(around)), fix)

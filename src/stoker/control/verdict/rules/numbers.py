@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from stoker.contract.names import EX_SOFTWARE
 from stoker.contract.shapes import BadNumber, RankEnd
-from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry
-from stoker.control.verdict.wording import first_line
+from stoker.control.verdict.catalogue import CATALOGUE, Case, Found, cause, entry, report, steps
+from stoker.control.verdict.lastwords import first_line
 
-# Playbook 2.5 of the notes, in the order that finds it: isnan() on token ids is always False, and clipping before
-# looking spreads a NaN everywhere.
+ORDER = 10
+
+# In the order that finds it: isnan() on token ids is always False, and clipping before looking spreads a NaN.
 _FIX = (
     "look at the step before it: the last good checkpoint still has sound weights",
     "check gradients for NaN and Inf before clip_grad_norm_, not after: clipping spreads one bad value to all layers",
@@ -23,10 +23,8 @@ _FIX = (
 entry(
     "nan.loss",
     "The loss is NaN or infinite, and stays so.",
-    seen=(
-        "three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a gradient"
-        " norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss"
-    ),
+    seen="""three losses in a row, from stoker.beat or from the step lines a rank prints. A loss of 0 next to a
+    gradient norm that is NaN counts: transformers' Trainer prints 0 for a NaN loss""",
     contradicts="the next loss is a number: one bad batch; validation losses are not read",
     fix=_FIX,
 )
@@ -48,20 +46,15 @@ entry(
 
 @cause(
     "nan.traced",
-    seen=(
-        "stoker's own training found a loss or a gradient that is no number, replayed the step and named the first bad"
-        " operation (NonFinite)"
-    ),
+    seen="""stoker's own training found a loss or a gradient that is no number, replayed the step and named the
+    first bad operation (NonFinite)""",
     contradicts="a script that tells or prints its losses and goes on: nan.loss",
-    fix=(
-        (
-            "stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the"
-            " files"
-        ),
-        "a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)",
-        "--preset stable: all cautious numbers at once",
-        "not reproduced in the replay? `stoker burnin` compares the cards bit for bit",
-    ),
+    fix=steps("""
+    stoker nan   # the first bad operation, its tensors, the samples; nan_step_N/ in the run directory has the files
+    a lower optim.learning_rate or a longer warm-up (optim.warmup_steps)
+    --preset stable: all cautious numbers at once
+    not reproduced in the replay? `stoker burnin` compares the cards bit for bit
+    """),
 )
 def traced(case: Case) -> Found | None:
     """A step's loss or gradient is NaN or infinite, and its replay says where that began."""
@@ -102,18 +95,7 @@ def summary(bad: BadNumber, label: str, world: int) -> str:
 
 def trouble(bad: BadNumber, label: str, world: int) -> dict[str, Any]:
     known = CATALOGUE[f"nan.{bad.kind}"]
-    seen = (
-        f"reported by stoker.beat: loss {bad.value}"
-        if bad.source == "beat"
-        else f"printed by rank {bad.rank}: {bad.line}"
-    )
-    return {
-        "cause": known.id,
-        "rank": None if bad.shared and world > 1 else bad.rank,
-        "exit_code": EX_SOFTWARE,
-        "retryable": known.retryable,
-        "summary": summary(bad, label, world) + ", and stays so",
-        "evidence": [seen, known.seen],
-        "fix": list(known.fix),
-        "step": bad.step,
-    }
+    printed = f"printed by rank {bad.rank}: {bad.line}"
+    seen = f"reported by stoker.beat: loss {bad.value}" if bad.source == "beat" else printed
+    rank = None if bad.shared and world > 1 else bad.rank
+    return report(known, f"{summary(bad, label, world)}, and stays so", [seen, known.seen], rank=rank, step=bad.step)

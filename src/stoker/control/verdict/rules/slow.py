@@ -1,10 +1,8 @@
-"""slow.*: a rank that is persistently slower than its peers. Nothing is stopped for it: it is named, with the reason
-where one is seen.
-"""
+"""slow.*: a rank that is persistently slower than its peers. It is named, with the reason; nothing stops."""
 
 from __future__ import annotations
 
-from stoker.control.verdict.catalogue import entry
+from stoker.control.verdict.catalogue import entry, steps
 
 _SEEN = (
     "the flight recorder's times of entry: one rank comes last in nine waits of ten, twice in a row, by a fifth of a"
@@ -17,19 +15,16 @@ entry(
     seen=_SEEN + "NVML's throttle reasons, which its peers don't have",
     contradicts="the peers' cards are throttled alike",
     fix=("nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER on its card; leave it out (--gpus) and tell the provider",),
-    retryable=False,
 )
 entry(
     "slow.link",
     "A rank is slow because its GPU's link to the host is narrow.",
     seen=_SEEN + "NVML: fewer PCIe lanes than the card has, which its peers have",
     contradicts="the peers' links are as narrow",
-    fix=(
-        (
-            "a riser, a slot or a bent pin: reseat the card; `stoker burnin` measures the links; leave it out (--gpus)"
-            " meanwhile"
-        ),
-    ),
+    fix=steps("""
+    a riser, a slot or a bent pin: reseat the card; `stoker burnin` measures the links; leave it out (--gpus) \
+    meanwhile
+    """),
 )
 entry(
     "slow.swap",
@@ -43,13 +38,11 @@ entry(
     "A rank is slow because it waits for a CPU.",
     seen=_SEEN + "its main thread is ready and not running for a quarter of the time and more (schedstat)",
     contradicts="its peers wait for a CPU as much",
-    fix=(
-        (
-            "what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader"
-            " workers, OMP_NUM_THREADS lower"
-        ),
-        "--numa-binding node",
-    ),
+    fix=steps("""
+    what else runs there (top)? does it have fewer CPUs than its peers (taskset -p)? fewer data-loader workers, \
+    OMP_NUM_THREADS lower
+    --numa-binding node
+    """),
 )
 entry(
     "slow.data",
@@ -62,7 +55,6 @@ entry(
     "slow.code",
     "A rank is slow because of what it does at one line.",
     seen=_SEEN + "most samples of its main thread are at that line, outside of collectives",
-    contradicts="",
     fix=(
         "look at that line: work that only this rank does (logging, saving, evaluation) makes all wait",
         "unlike cards: equal batches make all as slow as the slowest one",

@@ -1,0 +1,1 @@
+"""One file per family of checks. check.py finds them here."""
