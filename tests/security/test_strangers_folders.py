@@ -13,7 +13,6 @@ import pytest
 from localuser import ATTACKER, VICTIM, do_as
 from stoker.contract import tensorheader, untrusted
 from stoker.contract.names import Refusal
-from stoker.control.agent.receiving import Receiver, Refused
 from stoker.control.record.ownership import own_folder
 from stoker.control.scheduler import slurm_runs
 from stoker.training.checkpoint import folders
@@ -165,16 +164,3 @@ def test_where_others_could_exchange_notes_of_jobs_runs_are_explained_without(tm
     assert slurm_runs.read_note(str(tmp_path), "12") == {} and slurm_runs.run_of(str(tmp_path), "12") is None
     with pytest.raises(Refusal, match="could exchange your folders"):
         slurm_runs.log_path(str(tmp_path), "12")
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o755])
-def test_code_is_copied_only_where_nobody_else_can_change_it(tmp_path: Path, mode: int) -> None:
-    root = tmp_path / "root"
-    root.mkdir()
-    root.chmod(mode)
-    if mode == 0o755:
-        assert Receiver().offer(str(root), "inside", []) == []
-        return
-    with pytest.raises(Refused, match=r"all users can write there, and so could change the code.*workdir:.*chmod go-w"):
-        Receiver().offer(str(root), "inside", [])
-    assert Receiver().offer(str(root), "", []) == [], "data is not run"
