@@ -15,25 +15,13 @@ from stoker.control.record import follow, reader
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker attach",
-        description=(
-            "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit"
-            " code."
-        ),
+    about = (
+        "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument(
-        "--lines",
-        "-n",
-        type=int,
-        default=10,
-        metavar="N",
-        help="begin with this many of the last lines of each rank (default: 10)",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker attach", about)
+    made.run_argument()
+    made.option("--lines -n", "N", "begin with this many of the last lines of each rank (default: 10)", int, default=10)
+    made.runs_dir()
     return made
 
 

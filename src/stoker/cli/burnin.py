@@ -38,52 +38,21 @@ _EXAMPLES = """examples:
 exit codes: 0 fine, 1 something is slow, 2 something computes or adds up wrong, 3 could not be checked, 64 usage, 128+n stopped."""
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="stoker burnin", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--minutes",
-        type=float,
-        metavar="M",
-        help="how long the replicas train (default: 5, where --steps is not given)",
-    )
-    made.add_argument("--steps", type=int, metavar="N", help="how many steps they make")
-    made.add_argument(
-        "--gpus",
-        metavar="WHICH",
-        help="which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room",
-    )
-    made.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        metavar="N",
-        help="replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)",
-    )
-    made.add_argument(
-        "--share-gpus",
-        action="store_true",
-        help="let several replicas, or another run, use one GPU: bits are compared, speed is not",
-    )
-    made.add_argument("--wait", type=_duration, metavar="TIME", help="wait this long for enough free GPUs, e.g. 10m")
-    made.add_argument(
-        "--show",
-        metavar="WHAT",
-        help="the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the result as JSON")
+def parser() -> Parser:
+    made = Parser("stoker burnin", _HELP, _EXAMPLES)
+    made.option("--minutes", "M", "how long the replicas train (default: 5, where --steps is not given)", float)
+    made.option("--steps", "N", "how many steps they make", int)
+    made.option("--gpus", "WHICH", "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room")
+    replicas = "replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)"
+    made.option("--nproc-per-node --nproc_per_node", "N", replicas)
+    made.switch("--share-gpus", "let several replicas, or another run, use one GPU: bits are compared, speed is not")
+    made.option("--wait", "TIME", "wait this long for enough free GPUs, e.g. 10m", duration)
+    show = "the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)"
+    made.option("--show", "WHAT", show)
+    made.runs_dir()
+    made.switch("--json", "the result as JSON")
     made.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP flips a bit there: shows that the burn-in finds it
     return made
-
-
-def _duration(text: str) -> float:
-    try:
-        return duration(text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def request_from(told: argparse.Namespace) -> Request:

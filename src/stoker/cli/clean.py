@@ -21,52 +21,26 @@ from stoker.control.doctor.debris import Debris, Lock
 from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
+_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's work is touched."
+_CODES = (
+    "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could"
+    " not check."
+)
 CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
 _LINES = 10  # of a kind of file; dead agents' folders come by the hundred
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker clean",
-        description=(
-            "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's"
-            " work is touched."
-        ),
-        epilog=(
-            "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something"
-            " survived; 3 could not check."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--yes", action="store_true", help="stop and remove what is shown")
-    made.add_argument(
-        "--grace", type=duration, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL (default: 5s)"
-    )
-    made.add_argument(
-        "--runs-dir",
-        metavar="DIR",
-        help="leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)",
-    )
-    made.add_argument(
-        "--pid",
-        type=int,
-        action="append",
-        metavar="N",
-        help="stop this process of yours, whatever started it; asks first",
-    )
-    made.add_argument(
-        "--cache", action="store_true", help="show data and compile caches instead; with limits and --yes, prune them"
-    )
-    made.add_argument(
-        "--older-than", type=duration, metavar="TIME", help="with --cache: what nobody has used for so long, as 30d"
-    )
-    made.add_argument(
-        "--max-size",
-        type=size,
-        metavar="SIZE",
-        help="with --cache: the longest unused, until all together fit, as 20GB",
-    )
-    made.add_argument("--json", action="store_true", help="one JSON object")
+    made = Parser("stoker clean", _ABOUT, _CODES)
+    made.switch("--yes", "stop and remove what is shown")
+    made.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", duration, default=5.0)
+    only = "leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)"
+    made.option("--runs-dir", "DIR", only)
+    made.option("--pid", "N", "stop this process of yours, whatever started it; asks first", int, action="append")
+    made.switch("--cache", "show data and compile caches instead; with limits and --yes, prune them")
+    made.option("--older-than", "TIME", "with --cache: what nobody has used for so long, as 30d", duration)
+    made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", size)
+    made.switch("--json", "one JSON object")
     return made
 
 

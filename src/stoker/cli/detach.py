@@ -14,13 +14,10 @@ from stoker.control.record import reader
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker detach",
-        description="Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it.",
+        "stoker detach", "Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it."
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made.run_argument()
+    made.runs_dir()
     return made
 
 

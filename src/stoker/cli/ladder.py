@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Collection
@@ -18,6 +17,7 @@ from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 from stoker.control.record.writer import OURS
 
+_ABOUT = "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options."
 _EXAMPLES = """examples:
   stoker ladder train.py --lr 3e-4                  imports, then 1 rank, half, all of them, 20 steps each
   stoker ladder --nproc-per-node 4 --steps 50 train.py
@@ -27,24 +27,14 @@ _HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker ladder",
-        usage="stoker ladder [options] [--steps N] script.py [args]",
-        epilog=_EXAMPLES,
-        description=(
-            "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker"
-            " run`'s options."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument(
-        "--steps", type=int, default=ladder.STEPS, metavar="N", help=f"steps of each rung (default: {ladder.STEPS})"
-    )
+    from stoker.cli.run import add_script
+
+    made = Parser("stoker ladder", _ABOUT, _EXAMPLES, usage="stoker ladder [options] [--steps N] script.py [args]")
+    made.option("--steps", "N", f"steps of each rung (default: {ladder.STEPS})", int, default=ladder.STEPS)
     add_flags(made, RunOptions)
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
-    made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
-    made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    add_script(made)
     return made
 
 

@@ -16,32 +16,23 @@ from stoker.training.forensics import reading
 from stoker.training.forensics.banner import banner, headline, table
 from stoker.training.forensics.culprit import decide
 
+_ABOUT = "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
+_TENSOR = "show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME"
 TEXT = 300  # characters of a sample
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker nan",
-        description=(
-            "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
-        ),
-    )
-    made.add_argument(
+    made = Parser("stoker nan", _ABOUT)
+    made.option(
         "where",
+        "DIR",
+        "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)",
         nargs="?",
-        metavar="DIR",
-        help="a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)",
     )
-    made.add_argument("--rank", type=int, metavar="R", help="which rank (default: the guilty one)")
-    made.add_argument(
-        "--tensor",
-        metavar="NAME",
-        help="show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the reports (or the tensor) as JSON")
+    made.option("--rank", "R", "which rank (default: the guilty one)", int)
+    made.option("--tensor", "NAME", _TENSOR)
+    made.runs_dir()
+    made.switch("--json", "the reports (or the tensor) as JSON")
     return made
 
 

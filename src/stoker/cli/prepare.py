@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -31,20 +30,11 @@ _EXAMPLES = """examples:
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker prepare",
-        usage="stoker prepare [options]",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = Parser("stoker prepare", _HELP, _EXAMPLES, usage="stoker prepare [options]", allow_abbrev=False)
+    made.switch(
+        "--verify", "compare every shard with its checksum, even where nothing changed; a damaged one is made again"
     )
-    made.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every shard with its checksum, even where nothing changed; a damaged one is made again",
-    )
-    made.add_argument("--json", action="store_true", help="what was made, as JSON")
+    made.switch("--json", "what was made, as JSON")
     add_key_flags(made)
     return made
 

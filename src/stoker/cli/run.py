@@ -43,19 +43,16 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker run",
-        usage="stoker run [options] script.py [args]",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
-        ),
-    )
+    about = "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
+    made = Parser("stoker run", about, _EXAMPLES, usage="stoker run [options] script.py [args]")
     add_flags(made, RunOptions)
+    add_script(made)
+    return made
+
+
+def add_script(made: Parser) -> None:
     made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
     made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    return made
 
 
 def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:

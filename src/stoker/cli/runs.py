@@ -16,12 +16,10 @@ from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker runs", description="Lists the runs, newest last.")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--all", action="store_true", help="other users' runs in this folder, too (default: your own)")
-    made.add_argument("--json", action="store_true", help="one JSON object with all of them")
+    made = Parser("stoker runs", "Lists the runs, newest last.")
+    made.runs_dir()
+    made.switch("--all", "other users' runs in this folder, too (default: your own)")
+    made.switch("--json", "one JSON object with all of them")
     return made
 
 

@@ -16,19 +16,11 @@ from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker stop", description="Ends a run. Gracefully: the ranks get SIGTERM and their grace to save."
-    )
-    made.add_argument(
-        "run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest that is running)"
-    )
-    made.add_argument("--now", action="store_true", help="without grace")
-    made.add_argument(
-        "--wait", type=duration, default=60.0, metavar="TIME", help="wait for its end at most this long (default: 60s)"
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker stop", "Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
+    made.run_argument(default="the newest that is running")
+    made.switch("--now", "without grace")
+    made.option("--wait", "TIME", "wait for its end at most this long (default: 60s)", duration, default=60.0)
+    made.runs_dir()
     return made
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -28,12 +27,11 @@ Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker submit",
+        "stoker submit",
+        "Writes a Slurm job script for a run, submits it, and follows it until it ends.",
+        _EXAMPLES,
         usage="stoker submit [options] -- [run options] script.py [args]",
-        epilog=_EXAMPLES,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Writes a Slurm job script for a run, submits it, and follows it until it ends.",
     )
     add_flags(made, SubmitOptions)
     return made

@@ -50,6 +50,10 @@ stages:
 
 `stoker train STAGE --help` lists the keys that stage is given most, --help-all every key and option.
 """
+_ABOUT = (
+    "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
+    " options and every key."
+)
 _EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
@@ -67,17 +71,13 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
     rest = len(KEYS) - len(foreign) - len(keys or ())
+    prog = f"stoker train {stage or 'STAGE'}"
     made = Parser(
-        prog=f"stoker train {stage or 'STAGE'}",
-        usage=f"stoker train {stage or 'STAGE'} [options]",
-        epilog=_SHORT.format(more=rest) if short else _EPILOG,
+        prog,
+        f"{stage}: {kind.about}." if kind is not None and short else _ABOUT,
+        _SHORT.format(more=rest) if short else _EPILOG,
+        usage=f"{prog} [options]",
         allow_abbrev=False,
-        description=(
-            f"{stage}: {kind.about}."
-            if kind is not None and short
-            else "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes"
-            " `stoker run`'s options and every key."
-        ),
         formatter_class=_wide if short else argparse.RawDescriptionHelpFormatter,
     )
     if stage is None:  # for completion

@@ -24,14 +24,10 @@ _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
-    made.add_argument(
-        "run", nargs="?", metavar="RUN", help=f"id, name or path of a run, or {_JOBS} (default: the newest)"
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the verdict as JSON")
+    made = Parser("stoker why", "How a run ended, and why: the verdict, its evidence, and what to do.")
+    made.run_argument(f"id, name or path of a run, or {_JOBS}")
+    made.runs_dir()
+    made.switch("--json", "the verdict as JSON")
     return made
 
 
