@@ -22,14 +22,12 @@ from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
-from stoker.control.agent.memory import Gate, MemoryWatch, memory_now
 from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
-from stoker.control.agent.spawn import Rank
-from stoker.control.agent.stopsequence import Finishing, StopSequence
-from stoker.control.agent.sweep import Sweeper, ending, reap
-from stoker.control.agent.vitals import BEATS_S, Vitals
+from stoker.control.agent.spawn import Gate, Rank
+from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
+from stoker.control.agent.vitals import BEATS_S, MemoryWatch, Vitals, memory_now
 from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
@@ -241,8 +239,6 @@ class Agent:
             sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
         found = []
         if order.get("former"):
-            from stoker.control.agent.sweep import take_over
-
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
         self._look_aside(

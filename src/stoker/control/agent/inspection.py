@@ -12,9 +12,9 @@ import time
 from typing import Any
 
 from stoker.contract.untrusted import is_count, printable
-from stoker.control.agent.memory import children
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy, flight_recorder, timings
+from stoker.control.agent.vitals import children
 from stoker.control.machine import processes
 
 GAP_S = 0.4

@@ -26,6 +26,7 @@ from stoker.control.launch.imports import Import, Imported, find_imports, start,
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
+from stoker.control.launch.signals import STOPS, handled
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
@@ -265,11 +266,7 @@ class Ladder:
     def climb(self, wanted: Collection[str]) -> Climb:
         """Up to the first rung that fails. What can't start at all is refused before anything does."""
         program(self._request)
-        before = {}
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-                before[signum] = signal.signal(signum, self._on_signal)
-        try:
+        with handled((*STOPS, signal.SIGTSTP), self._on_signal):
             rungs_: tuple[int, ...] = ()
             verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._look()
             if verdict is None and self._plan.world_size:
@@ -278,9 +275,6 @@ class Ladder:
                 verdict = try_imports(self._request, self._flags, self._imported, self._say, lambda: self._stop)
             for number, ranks in enumerate(rungs_, 1):
                 verdict = verdict or self._stopped() or self._rung(ranks, f"rung {number} of {len(rungs_)}")
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
         verdict = verdict or self._stopped()
         code = verdict.exit_code if verdict else 0
         return Climb(

@@ -19,9 +19,8 @@ from stoker.control.launch.runplace import RunPlace
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.copying import Late
-    from stoker.control.launch.copies import Copies
     from stoker.control.launch.live import LiveRun
-    from stoker.control.launch.network import Network
+    from stoker.control.launch.network import Copies, Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0

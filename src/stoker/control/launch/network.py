@@ -5,22 +5,24 @@ ranks need.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.control.cluster import ssh, transport
+from stoker.contract.shape import replace
+from stoker.control.cluster import copying, ssh, transport
 from stoker.control.cluster.hosts import Host
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.members import Unusable
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.orders import Towards
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.signals import STOPS, Interrupted, handled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.launch.copies import Copies
     from stoker.control.launch.live import LiveRun
 
 ROUTE_S = 10.0
@@ -33,11 +35,8 @@ class Network:
         self._run = run
         self._agents = run.agents
         self._options = run.options
-        self.copies: Copies | None = None
-        if run.options.sync or run.options.stage:
-            from stoker.control.launch.copies import Copies
-
-            self.copies = Copies(run.agents, run.options, run.say)
+        copies = bool(run.options.sync or run.options.stage)
+        self.copies = Copies(run.agents, run.options, run.say) if copies else None
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
@@ -282,3 +281,44 @@ def interfaces(
 def _literal(text: str) -> bool:
     """An address, not a name."""
     return ":" in text or (text.count(".") == 3 and text.replace(".", "").isdigit())
+
+
+# ---- copies to the hosts (--sync, --stage) ----
+
+
+class Copies:
+    def __init__(self, agents: Agents, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._agents = agents
+        self._options = options
+        self._say = say
+        self._loads: list[copying.Load] = []
+
+    def to_all(self) -> None:
+        """Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
+        agents = self._agents
+        assert agents.hosts is not None
+        there = {member.host for member in agents.members.all if not member.gone}
+        hosts = replace(agents.hosts, hosts=tuple(host for host in agents.hosts.hosts if host.name in there))
+        try:
+            with handled(STOPS, _interrupt):  # a signal ends it at once
+                self._loads = self._loads or self._read()
+                for load in self._loads:
+                    copying.copy(hosts, load, self._say)
+        except copying.NotCopied as failed:
+            if not self._options.min_hosts:
+                raise
+            raise Unusable(failed.hosts, len(agents.by_name)) from failed
+
+    def _read(self) -> list[copying.Load]:
+        """For all hosts of the file, those that are not there included."""
+        hosts, options = self._agents.hosts, self._options
+        assert hosts is not None
+        working = [copying.sync_load(hosts, os.getcwd(), self._say)] if options.sync else []
+        return working + [copying.stage_load(hosts, told, self._say) for told in options.stage]
+
+    def to_late(self, host: str) -> copying.Late:
+        return copying.Late(self._agents.by_name[host], self._agents.afresh, self._loads)
+
+
+def _interrupt(signum: int, _frame: object) -> None:
+    raise Interrupted(signum)

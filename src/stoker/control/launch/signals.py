@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
 from stoker.contract.process import process, send
@@ -14,6 +16,20 @@ from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
+
+
+@contextlib.contextmanager
+def handled(signums: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it these signals go to `handler`; those that were ignored (nohup) stay ignored."""
+    before = {signum: signal.getsignal(signum) for signum in signums}
+    heard = {signum: former for signum, former in before.items() if former is not signal.SIG_IGN}
+    for signum in heard:
+        signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, former in heard.items():
+            signal.signal(signum, former)
 
 
 class Interrupted(Exception):
