@@ -161,6 +161,11 @@ def as_json(value: Any) -> Any:
     return value
 
 
+def pick(value: Any, *names: str) -> dict[str, Any]:
+    """Some of its fields, as JSON has them."""
+    return {name: as_json(getattr(value, name)) for name in names}
+
+
 def replace(value: T, **changes: Any) -> T:
     kept: Mapping[str, Any] = {**value.__dict__, **changes}
     return type(value)(**kept)

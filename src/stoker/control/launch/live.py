@@ -27,7 +27,6 @@ from stoker.control.launch.reports import Reports
 from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import Interrupted, Signals
-from stoker.control.launch.supervision import Supervision
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -248,6 +247,8 @@ class LiveRun:
             hosts=list(plan.hosts),
         )
         self._start(plan, place, number, address, port, dict(env))
+        from stoker.control.launch.supervision import Supervision
+
         attempt.begin_watch(self.options.hang_timeout)
         supervision = Supervision(self, attempt)
         supervision.follow()
