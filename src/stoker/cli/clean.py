@@ -243,9 +243,7 @@ def _show_debris(found: list[Debris]) -> None:
 
 
 def _show_locks(locks: list[Lock], strange: list[str]) -> None:
-    """A free lock file is no leftover: it lies there for the next run. What is no lock file may be another user's: it
-    is reported, and stays.
-    """
+    """A free lock file stays for the next run. What is no lock file may be another user's: reported, kept."""
     held = [one for one in locks if one.held]
     if locks:
         print(

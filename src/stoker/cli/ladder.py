@@ -77,9 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def before_run(request: Request, wanted: Collection[str], steps: int = ladder.STEPS) -> int:
-    """The rungs that `stoker run` climbs first. 0, or the code of the one that failed. All it says goes to stderr:
-    stdout is the script's.
-    """
+    """The rungs that `stoker run` climbs first: 0, or the failed one's code. On stderr: stdout is the script's."""
     climb = ladder.Ladder(request, steps, _to_stderr).climb(wanted)
     for line in report(climb):
         _to_stderr(line)

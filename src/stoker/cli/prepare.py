@@ -82,9 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def _for_gpus(layers: Layers) -> bool:
-    """As `stoker train` would find it here, so that it finds this data; a config that says cuda may be prepared where
-    there are no GPUs.
-    """
+    """As `stoker train` would find it here; a config that says cuda may be prepared where there are no GPUs."""
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True

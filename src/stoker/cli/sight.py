@@ -21,8 +21,6 @@ def look() -> Machine:
 
 
 def gpus_to_use(machine: Machine, asked: str | None) -> bool:
-    """`asked`: --nproc-per-node, which may say cpu. A driver that does not answer counts: a run says what is wrong with
-    it.
-    """
+    """`asked`: --nproc-per-node, perhaps cpu. A driver that does not answer counts: a run says what is wrong."""
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
     return bool(machine.gpus or machine.gpu_error) and not hidden and (asked or "").strip().lower() != "cpu"

@@ -45,9 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _newest(root: str) -> reader.Run:
-    """One that runs here before one on another host, of which nobody here knows whether it does; else the newest of
-    all.
-    """
+    """One that runs here before one on another host, which may not run any more; else the newest of all."""
     listing = reader.look(root)
     runs = [(reader.status(run), run) for run in reversed(listing.runs)]
     found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)

@@ -89,9 +89,7 @@ def main(argv: list[str]) -> int:
 
 
 def _check_run(words: list[str]) -> tuple[str, bool]:
-    """Refuses now what would be refused when the job starts, perhaps hours later. (The job's name, does it go on
-    without a lost node.)
-    """
+    """Refuses now what would be refused hours later. (The job's name, does it go on without a lost node.)"""
     from stoker.cli.run import parse, split
     from stoker.control.launch.plan import default_name
     from stoker.control.launch.request import program

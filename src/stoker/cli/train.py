@@ -300,9 +300,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 def _with_stage_defaults(
     stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool
 ) -> Resolved:
-    """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every
-    rank.
-    """
+    """What nobody gave follows from stage, model and data: decided here, printed, told to every rank."""
     from stoker.training.stages.situation import situation, with_defaults
 
     at = situation(stage, resolved.config, ranks, ready)

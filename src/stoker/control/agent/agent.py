@@ -253,9 +253,7 @@ class Agent:
         )
 
     def _look_aside(self, more: protocol.Message, recorded: str | None = None) -> None:
-        """In a thread: a driver may take longer to come up than anybody waits for a word, and the loop must go on
-        saying that we live.
-        """
+        """In a thread: a driver may take long to come up, and the loop must go on saying that we live."""
 
         def look() -> None:
             try:
@@ -404,9 +402,7 @@ class Agent:
         self._tell_memory(rank, "POST-MODEL", "at its first step")
 
     def _collect(self) -> None:
-        """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be
-        a stranger's.
-        """
+        """Ranks that ended, and orphans. Unswept, a rank stays our zombie: its group's number can't be reused."""
         reap(self._sweeper.groups)
         for rank in list(self._by_pid.values()):
             end = ending(rank.pid)
@@ -439,9 +435,7 @@ class Agent:
             )
 
     def _without_secrets(self, report: Any) -> Any:
-        """The coordinator takes out what it knows; of the variables that only this host has, we alone know. Not at the
-        start: ranks wait for that.
-        """
+        """Those that only this host's variables hold. Not learned at the start: ranks wait for that."""
         if report and not self._learned:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours

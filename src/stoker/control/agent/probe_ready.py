@@ -1,6 +1,4 @@
-"""Is this host ready for its ranks: is the working directory there, the interpreter, the run directory, and is that one
-the coordinator's own?
-"""
+"""Is this host ready for its ranks: workdir, interpreter, run directory; and is that the coordinator's own?"""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ from stoker.contract.untrusted import kind_of
 
 
 def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
-    """`token`: a file with a random name that the coordinator has put into the run directory. Who sees it shares that
-    file system.
-    """
+    """`token`: a randomly named file of the coordinator's in the run directory. Who sees it shares the disk."""
     problems = []
     where = os.path.expanduser(workdir)
     if not os.path.isdir(where):

@@ -1,6 +1,4 @@
-"""Which way leads to a peer: the interface, the address the peer will see, the longest packet. Asked of the kernel,
-without a packet sent.
-"""
+"""The way to a peer: interface, own address, longest packet. Asked of the kernel, without a packet sent."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ _ENTRY = 40  # bytes of a struct ifreq on 64-bit Linux
 
 
 def route(to: list[str]) -> Any:
-    """`to`: addresses or names. A name that does not resolve here, or an address without a way to it, has an error
-    instead of a route.
-    """
+    """`to`: addresses or names. One that does not resolve, or has no way to it, has an error for a route."""
     found = addresses()
     hostname = socket.gethostname()
     return {

@@ -1,6 +1,4 @@
-"""What a hosts file wants to know of a host: its cards, and which of its Pythons has torch. Nothing is imported for it,
-torch least of all.
-"""
+"""What a hosts file wants to know of a host: its cards, and which Python has torch. Imports none of it."""
 
 from __future__ import annotations
 

@@ -113,9 +113,7 @@ class Receiver:
         return os.path.join(self._root, path)
 
     def _through_link(self, path: str, of: Mapping[str, str] | None = None) -> bool:
-        """Is one of the folders on the way a link (of these)? What lies behind it is not ours to change: it may be
-        anywhere.
-        """
+        """Is a folder on the way a link (of these)? What lies behind may be anywhere, and is not ours to change."""
         parts = path.split("/")[:-1]
         ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
         return any(os.path.islink(os.path.join(self._root, way)) for way in ways if of is None or way in of)
@@ -146,9 +144,7 @@ class Receiver:
         self._written += 1
 
     def _make_way(self, place: str) -> None:
-        """Its folder is made; a link or file in the place of one goes if a copy of ours put it there, and is named if
-        not.
-        """
+        """Makes its folder. A link or file in the way goes if a copy of ours put it there; else it is named."""
         folder = os.path.dirname(place)
         step = self._root
         for name in os.path.relpath(folder, self._root).split(os.sep):
@@ -251,9 +247,7 @@ class Receiver:
 
 
 def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
-    """(origin -> path -> hash, why it was ignored). A manifest of schema 1 knew no origins. What it lists may be removed:
-    nobody else decides that.
-    """
+    """(origin -> path -> hash, why it was ignored). What it lists may be removed: nobody else decides that."""
     try:
         uid = os.lstat(path).st_uid
         if not owners.is_trusted(uid, os.path.dirname(path)):

@@ -99,9 +99,7 @@ class Relay:
             self._selector.unregister(handle)
 
     def rest(self, handle: int) -> None:
-        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 10
-        times and not 50.
-        """
+        """Not read for a moment: a rank that prints 50 lines a second wakes us and the coordinator 10 times."""
         if handle in self.streams and handle not in self._resting and not self._paused:
             self._listen(handle, False)
             self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together

@@ -56,9 +56,7 @@ class Rank:
 
 
 def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool, files: int) -> Rank:
-    """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the
-    thread.
-    """
+    """`spec`: an entry of the start message. In the agent's main thread: PDEATHSIG follows the thread."""
     rank = int(spec["rank"])
     base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
     env = {**os.environ, **spec["env"]}

@@ -97,17 +97,13 @@ class Spy:
 
 
 class Loops:
-    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in
-    it.
-    """
+    """The loops a line of the script is in: has a rank left the loop, or does it do something else in it?"""
 
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[int, int]]] = {}
 
     def around(self, file: str, line: int) -> list[int]:
-        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't
-        be read.
-        """
+        """First lines of the loops around it, outermost first. None for library code or an unreadable file."""
         if "/lib/python" in file or not file.endswith(".py"):
             return []
         if file not in self._known:
@@ -145,9 +141,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
-    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3
-    in work`.
-    """
+    """By a signal that the process catches, unless it is stopped. Text: `File "x.py", line 3 in work`."""
     one = processes.process(pid)
     if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []

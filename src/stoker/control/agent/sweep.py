@@ -70,9 +70,7 @@ class Sweeper:
 
 
 def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
-    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and the ones behind them wait
-    for another call.
-    """
+    """Collects every child that ended: pid -> wait status. Those in `keep` stay zombies, and hide those behind."""
     ended: dict[int, int] = {}
     while True:
         try:
@@ -85,9 +83,7 @@ def reap(keep: set[int] | frozenset[int] = frozenset()) -> dict[int, int]:
 
 
 def ending(pid: int) -> tuple[int, bool] | None:
-    """(exit code, negative for a signal; did it dump core) of a child that has ended, without collecting it. None while
-    it lives.
-    """
+    """(exit code, negative for a signal; did it dump core) of an ended child, left uncollected. None: it lives."""
     found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if found is None:
         return None
@@ -230,9 +226,7 @@ class Finishing:
     def step(
         self, sweeper: Sweeper, relay: Relay, ranks: Mapping[int, Rank], nvml: Nvml | None, collect: Callable[[], None]
     ) -> bool:
-        """Called until it is True: all is swept, and told. `collect`: notes how ranks ended, while they are still our
-        zombies.
-        """
+        """Until True: all is swept, and told. `collect`: notes how ranks ended, while they are still our zombies."""
         now = time.monotonic()
         reap(sweeper.groups)
         left = sweeper.leftovers()

@@ -55,9 +55,7 @@ class Agents:
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
 
     def reach(self, host: Host, again: bool = False) -> transport.Link:
-        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was
-        lost.
-        """
+        """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""
         assert self.hosts is not None
         try:
             return transport.reach(host, self.afresh if again else self.hosts)

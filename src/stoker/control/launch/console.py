@@ -50,9 +50,7 @@ class Console:
         return self._size > ROOM
 
     def put(self, stream: int, data: bytes, own: bool = False) -> None:
-        """Whole lines. Returns at once; drops them, counted, when the console is behind. `own`: Stoker's, which begin
-        on a fresh line.
-        """
+        """Whole lines, at once; when the console is behind they are dropped and counted. `own`: on a fresh line."""
         if not data or stream in self._dead:
             return
         with self._ready:
@@ -121,9 +119,7 @@ class Console:
         return b"".join(dressed)
 
     def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
-        """What the line under way needs before a piece. A terminal's progress bar is cleared: it will be drawn again,
-        or it is over.
-        """
+        """What the line under way needs before a piece. A terminal's progress bar, redrawn or over, is cleared."""
         at_start = not under_way or under_way.endswith(b"\r")
         if self._terminal[stream] and b"\r" in under_way and (own or at_start):
             return b"\x1b[K" if at_start else b"\r\x1b[K"
@@ -209,9 +205,7 @@ class LineCutter:
         return b"".join(records)
 
     def flush(self) -> bytes:
-        """What is left when the rank has ended: shown with the newline it lacks. A progress bar that will not go on is
-        not drawn again.
-        """
+        """The rest when the rank has ended, with the newline it lacks. A bar that will not go on is not redrawn."""
         rest, self._rest = bytes(self._rest), bytearray()
         if self._in_bar:
             self.mid_line = False
@@ -235,9 +229,7 @@ class LineCutter:
 
 
 class LogLines:
-    """One rank's one stream, for its file: what a terminal would show in the end. Of a progress bar that is its last
-    state, of control codes nothing.
-    """
+    """One rank's one stream, for its file: as a terminal would show it in the end, without control codes."""
 
     def __init__(self) -> None:
         self._rest = b""

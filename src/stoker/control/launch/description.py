@@ -98,9 +98,7 @@ def _own_version() -> str:
 
 
 def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
-    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very
-    attempt.
-    """
+    """Versions, revision and this attempt's plan, looked up when the ranks are on their way: nobody waits."""
     data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
     data["plan"] = _planned(plan)
     data.setdefault("versions", {}).update(
@@ -127,9 +125,7 @@ def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
 
 
 def git_revision(folder: str) -> str | None:
-    """The commit checked out here, read from the files. A folder above the working directory may be anybody's:
-    /tmp/.git is for all to make.
-    """
+    """The commit checked out here, read from the files. A folder above may be anybody's: /tmp/.git, say."""
     while not os.path.exists(dot := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
@@ -168,9 +164,7 @@ def _commit(text: str) -> str | None:
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
-    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for
-    it.
-    """
+    """The user's own command, with the verdict on its stdin. `wait`: at the end of a run, not at a restart."""
     if not command:
         return
     import subprocess

@@ -123,9 +123,7 @@ def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
 
 
 def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
-    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA drops everything after a bad entry without a word; we refuse
-    it.
-    """
+    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA silently drops all after a bad entry; we refuse it."""
     if hidden is None:
         return list(gpus)
     found: list[Gpu] = []

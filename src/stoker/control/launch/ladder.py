@@ -160,9 +160,7 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
 
 
 def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
-    """Throughput of the highest rung against one rank's; memory of all ranks, foretold from the highest rung that was
-    measured.
-    """
+    """Throughput of the highest rung against one rank's; memory of all ranks, from the highest rung measured."""
     passed = [rung for rung in climbed if rung.exit_code == 0]
     found = Scaling()
     rates = [rung for rung in passed if rung.steps_per_s]

@@ -81,9 +81,7 @@ class LiveRun:
     # ---- before each attempt ----
 
     def reserve(self, plan: RunPlan) -> RunPlan:
-        """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan
-        gets its numbers here.
-        """
+        """The next attempt's store address and port. With machines started by hand the plan gets its numbers here."""
         if by_hand(self.options):
             from stoker.control.launch.nodes import join
 
@@ -207,9 +205,7 @@ class LiveRun:
         return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self.agents.machines[""], card)))
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
-        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too
-        few.
-        """
+        """The guilty rank's card is proved; the next attempt omits a bad one. A verdict where too few are left."""
         card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
         if card is None or "" not in self.agents.machines:
             return plan, None

@@ -97,9 +97,7 @@ class Member:
             os.close(self.link.orders)
 
     def cut_off(self) -> None:
-        """A lost one's connection goes, so that its old words can't come later. The agent there ends by its own silence
-        rule.
-        """
+        """Closes a lost one's connection: no old words come later. Its agent ends by its own silence rule."""
         self.retire()
         if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
             send_to_child(self.link.pid, signal.SIGKILL)
@@ -149,9 +147,7 @@ class Members:
         member.cut_off()
 
     def join(self, ready: list[str], order: list[str]) -> list[str]:
-        """Those of the waiting that are ready take part from now on. `order`: of the hosts, by name. Returns who
-        joined.
-        """
+        """Those waiting that are ready take part from now on. `order`: of the hosts. Returns who joined."""
         joined = [member for member in self.waiting if not member.gone and member.host in ready]
         self.waiting = [member for member in self.waiting if member not in joined]
         self.all = sorted([*self.all, *joined], key=lambda member: order.index(member.host))
@@ -250,9 +246,7 @@ class Members:
             self._selector.unregister(member.link.answers)
 
     def close(self) -> None:
-        """Tells every agent to end and waits for it; an agent that does not is left to its guardian, which sees the
-        pipe close.
-        """
+        """Tells every agent to end and waits. One that does not is left to its guardian, which sees the pipe close."""
         self._closing.set()
         everybody = [*self.all, *self.waiting]
         for member in everybody:

@@ -109,9 +109,7 @@ class Membership:
         return f"{len(self._members.all)} of {len(self._order)} hosts"
 
     def settle(self) -> bool:
-        """Between two attempts: who is gone is out, who is back is in. Whether anything changed. `joined` are those
-        that came now.
-        """
+        """Between attempts: who is gone is out, who is back is in (`joined`). Whether anything changed."""
         before = list(self._members.all)
         self.joined = []
         for member in before:
@@ -124,9 +122,7 @@ class Membership:
         return before != self._members.all
 
     def send_back(self, why: str) -> None:
-        """Those that joined just now: with them there is no plan. A run that works without a host must not end because
-        it is back.
-        """
+        """Who joined just now: with them there is no plan. A returning host must not end a run that works without."""
         for member in [one for one in self._members.all if one.host in self.joined]:
             self.lost[member.host] = Lost(why, member.selves)
             self.lost[member.host].next_try = time.monotonic() + LONGEST_S
@@ -198,9 +194,7 @@ class Membership:
         one.member.say(self._agents.open_order(name, one.former))
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
-        """It answers: has it what the others have? A host that came back without its disk must not end a run that works
-        without it.
-        """
+        """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
         copies = self._network.copies
         if copies is not None and not self._carried(name, one, copies):
             return

@@ -1,6 +1,4 @@
-"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its
-ranks need.
-"""
+"""A run with several hosts before any rank starts: do they reach each other, has each what its ranks need?"""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ class Network:
         return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), agents.hosts.env)
 
     def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
-        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say
-        otherwise.
-        """
+        """Workdir, interpreter and run directory on each host: problems are refused together; else lines to print."""
         agents = self._agents
         token = f".shared-{os.urandom(8).hex()}"  # nobody on another host can have guessed it
         path = os.path.join(place.dir, token)
@@ -177,9 +173,7 @@ class Network:
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:
-        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say
-        otherwise.
-        """
+        """Builds, ports both ways, names, clocks: what can't work is refused, all together; else lines to print."""
         agents = self._agents
         if len(agents.members.all) < 2:
             return []
@@ -259,9 +253,7 @@ def complete(
 def interfaces(
     hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]
 ) -> dict[str, str]:
-    """Host -> the interface towards the first of its peers: rank 0's host for all but that one. One without a way is
-    refused, all such together.
-    """
+    """Host -> the interface towards the first of its peers. Hosts without one are refused, all together."""
     found: dict[str, str] = {}
     cut: list[str] = []
     for host in hosts:

@@ -196,9 +196,7 @@ def _interface(agents: Agents, address: str) -> str:
 
 
 def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
-    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up,
-    before anything is started.
-    """
+    """The request, filled in, and its hosts (None: this machine). Refuses what does not add up."""
     options = request.options
     meeting(request, environment)
     hosts: Hosts | None = None

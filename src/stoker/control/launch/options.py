@@ -241,9 +241,7 @@ TORCHRUN_VARIABLES = frozenset((*_PET_VARIABLES.values(), *_OTHER_VARIABLES.valu
 
 
 def from_torchrun_environment(environment: Mapping[str, str], without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The options that torchrun's variables give; PET_* wins over the others, as in torchrun. `without`: options that
-    are not read.
-    """
+    """Options from torchrun's variables; PET_* wins over the others, as in torchrun. `without`: not read."""
     found = {
         **from_environment(RunOptions, _OTHER_VARIABLES, environment),
         **from_environment(RunOptions, _PET_VARIABLES, environment),

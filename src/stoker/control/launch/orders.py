@@ -1,6 +1,4 @@
-"""What each host's agent is told to start: the ranks' commands, and their environment in the order in which one thing
-overrides another. Pure.
-"""
+"""What each host's agent is told to start: commands, and environment in the order in which it overrides. Pure."""
 
 from __future__ import annotations
 

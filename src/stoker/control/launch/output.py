@@ -131,9 +131,7 @@ class Output:
             self._show(rank, fd, data)
 
     def _keep(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
-        """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a
-        moment for its end.
-        """
+        """To the rank's file. Separate streams join there by lines: an unfinished one waits a moment for its end."""
         lines = self._lines.get((rank, fd))
         if lines is None:
             lines = self._lines[rank, fd] = LogLines()
@@ -201,9 +199,7 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a
-        token is not known by its shape.
-        """
+        """What it printed last, for verdicts, without secrets. A cut line goes: half a token has no known shape."""
         last = self._tails.get(rank, b"")
         if len(last) == _TAIL:
             last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]

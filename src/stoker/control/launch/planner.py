@@ -81,9 +81,7 @@ class Planner:
         return plan
 
     def _lent(self, member: Member) -> list[str]:
-        """GPUs held by ourselves, by the run whose rank we are started in, or by the chain we are a stage of: ours to
-        use, and not to lock again.
-        """
+        """GPUs held by ourselves, by the run we are a rank of or the chain we are a stage of: not to lock again."""
         ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, run_we_are_in(os.environ)) if run)
         lender = gpu_lender(os.environ)
         lent = f" (agent pid {lender})"
@@ -98,9 +96,7 @@ class Planner:
         return {uuid: who for uuid, who in member.answers["host"]["held"].items() if uuid not in lent}
 
     def _sound_machines(self) -> dict[str, Machine]:
-        """With --exclude-bad, GPUs that fail their proof do not answer. On this machine only: a probe does not travel
-        yet.
-        """
+        """With --exclude-bad a GPU that fails its proof does not answer. Here only: a probe does not travel yet."""
         machines = self._agents.machines
         if self._options.exclude_bad and "" in machines:
             from stoker.control.launch.preflight import without_bad

@@ -31,9 +31,7 @@ class Secret:
         return secrets.token_hex(16)
 
     def proof(self, side: str, said: Mapping[str, Any], challenge: str) -> str:
-        """`side`: whose proof it is, so that nobody's can be sent back as one's own. `said`: everything both sides must
-        agree on.
-        """
+        """`side`: whose proof, so that none can be sent back as one's own. `said`: all that both must agree on."""
         text = json.dumps(
             ["stoker-rdzv-1", side, challenge, {name: said[name] for name in sorted(said)}], separators=(",", ":")
         )

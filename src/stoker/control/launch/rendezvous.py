@@ -47,9 +47,7 @@ _HELLO = {"job": "str", "count": "int", "ranks": "int", "nonce?": "str"}
 def meet(
     told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
 ) -> Nodes:
-    """`store_port`: reserves the port of rank 0's store, called on the machine that becomes number 0. `rest`: called
-    while waiting; may raise to stop it.
-    """
+    """`store_port`: reserves rank 0's store port, on the machine that becomes 0. `rest`: called while waiting."""
     deadline = time.monotonic() + PATIENCE_S
     secret = _secret()
     family, kind, _, _, where = _resolve(told)
@@ -112,9 +110,7 @@ def _network(address: str) -> str:
 
 
 def _least_wanted(strangers: list[_Guest]) -> _Guest:
-    """One of the address with the most; there one that has not said hello; of those the oldest: who means it says it at
-    once, and comes again.
-    """
+    """Of the address with the most the oldest, without a hello first: who means it says it at once, and returns."""
     networks = [guest.network for guest in strangers]
     return min(strangers, key=lambda guest: (-networks.count(guest.network), bool(guest.hello)))
 
@@ -381,9 +377,7 @@ class Asking:
 
 
 def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) -> bytes:
-    """The others may come minutes later: in pieces, so that signals and pings get their turn. Empty: the other side is
-    gone, or the time is over.
-    """
+    """In pieces: signals and pings get their turn for minutes. Empty: the other side, or the time, is gone."""
     way.settimeout(POLL_S)
     data = b""
     while b"\n" not in data and time.monotonic() < deadline:

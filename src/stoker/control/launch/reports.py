@@ -1,6 +1,4 @@
-"""What agents report during an attempt: into the attempt's state, the record and the console. Adding a kind of report is
-adding a method.
-"""
+"""What agents report, into the attempt, the record and the console. A new kind of report is a new method."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class Reports:
         }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has the fields of its kind, of the right types (contract/messages.py); whether it may say that is
-        decided here.
-        """
+        """`message` has its kind's fields and types (contract/messages.py); whether it may say that is decided here."""
         self._check_ranks(host, message)
         if message["is"] == "out":
             rank, stream = message["rank"], message["fd"]

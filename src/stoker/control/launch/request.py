@@ -88,9 +88,7 @@ def notices(request: Request) -> list[str]:
 
 
 def _misplaced(request: Request) -> list[str]:
-    """Flags of ours that stand after the script, where torchrun too leaves them to it. Not those whose name the
-    script's own text has.
-    """
+    """Our flags after the script, which torchrun too leaves to it. Not those that the script's own text names."""
     if request.identity is not None:
         return []  # nobody typed its arguments
     ours = {

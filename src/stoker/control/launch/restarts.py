@@ -118,9 +118,7 @@ class Restarts:
 
 
 def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from
-    outside never is.
-    """
+    """What makes two failures the same: cause, place, step; not the rank. A kill from outside never is."""
     if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal", "hang.stopped", "gpu.busy"):
         return (time.monotonic_ns(),)
     told = next((entry for entry in attempt.trouble if entry.get("rank") == verdict.rank), None)

@@ -38,9 +38,7 @@ class RunPlace:
 
 
 class Complete(Exception):
-    """A run of this name with these settings has ended well: starting it again is nothing to do, and no error (a
-    container that restarts its command).
-    """
+    """A run of this name and settings is complete: nothing to do, no error (a container restarts its command)."""
 
 
 def config_hash(request: Request) -> str:
@@ -143,9 +141,7 @@ def _joined(*notices: str) -> str:
 
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:
-    """A scheduler's job that was put back in the queue keeps its number, and runs in one place at a time: its former
-    start, on whichever node, is over.
-    """
+    """A scheduler's job that was requeued keeps its number and runs once at a time: its former start is over."""
     job = schedulers.job(environment)
     return bool(job) and schedulers.job(last.data.get("environment") or {}) == job
 

@@ -51,9 +51,7 @@ class Signals:
         self._stays_after_hangup = options.on_hangup == "detach"
 
     def catch(self) -> None:
-        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and
-        take the ranks' chance to save.
-        """
+        """--signals-to-handle and the four that stop a run: unhandled, one would cost the ranks their last save."""
         for signum in dict.fromkeys((*STOPS, *_named(self._options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
@@ -67,9 +65,7 @@ class Signals:
         self._pending.append(signum)
 
     def take(self) -> int:
-        """The oldest that the run must act on; 0: none. `stoker detach` and the hangup of a run that outlives its
-        terminal change nothing for the ranks.
-        """
+        """The oldest to act on; 0: none. A detach, or the hangup of a run that outlives its terminal, is none."""
         while self._pending:
             signum = self._pending.pop(0)
             if signum == DETACH_SIGNAL:

@@ -76,9 +76,7 @@ class Supervision:
                 self._make_room(self._membership.returned)
 
     def _go_on_without(self) -> None:
-        """SIGKILL has had its time: a rank that is stuck in a driver or on a dead disk ends when the machine does. The
-        rest must not wait for it.
-        """
+        """SIGKILL has had its time: a rank stuck in a driver or on a dead disk must not hold up the rest."""
         attempt = self._attempt
         left = [rank for rank in attempt.up if rank not in attempt.ends]
         names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
@@ -135,9 +133,7 @@ class Supervision:
         self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
     def _lost(self, member: Member) -> None:
-        """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended
-        it.
-        """
+        """Its ranks are gone with it: its guardian sees to that. What ended the job before is still the cause."""
         attempt = self._attempt
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):

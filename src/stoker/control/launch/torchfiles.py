@@ -76,9 +76,7 @@ _FILES = {1: "stdout.log", 2: "stderr.log"}
 
 
 class TorchrunLogs:
-    """`streams`, per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's, its local rank where all are on one
-    machine.
-    """
+    """`streams` per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's; on one machine, its local rank."""
 
     def __init__(self, log_dir: str, run_id: str) -> None:
         self._log_dir = os.path.abspath(log_dir)

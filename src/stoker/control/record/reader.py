@@ -1,6 +1,4 @@
-"""Reads run directories back, while they are written or after a crash. Nothing in them is trusted: they may be damaged,
-or another user's.
-"""
+"""Reads run directories, while written or after a crash. They may be damaged or another's: nothing is trusted."""
 
 from __future__ import annotations
 
@@ -134,9 +132,7 @@ def read(run_dir: str) -> Run | None:
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
-    """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an
-    earlier start.
-    """
+    """Where verdict.json could not be written: the last event, unless a newer start or attempt follows it."""
     last: dict[str, Any] | None = None
     for event in events(run_dir, tail=1 << 16):
         if event["event"] in ("run", "attempt"):
@@ -161,9 +157,7 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
 
 
 def open_in(run_dir: str, *names_: str) -> int:
-    """A descriptor of a regular file in the run directory, by no symbolic link below it: a record opens no file
-    elsewhere.
-    """
+    """A descriptor of a regular file in the run directory, by no symbolic link: a record opens no file elsewhere."""
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in names_[:-1]:
@@ -238,9 +232,7 @@ def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may still be being written. Each has a kind and a time. `tail`: those of the last
-    so many bytes.
-    """
+    """Whole lines only, each with a kind and a time: the last may be half written. `tail`: of so many bytes."""
     try:
         handle = open_in(run_dir, layout.EVENTS)
     except OSError:
@@ -339,9 +331,7 @@ def _to_stderr(line: str) -> None:
 
 
 def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = _to_stderr) -> Run:
-    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all.
-    Another user's by path only.
-    """
+    """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
         return _newest(root, say)
     if os.path.basename(which) == layout.LATEST and os.path.islink(which):
@@ -424,9 +414,7 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
 
 
 def alive(run: Run) -> bool | None:
-    """Is its launcher still there? The process that the record names, if it is ours and writes that very record. None
-    when it can't be told from here.
-    """
+    """Is its launcher there: the process in the record, if ours and writing that record. None: can't be told."""
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
@@ -437,9 +425,7 @@ def alive(run: Run) -> bool | None:
 
 
 def over(run: Run) -> bool:
-    """Whether nothing more will come of it. Whether a launcher on another host lives nobody here knows: such a run is
-    over when it has a verdict.
-    """
+    """Nothing more will come of it. Of one on another host nobody here knows: it is over with its verdict."""
     said = status(run)
     if said == "unknown":
         said = status(load(run.dir) or run)

@@ -37,9 +37,7 @@ class Lost:
 
 
 class RunRecord:
-    """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run
-    continues.
-    """
+    """The run directory's one writer, the coordinator's. What can't be written is counted, and the run goes on."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
@@ -59,9 +57,7 @@ class RunRecord:
             raise cannot_write(root, problem) from problem
 
     def begin(self, run: dict[str, Any]) -> str:
-        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here.
-        Returns a notice.
-        """
+        """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
         try:
             write_json(
                 os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False
@@ -72,9 +68,7 @@ class RunRecord:
         return self._point_latest()
 
     def _point_latest(self) -> str:
-        """Why the link could not be set: another user's in a folder that several share, or a file system without links.
-        Nothing depends on it.
-        """
+        """Why the link was not set: another user's, or a file system without links. Nothing depends on it."""
         link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
         temporary = temporary_name(link)
         try:
@@ -236,9 +230,7 @@ def _open_own(run_dir: str) -> int:
 
 
 def _reserve(path: str) -> int:
-    """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate,
-    the disk's space is not reserved.
-    """
+    """With blocks allocated now, for the verdict and last events; where the file system can't, nothing is kept."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
