@@ -80,20 +80,14 @@ class Agent:
         self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        folder = (
-            "/tmp" if os.access("/tmp", os.W_OK) else None
-        )  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
+        folder = "/tmp" if os.access("/tmp", os.W_OK) else None  # TMPDIR may be too long for a socket's path
         self._dir = tempfile.mkdtemp(prefix="stoker-", dir=folder)
         try:
             self._mail = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._mail.bind(os.path.join(self._dir, "s"))
+            self._mail.bind(os.path.join(self._dir, spawn.MAIL))
             self._mail.setblocking(False)
-            for handle, what in (
-                (0, "orders"),
-                (wake_read, "child"),
-                (self._life, "life"),
-                (self._mail.fileno(), "mail"),
-            ):
+            sources = {0: "orders", wake_read: "child", self._life: "life", self._mail.fileno(): "mail"}
+            for handle, what in sources.items():
                 self._selector.register(handle, selectors.EVENT_READ, what)
             self._relay.outbox += protocol.SENTINEL
             try:
@@ -184,9 +178,8 @@ class Agent:
             except Refusal as refusal:
                 self._relay.say({"is": "refused", "line": refusal.line, "code": refusal.code})
             except OSError as problem:
-                self._relay.say(
-                    {"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR}
-                )
+                line = f"the agent could not {order['do']}: {problem}"
+                self._relay.say({"is": "refused", "line": line, "code": EX_OSERR})
         self._last_heard = time.monotonic()  # what we took to obey was not the coordinator's silence
         return True
 
@@ -199,9 +192,8 @@ class Agent:
         elif do == "look":
             self._look_aside({})
         elif do == "lock":
-            self._relay.say(
-                {"is": "locked", "refused": self._locks.take(order["gpus"]), "notices": self._locks.notices}
-            )
+            refused = self._locks.take(order["gpus"])
+            self._relay.say({"is": "locked", "refused": refused, "notices": self._locks.notices})
         elif do == "reserve":
             if self._port is not None:
                 self._port.close()
@@ -241,16 +233,8 @@ class Agent:
         if order.get("former"):
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
-        self._look_aside(
-            {
-                "pid": os.getpid(),
-                "guardian": self._guardian,
-                "selves": selves,
-                "found": found,
-                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            },
-            order.get("recorded"),
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._look_aside({"selves": selves, "found": found, "visible": visible}, order.get("recorded"))
 
     def _look_aside(self, more: protocol.Message, recorded: str | None = None) -> None:
         """In a thread: a driver may take long to come up, and the loop must go on saying that we live."""
@@ -260,20 +244,13 @@ class Agent:
                 if self._observer is None:
                     self._observer = Observer(recorded)
                 machine = self._observer.look()
-                found: protocol.Message = {
-                    "is": "host",
-                    "machine": machine.to_json(),
-                    "held": held([gpu.uuid for gpu in machine.gpus]),
-                    **more,
-                }
+                locked = held([gpu.uuid for gpu in machine.gpus])
+                found: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": locked, **more}
             except Refusal as refusal:
                 found = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:
-                found = {
-                    "is": "refused",
-                    "line": f"the agent could not look at its machine: {problem}",
-                    "code": EX_OSERR,
-                }
+                line = f"the agent could not look at its machine: {problem}"
+                found = {"is": "refused", "line": line, "code": EX_OSERR}
             self._seen.append(found)
             os.write(self._wake, b"\0")
 
@@ -298,17 +275,10 @@ class Agent:
         self._kills_before = host.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:
+            holders = self._gate.holding
+            wait = {"holders": list(holders), "seconds": max(holders.values(), default=now) - now}
             for rank in self._gate.waiting:
-                holders = self._gate.holding
-                self._relay.say(
-                    {
-                        "is": "lock",
-                        "rank": rank,
-                        "what": "waiting",
-                        "holders": list(holders),
-                        "seconds": max(holders.values()) - now,
-                    }
-                )
+                self._relay.say({"is": "lock", "rank": rank, "what": "waiting", **wait})
 
     def _pass_gate(self, now: float) -> None:
         gate = self._gate
@@ -335,13 +305,19 @@ class Agent:
             self._relay.say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
 
     def _spawn(self, number: int, gated: bool) -> None:
-        spec = {**self._specs[number], "gated": gated, "origin": self._origin}
+        spec = {
+            **self._specs[number],
+            "gated": gated,
+            "origin": self._origin,
+            "hup_ignored": self._hup_ignored,
+            "files": self._files,
+        }
         if spec.get("numa") and spec.get("pci"):
             spec["cpus"] = cpus_near(spec["pci"])
         null = os.open(os.devnull, os.O_RDONLY)
         stdin = self._stdin_fd if spec["rank"] == 0 and self._stdin_fd >= 0 else null
         try:
-            rank = spawn.start(spec, self._dir, os.path.join(self._dir, "s"), stdin, self._hup_ignored, self._files)
+            rank = spawn.start(spec, self._dir, stdin)
         except OSError as problem:
             self._release(number, "not started")
             self._relay.say({"is": "unstarted", "rank": number, "text": str(problem)})
@@ -388,10 +364,8 @@ class Agent:
     def _tell_memory(self, rank: Rank, where: str, note: str = "") -> None:
         if where not in rank.marks:
             rank.marks.add(where)
-            nvml = self._nvml
-            self._relay.say(
-                {"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)}
-            )
+            memory = memory_now(rank.pid, rank.gpu, self._nvml)
+            self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory})
 
     @property
     def _nvml(self) -> Nvml | None:
@@ -415,6 +389,7 @@ class Agent:
             self._vitals.beats(self._ranks, self._first_step)
             self._release(rank.rank, "exit")
             kills = host.oom_kills()
+            bad = end[0] != 0 and not rank.signalled
             self._relay.say(
                 {
                     "is": "exit",
@@ -428,9 +403,7 @@ class Agent:
                     "steps": rank.steps,
                     "core": end[1],
                     "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
-                    "around": self._vitals.around(rank, self._nvml, self._run_id)
-                    if end[0] != 0 and not rank.signalled
-                    else {},
+                    "around": self._vitals.around(rank, self._nvml, self._run_id) if bad else {},
                 }
             )
 
