@@ -181,7 +181,7 @@ PROBES = {
     "net": "probe_net",
     "ready": "probe_ready",
     "route": "probe_route",
-    "setup": "probe_setup",
+    "setup": "probe_builds",
     "torch": "probe_torch",
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import replace
 from stoker.control.cluster import copying, ssh, transport
-from stoker.control.cluster.hosts import Host
+from stoker.control.cluster.hosts import Host, is_address
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.members import Unusable
 from stoker.control.launch.options import RunOptions
@@ -208,14 +208,12 @@ def _refuse_errors(answers: dict[str, Any], agents: Agents) -> None:
 # gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up:
 # both are wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
 
-VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
 
 def known(hosts: Sequence[Host]) -> dict[str, str]:
     """What can be said of a host before anybody is asked. Not of `here`: its own loopback is no address for others."""
     found = {host.name: host.address for host in hosts if host.address}
     return found | {
-        host.name: host.target for host in hosts if host.name not in found and _literal(host.target) and not host.here
+        host.name: host.target for host in hosts if host.name not in found and is_address(host.target) and not host.here
     }
 
 
@@ -268,11 +266,6 @@ def interfaces(
     if cut:
         raise Refusal(f"hosts can't reach each other: {'; '.join(cut)}", EX_UNAVAILABLE, cause="launch.hosts")
     return found
-
-
-def _literal(text: str) -> bool:
-    """An address, not a name."""
-    return ":" in text or (text.count(".") == 3 and text.replace(".", "").isdigit())
 
 
 # ---- copies to the hosts (--sync, --stage) ----
