@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from stoker.contract import names, protocol
@@ -14,9 +14,9 @@ from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch.members import Member, Members, Unusable
-from stoker.control.launch.request import Request, taken, wanted_port
+from stoker.control.launch.request import taken, wanted_port
 from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.signals import Interrupted, Signals
+from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
@@ -24,29 +24,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads neither
     from stoker.control.cluster.asking import Asking
     from stoker.control.cluster.hosts import Host, Hosts
+    from stoker.control.launch.live import LiveRun
 
 MEET_S = 30.0
 _MOST_PROBES = 64  # different ones that a host which waits to join is asked
 
 
 class Agents:
-    """`link`: the local agent, already on its way; None where `hosts` are reached. `hear`: gets what those that take part
-    say, but for answers to questions.
-    """
+    """`link`: the local agent, already on its way; None where `hosts` are reached."""
 
-    def __init__(
-        self,
-        request: Request,
-        link: transport.Link | None,
-        hosts: Hosts | None,
-        signals: Signals,
-        say: Callable[[str], None],
-        hear: Callable[[str, protocol.Message, bytes], None],
-    ) -> None:
-        self._request = request
-        self._signals = signals
-        self._say = say
-        self._deliver = hear
+    def __init__(self, run: LiveRun, link: transport.Link | None, hosts: Hosts | None) -> None:
+        self._run = run
+        self._say = run.say
         self._place: RunPlace | None = None
         self._asking: Asking | None = None
         self.hosts = hosts
@@ -60,10 +49,8 @@ class Agents:
         try:
             return transport.reach(host, self.afresh if again else self.hosts)
         except FileNotFoundError as problem:
-            raise Refusal(
-                f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH",
-                EX_UNAVAILABLE,
-            ) from problem
+            line = f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH"
+            raise Refusal(line, EX_UNAVAILABLE) from problem
 
     @property
     def afresh(self) -> Hosts:
@@ -137,11 +124,8 @@ class Agents:
     def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
-            told = refused[0].answers["refused"]
-            return Refusal(
-                told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}",
-                _exit_code(told["code"]),
-            )
+            told, host = refused[0].answers["refused"], refused[0].host
+            return Refusal(f"host {host}: {told['line']}" if host else told["line"], _exit_code(told["code"]))
         slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
         why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
@@ -180,7 +164,7 @@ class Agents:
 
     def _heed_signals(self) -> None:
         """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
-        while signum := self._signals.take():
+        while signum := self._run.signals.take():
             if signum != signal.SIGTSTP:
                 raise Interrupted(signum)
             self.suspend()
@@ -188,7 +172,7 @@ class Agents:
     def reserve(self, address: str, port: int | None = None) -> tuple[str, int]:
         """The store's, on the first host. `port`: that one and no other; None: what the options say."""
         first = self.members.all[0]
-        wanted, asked = wanted_port(self._request) if port is None else (port, bool(port))
+        wanted, asked = wanted_port(self._run.request) if port is None else (port, bool(port))
         for kind in ("port", "refused"):
             first.answers.pop(kind, None)
         first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
@@ -205,10 +189,8 @@ class Agents:
         if not 0 < answer["port"] < 1 << 16:
             raise taken({"wanted": 0, **answer})
         if answer.get("wanted"):
-            self._say(
-                f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port"
-                f" {answer['port']}"
-            )
+            holder = printable(answer["holder"], 200)
+            self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")
         return address, answer["port"]
 
     def suspend(self) -> None:
@@ -216,9 +198,9 @@ class Agents:
         self._forget("suspended")
         self.members.say({"do": "suspend"})
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not all(
-            "suspended" in one.answers or one.gone for one in self.members.all
-        ):
+        while any("suspended" not in one.answers and not one.gone for one in self.members.all):
+            if time.monotonic() > deadline:
+                break
             self.members.pump(0.1)
         signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
@@ -251,7 +233,7 @@ class Agents:
         if kind != "out":
             member.answers[kind] = message
         if not waiting:
-            self._deliver(member.host, message, payload)
+            self._run.hear(member.host, message, payload)
 
 
 def _exit_code(code: int) -> int:

@@ -18,7 +18,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
@@ -38,21 +38,8 @@ MARK = "STOKER_LADDER"
 _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
 # Options of the run that a rung decides itself, or that would make it something other than a short run in the
 # foreground.
-_NOT_PASSED = {
-    "config",
-    "detach",
-    "dry_run",
-    "gpu",
-    "gpus",
-    "json",
-    "ladder",
-    "max_restarts",
-    "name",
-    "notify",
-    "nproc_per_node",
-    "quiet",
-    "show",
-}
+_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet",
+               "show"}  # fmt: skip
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
 _STOKER = (
     "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom"
@@ -106,7 +93,6 @@ class Plan:
     world_size: int
     uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
     hidden: bool  # CPU ranks on a machine with GPUs
-    lines: tuple[str, ...]
 
 
 # ---- planning ----
@@ -182,11 +168,8 @@ def memory_line(found: Scaling, world: int) -> str:
     if found.memory_needed is None or found.memory_total is None:
         return ""
     room = "" if found.memory == "scales" else f", and {gb(found.memory_others)} of it is in use by others"
-    ranks = f"{world} rank{'s' if world != 1 else ''}"
-    return (
-        f"memory {found.memory}: {ranks} will need {gb(found.memory_needed)} of {gb(found.memory_total)} host"
-        f" memory{room}"
-    )
+    need = f"will need {gb(found.memory_needed)} of {gb(found.memory_total)} host memory"
+    return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
 
 
 # ---- the record of a rung ----
@@ -224,14 +207,14 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
         exit_code,
         run.id,
         run.dir,
-        min((steps for _, steps in ends.values()), default=0),
-        max(first.values()) - began if len(first) == ranks else None,
-        min(rates) if len(rates) == ranks else None,
-        max(rss.values()) if whole else None,
-        sum(rss.values()) if whole else None,
-        max(cards, default=None),
-        host_used,
-        host_total,
+        steps=min((steps for _, steps in ends.values()), default=0),
+        first_step_s=max(first.values()) - began if len(first) == ranks else None,
+        steps_per_s=min(rates) if len(rates) == ranks else None,
+        rss=max(rss.values()) if whole else None,
+        rss_all=sum(rss.values()) if whole else None,
+        gpu=max(cards, default=None),
+        host_used=host_used,
+        host_total=host_total,
     )
 
 
@@ -246,11 +229,8 @@ class Ladder:
         if steps < 1:
             raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
         if request.options.hosts is not None:
-            raise Refusal(
-                "the ladder climbs on one machine: leave --hosts out and start it on each of them",
-                EX_USAGE,
-                cause="launch.nodes",
-            )
+            line = "the ladder climbs on one machine: leave --hosts out and start it on each of them"
+            raise Refusal(line, EX_USAGE, cause="launch.nodes")
         self._request = request
         self._steps = min(steps, limit) if limit > 0 else steps
         self._say = say
@@ -259,7 +239,7 @@ class Ladder:
         self._stop = 0
         self._imported: list[Imported] = []
         self._climbed: list[Climbed] = []
-        self._plan = Plan(0, (), False, ())
+        self._plan = Plan(0, (), False)
 
     def climb(self, wanted: Collection[str]) -> Climb:
         """Up to the first rung that fails. What can't start at all is refused before anything does."""
@@ -275,9 +255,8 @@ class Ladder:
                 verdict = verdict or self._stopped() or self._rung(ranks, f"rung {number} of {len(rungs_)}")
         verdict = verdict or self._stopped()
         code = verdict.exit_code if verdict else 0
-        return Climb(
-            self._plan.world_size, rungs_, self._steps, tuple(self._imported), tuple(self._climbed), verdict, code
-        )
+        imported, climbed = tuple(self._imported), tuple(self._climbed)
+        return Climb(self._plan.world_size, rungs_, self._steps, imported, climbed, verdict, code)
 
     def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
         """For --dry-run: the imports and the rungs."""
@@ -288,11 +267,10 @@ class Ladder:
         return find_imports(self._request, self._say)[0], rungs(self._plan.world_size)
 
     def _stopped(self) -> Verdict | None:
-        return (
-            Verdict("stopped", "launch.stopped", f"stopped by {signal.Signals(self._stop).name}", 128 + self._stop)
-            if self._stop
-            else None
-        )
+        if not self._stop:
+            return None
+        summary = f"stopped by {signal.Signals(self._stop).name}"
+        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """The rung has a session of its own: a terminal's Ctrl-C comes here alone and is passed on, once."""
@@ -311,20 +289,15 @@ class Ladder:
     def _look(self) -> Verdict | None:
         """The plan `stoker run` would make."""
         request = self._request
-        values = {
-            name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}
-        }
-        code, out, said = self._stoker(
-            command_words({**values, "dry_run": True, "json": True}, request.script, request.args), False
-        )[:3]
+        passed = request.given - {"config", "detach", "ladder", "name"}
+        values = {name: getattr(request.options, name) for name in passed} | {"dry_run": True, "json": True}
+        code, out, said, _ = self._stoker(command_words(values, request.script, request.args), False)
         if code:
             return self._stopped() or Verdict("refused", "launch.refused", said, code)
         data = json.loads(out)
         uuids = tuple(place["gpu"]["uuid"] for place in data["places"] if place["gpu"])
-        self._plan = Plan(
-            len(data["places"]), uuids, not uuids and "" in data["visible"].values(), tuple(data["lines"])
-        )
-        for line in self._plan.lines:
+        self._plan = Plan(len(data["places"]), uuids, not uuids and "" in data["visible"].values())
+        for line in data["lines"]:
             self._say(line)
         return None
 
@@ -333,19 +306,12 @@ class Ladder:
         found = scaling(self._climbed, ranks)
         if found.memory == "does not scale":
             self._say(memory_line(found, ranks))
-        self._say(f"{which}: {ranks} rank{'s' if ranks != 1 else ''}, {self._steps} steps or the script's end")
-        code, _, said, pid = self._stoker(
-            rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S")), True, hide=plan.hidden
-        )
-        root = layout.runs_root(request.options.runs_dir, os.environ)
-        run = next(
-            (
-                one
-                for one in reversed(reader.all_runs(root))
-                if one.launcher[0] == pid and one.name.endswith(f"-ladder-{ranks}")
-            ),
-            None,
-        )
+        self._say(f"{which}: {counted(ranks, 'rank')}, {self._steps} steps or the script's end")
+        words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
+        code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
+        runs = reader.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        ours = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
+        run = ours[-1] if ours else None
         self._climbed.append(measure(ranks, code, run))
         if code == 0:
             return None

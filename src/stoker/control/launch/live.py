@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout, protocol
 from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster import transport
 from stoker.control.launch import description, orders
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.launch.membership import Membership
     from stoker.control.launch.network import Network
+    from stoker.control.machine.model import Gpu
 
 
 class LiveRun:
@@ -58,8 +59,8 @@ class LiveRun:
         self.signals = signals
         self.say = say
         self.tell = tell
-        self.agents = Agents(request, link, hosts, signals, say, self._hear)
-        self.planner = Planner(request, self.agents, say)
+        self.agents = Agents(self, link, hosts)
+        self.planner = Planner(self)
         self.network: Network | None = None
         self.membership: Membership | None = None
         if hosts is not None:
@@ -74,7 +75,7 @@ class LiveRun:
         self._interface = ""  # towards the other machines, where those are started by hand
         self._common: dict[str, dict[str, dict[str, str]]] = {}  # by host and role
 
-    def _hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+    def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
         if self._reports is not None:
             self._reports.hear(host, message, payload)
 
@@ -88,9 +89,8 @@ class LiveRun:
             plan, self._endpoint, self._interface = join(self.agents, self.request, plan, self.say)
             self.output.replan(plan)
         else:
-            self._endpoint = self.agents.reserve(
-                self.network.master if self.network else self.options.master_addr or "127.0.0.1"
-            )
+            here = self.options.master_addr or "127.0.0.1"
+            self._endpoint = self.agents.reserve(self.network.master if self.network else here)
         return plan
 
     def equip(self, plan: RunPlan, place: RunPlace) -> None:
@@ -122,19 +122,14 @@ class LiveRun:
                     self.membership.settle()
                     verdict = self.membership.too_few(verdict)
                 verdict, decided = restarts.decide(verdict, attempt, time.monotonic() - began)
-                if decided is None or (
-                    self.membership is None and any(member.gone for member in self.agents.members.all)
-                ):
+                alone_and_gone = self.membership is None and any(member.gone for member in self.agents.members.all)
+                if decided is None or alone_and_gone:
                     return self._diagnosed(verdict, plan) if verdict.cause == "gpu.busy" else verdict
                 again, env = decided, decided.env
             number += 1
+            variables = [name for name, _ in env]
             self.record.event(
-                "restart",
-                attempt=number,
-                cause=verdict.cause,
-                rank=verdict.rank,
-                wait_s=again.wait_s,
-                env=[name for name, _ in env],
+                "restart", attempt=number, **pick(verdict, "cause", "rank"), wait_s=again.wait_s, env=variables
             )
             self.say(f"stoker: {again.line}")
             description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
@@ -147,15 +142,9 @@ class LiveRun:
                     plan = self.reserve(plan)
             except Interrupted as stop:
                 name = signal.Signals(stop.signum).name
-                return Verdict(
-                    "stopped",
-                    "launch.stopped",
-                    f"stopped by {name} between two attempts; the last one: {verdict.summary}",
-                    128 + stop.signum,
-                    evidence=verdict.evidence,
-                    run=place.id,
-                    attempt=verdict.attempt,
-                )
+                summary = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
+                stopped = Verdict("stopped", "launch.stopped", summary, 128 + stop.signum, evidence=verdict.evidence)
+                return replace(stopped, run=place.id, attempt=verdict.attempt)
             if bad is not None:
                 return bad
 
@@ -192,9 +181,13 @@ class LiveRun:
             self.say(line)
         return plan
 
+    def _card(self, verdict: Verdict, plan: RunPlan) -> Gpu | None:
+        """The guilty rank's, on this machine."""
+        return plan.place(verdict.rank).gpu if verdict.rank is not None and "" in self.agents.machines else None
+
     def _diagnosed(self, verdict: Verdict, plan: RunPlan) -> Verdict:
-        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
-        if card is None or "" not in self.agents.machines:
+        card = self._card(verdict, plan)
+        if card is None:
             return verdict
         from stoker.control.launch import preflight
 
@@ -206,8 +199,8 @@ class LiveRun:
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
         """The guilty rank's card is proved; the next attempt omits a bad one. A verdict where too few are left."""
-        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
-        if card is None or "" not in self.agents.machines:
+        card = self._card(verdict, plan)
+        if card is None:
             return plan, None
         from stoker.control.launch import preflight
 
@@ -234,14 +227,8 @@ class LiveRun:
         (address, port), self._endpoint = self._endpoint, None
         # Not sooner: what an agent still says of the attempt before belongs to that one.
         self._reports = Reports(self, attempt)
-        self.record.event(
-            "attempt",
-            attempt=number,
-            world_size=plan.world_size,
-            master_addr=address,
-            master_port=port,
-            hosts=list(plan.hosts),
-        )
+        store = {"master_addr": address, "master_port": port}
+        self.record.event("attempt", attempt=number, world_size=plan.world_size, **store, hosts=list(plan.hosts))
         self._start(plan, place, number, address, port, dict(env))
         from stoker.control.launch.supervision import Supervision
 
@@ -255,17 +242,13 @@ class LiveRun:
         attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
         seen = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)  # when a host was lost nobody saw
-        return replace(
-            verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes)
-        )
+        evidence = (*verdict.evidence, *attempt.notes)
+        return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=evidence)
 
     def all_up(self, plan: RunPlan) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
-        self.record.save(
-            os.path.join(self.record.dir, layout.RUN),
-            description.enrich(self.record.dir, self.request, plan),
-            durable=False,
-        )
+        data = description.enrich(self.record.dir, self.request, plan)
+        self.record.save(os.path.join(self.record.dir, layout.RUN), data, durable=False)
 
     def _start(
         self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]

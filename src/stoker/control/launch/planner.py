@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
 
 from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
 from stoker.contract.quantities import span
-from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
-from stoker.control.launch.agents import Agents
-from stoker.control.launch.gpus import NotFree
+from stoker.control.launch.gpus import NotFree, marked
 from stoker.control.launch.members import Member
 from stoker.control.launch.output import wants_split
 from stoker.control.launch.plan import RunPlan, make_plan
-from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.control.machine.origin import gpu_lender, run_we_are_in
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from stoker.control.launch.live import LiveRun
 
 _MOST_RACES = 20  # lost for a GPU's lock
 
 
 class Planner:
-    def __init__(self, request: Request, agents: Agents, say: Callable[[str], None]) -> None:
-        self._request = request
-        self._options = request.options
-        self._agents = agents
-        self._say = say
+    def __init__(self, run: LiveRun) -> None:
+        self._request = run.request
+        self._options = run.options
+        self._agents = run.agents
+        self._say = run.say
         self._noticed: set[str] = set()
         self._argv: list[str] = []
         self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
@@ -41,15 +41,8 @@ class Planner:
         while True:
             held = {member.host: self._held(member) for member in self._agents.members.all}
             try:
-                plan = make_plan(
-                    self._request,
-                    argv,
-                    os.environ,
-                    self._sound_machines(),
-                    held,
-                    wants_split(self._options),
-                    self._agents.by_name,
-                )
+                machines, split = self._sound_machines(), wants_split(self._options)
+                plan = make_plan(self._request, argv, os.environ, machines, held, split, self._agents.by_name)
                 lost = {} if self._options.dry_run or self._options.share_gpus else self._lock(plan)
                 if not lost:
                     return plan
@@ -61,9 +54,8 @@ class Planner:
                 if not self._options.wait:
                     raise
                 if time.monotonic() > deadline:
-                    raise Refusal(
-                        f"waited {span(self._options.wait)}: {busy.line}", EX_TEMPFAIL, cause="gpu.busy"
-                    ) from busy
+                    line = f"waited {span(self._options.wait)}: {busy.line}"
+                    raise Refusal(line, EX_TEMPFAIL, cause="gpu.busy") from busy
                 if busy.line != announced:
                     announced = busy.line
                     self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
@@ -103,12 +95,7 @@ class Planner:
 
             machines[""] = without_bad(machines[""])
         if self.left_out:
-            for host, machine in machines.items():
-                gpus = tuple(
-                    replace(gpu, error=self.left_out[gpu.uuid]) if gpu.uuid in self.left_out else gpu
-                    for gpu in machine.gpus
-                )
-                machines[host] = replace(machine, gpus=gpus)
+            return {host: marked(machine, self.left_out) for host, machine in machines.items()}
         return machines
 
     def _lock(self, plan: RunPlan) -> dict[str, str]:
