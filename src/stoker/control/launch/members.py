@@ -182,12 +182,8 @@ class Members:
         for member in [*self.all, *self.waiting]:
             patience = protocol.SILENCE_S if member.decoder.greeted else GREETING_S
             if not member.gone and now - member.heard > patience:
-                self._lose(
-                    member,
-                    f"silent for {patience:.0f} s"
-                    if member.decoder.greeted or member.link.local
-                    else _why_unmet(member),
-                )
+                met = member.decoder.greeted or member.link.local
+                self._lose(member, f"silent for {patience:.0f} s" if met else _why_unmet(member))
 
     def _read(self, member: Member) -> None:
         try:
@@ -205,9 +201,8 @@ class Members:
                     time.sleep(0.002)
                 self._lose(member, _why_unmet(member))
                 return
-            before = (
-                b"" if member.decoder.greeted else member.decoder.greeting
-            )  # a login's chatter is no agent's last word
+            # A login's chatter is no agent's last word.
+            before = b"" if member.decoder.greeted else member.decoder.greeting
             last = member.complaint or printable(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
             self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
@@ -284,9 +279,8 @@ def _why_unmet(member: Member) -> str:
     """ssh ended, or went silent, before any agent spoke."""
     from stoker.control.cluster.ssh import explain
 
-    return explain(
-        member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), _exit_code(member)
-    )
+    said = member.preamble + member.decoder.greeting.decode("utf-8", "replace")
+    return explain(member.host, said, _exit_code(member))
 
 
 def _how_ended(member: Member) -> str:
@@ -294,22 +288,18 @@ def _how_ended(member: Member) -> str:
     if member.link.local:
         return "it ended"
     code = _exit_code(member)
-    return (
-        f"its agent ended with exit code {code}"
-        if code not in (None, 0, 255)
-        else "its agent, or the connection to it, ended without a word"
-    )
+    if code in (None, 0, 255):
+        return "its agent, or the connection to it, ended without a word"
+    return f"its agent ended with exit code {code}"
 
 
 def _exit_code(member: Member) -> int | None:
     """Of the client that leads there. It stays for whoever waits for it."""
     deadline = time.monotonic() + 0.5
-    while (
-        ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    ) is None and time.monotonic() < deadline:
+    while (ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+        if time.monotonic() > deadline:
+            return None
         time.sleep(0.005)  # its stdout is closed: it is on its way out
-    if ended is None:
-        return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
@@ -324,13 +314,11 @@ class Unusable(Refusal):
         (first, why), *more = self.hosts.items()
         if total == 1:
             line = f"the agent on {f'host {first}' if first else 'this machine'} {why}"
+        elif not more:
+            line = f"host {first} can't be used: {short(why)}"
         else:
             said = "; ".join(f"{name}: {short(told)}" for name, told in self.hosts.items())
-            line = (
-                f"{len(hosts)} of {total} hosts can't be used: {said}"
-                if more
-                else f"host {first} can't be used: {short(why)}"
-            )
+            line = f"{len(hosts)} of {total} hosts can't be used: {said}"
         super().__init__(line, code, cause="host.agent" if total == 1 else "launch.hosts")
 
 

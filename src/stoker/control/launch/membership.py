@@ -42,6 +42,10 @@ class Lost:
         self.back = False  # it has answered, and is fit
         self.unfit = ""  # what was last wrong with it
 
+    @property
+    def ready(self) -> bool:
+        return self.back and self.member is not None and not self.member.gone
+
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""
         if self.bringing is not None:
@@ -92,17 +96,13 @@ class Membership:
 
     @property
     def enough(self) -> bool:
-        ready = [one for one in self.lost.values() if one.back and one.member is not None and not one.member.gone]
-        return len([member for member in self._members.all if not member.gone]) + len(ready) >= (
-            self._least or len(self._order)
-        )
+        there = sum(not member.gone for member in self._members.all)
+        return there + sum(one.ready for one in self.lost.values()) >= (self._least or len(self._order))
 
     @property
     def returned(self) -> str:
         """A host that waits to join; empty where there is none."""
-        return next(
-            (name for name, one in self.lost.items() if one.back and one.member is not None and not one.member.gone), ""
-        )
+        return next((name for name, one in self.lost.items() if one.ready), "")
 
     @property
     def here(self) -> str:
@@ -147,7 +147,7 @@ class Membership:
         if verdict.cause == "launch.regroup":
             return Again(f"starting again with host {attempt.regrouping}")
         if verdict.cause == "host.lost" and self.enough:
-            left = sum(1 for member in self._members.all if not member.gone)
+            left = sum(not member.gone for member in self._members.all)
             hosts = f"{left} of {len(self._order)} hosts"
             return Again(f"{verdict.summary}; going on with {hosts}, from the last checkpoint")
         return None

@@ -106,11 +106,9 @@ class Network:
         finally:
             os.unlink(path)
         _refuse_errors(answers, agents)
-        wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
+        wrong = [f"host {host}: {'; '.join(one['problems'])}" for host, one in answers.items() if one["problems"]]
         if wrong:
-            raise Refusal(
-                "; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts"
-            )
+            raise _refusal("; ".join(wrong))
         lines = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
@@ -138,7 +136,7 @@ class Network:
         _refuse_lost(agents)
         wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
         if wrong:
-            raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
+            raise _refusal("; ".join(wrong))
         self._program = answers[plan.hosts[0]]["package"]
 
     def _ask_ready(self, host: str) -> dict[str, Any]:
@@ -165,11 +163,8 @@ class Network:
         if self._program and answers["files"]["package"] != self._program:
             named = self._run.request.script
             changed = ": has it changed here since the run began?" if self._options.sync else ""
-            wrong.append(
-                f"{named} is not the same there as on the others{changed}"
-                if answers["files"]["names"]
-                else f"{named} is not there"
-            )
+            differs = f"is not the same there as on the others{changed}"
+            wrong.append(f"{named} {differs if answers['files']['names'] else 'is not there'}")
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:
@@ -186,8 +181,12 @@ class Network:
         bad = [line for one, line in said if one.level == "fail"]
         if bad:
             more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
-            raise Refusal(f"{'; '.join(bad)} {more}", EX_UNAVAILABLE, cause="launch.hosts")
+            raise _refusal(f"{'; '.join(bad)} {more}")
         return [f"! {line}" for one, line in said if one.level == "warn"]
+
+
+def _refusal(line: str) -> Refusal:
+    return Refusal(line, EX_UNAVAILABLE, cause="launch.hosts")
 
 
 def _refuse_lost(agents: Agents) -> None:
@@ -233,17 +232,10 @@ def complete(
     for host in hosts:
         if host.name in whole:
             continue
-        ways = [
-            way
-            for target, way in routes[host.name].get("routes", {}).items()
-            if way.get("source") and target != whole.get(host.name)
-        ]
+        ways = [way for way in routes[host.name].get("routes", {}).values() if way.get("source")]
         if not ways:
-            raise Refusal(
-                f"no address is known by which the others reach host {host.name}: say it in the hosts file (address:)",
-                EX_UNAVAILABLE,
-                cause="launch.hosts",
-            )
+            where = "say it in the hosts file (address:)"
+            raise _refusal(f"no address is known by which the others reach host {host.name}: {where}")
         whole[host.name] = ways[0]["source"]
     return whole
 
@@ -264,7 +256,7 @@ def interfaces(
         else:
             cut.append(f"{host.name} has no way to {where[peer]} ({way.get('error', 'no interface has its address')})")
     if cut:
-        raise Refusal(f"hosts can't reach each other: {'; '.join(cut)}", EX_UNAVAILABLE, cause="launch.hosts")
+        raise _refusal(f"hosts can't reach each other: {'; '.join(cut)}")
     return found
 
 

@@ -12,7 +12,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
-from stoker.control.launch.torchfiles import TorchrunLogs
+from stoker.control.launch.torchfiles import TorchrunLogs, rank_report
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
@@ -68,9 +68,8 @@ class Output:
         self._options = options
         wanted = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if wanted else None
-        self._own_stdout = (
-            not options.detach and not os.isatty(1) and _kept_apart()
-        )  # nobody but the ranks writes there
+        # Nobody but the ranks writes there.
+        self._own_stdout = not options.detach and not os.isatty(1) and _kept_apart()
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
         self._lines: dict[tuple[int, int], LogLines] = {}
@@ -83,11 +82,9 @@ class Output:
         options = self._options
         self._locals = {place.rank: place.local_rank for place in plan.places}
         # torchrun's own flags count local ranks, ours the whole job's.
-        redirects, tee = (
-            std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee)
-        )
+        maps = [std_map(told, set(self._locals.values())) for told in (options.redirects, options.tee)]
         self._redirects, self._tee = (
-            {rank: of.get(local, 0) for rank, local in self._locals.items()} for of in (redirects, tee)
+            {rank: streams.get(local, 0) for rank, local in self._locals.items()} for streams in maps
         )
         show = options.show
         self._only_errors = show == "errors"
@@ -100,9 +97,8 @@ class Output:
         self._shown = frozenset(shown)
         self._several = len({place.host for place in plan.places}) > 1
         self._alone = len(plan.places) == 1
-        self._prefixes = (
-            {} if options.prefix == "never" else {place.rank: line_prefix(options, place) for place in plan.places}
-        )
+        prefixed = plan.places if options.prefix != "never" else ()
+        self._prefixes = {place.rank: line_prefix(options, place) for place in prefixed}
         # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a
         # prefix is asked for.
         clean = options.prefix == "never" or (options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1)
@@ -110,15 +106,12 @@ class Output:
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt
-        self._cutters.clear()
-        self._tails.clear()
-        self._lines.clear()
-        self._since.clear()
+        for state in (self._cutters, self._tails, self._lines, self._since):
+            state.clear()
         if self._logs is not None:
             folders = {rank: str(rank if self._several else local) for rank, local in self._locals.items()}
-            self._logs.begin(
-                folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals}
-            )
+            streams = {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals}
+            self._logs.begin(folders, streams)
 
     def shows(self, rank: int) -> bool:
         return rank in self._shown
@@ -158,8 +151,6 @@ class Output:
 
     def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
         """`kept`: what the record holds of the rank's exception."""
-        from stoker.control.launch.torchfiles import rank_report
-
         report = rank_report(kept) if self._logs is not None else None
         if self._logs is not None and report is not None:
             self._logs.error(record, rank, report)
