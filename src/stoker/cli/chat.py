@@ -12,6 +12,7 @@ from types import FrameType
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
     hf_files.check(found.folder, hf_config.shape_of(found.folder))
     talk = _opened(told, found.folder)
     if told.prompt is not None:
@@ -81,10 +82,10 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
     talk = Conversation(
-        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, _say
+        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, say
     )
     size = sum(parameter.numel() for parameter in model.parameters())
-    _say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
+    say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
     return talk
 
 
@@ -93,7 +94,7 @@ def _converse(talk: Conversation) -> int:
     if watched:
         import readline  # noqa: F401  input() edits lines and remembers them
 
-        _say("Ctrl-C stops an answer, Ctrl-D leaves")
+        say("Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
         try:
             text = input("> " if watched else "").strip()
@@ -106,7 +107,7 @@ def _converse(talk: Conversation) -> int:
         try:
             _answer(talk, text, stoppable=True)
         except Refusal as refusal:
-            _say(refusal.line)
+            say(refusal.line)
 
 
 def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
@@ -132,7 +133,3 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
         if before is not None:
             signal.signal(signal.SIGINT, before)
     print(flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

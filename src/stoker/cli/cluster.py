@@ -15,6 +15,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
@@ -131,7 +132,7 @@ def check(argv: list[str]) -> int:
     asked = Asked(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
-        _progress(f"asking {len(hosts.hosts)} host{'s' if len(hosts.hosts) > 1 else ''}, some seconds")
+        say(f"asking {len(hosts.hosts)} host{'s' if len(hosts.hosts) > 1 else ''}, some seconds")
     tuned: list[str] = []
     with Checking(hosts, asked, _members) as checking:
         facts = checking.look()
@@ -140,7 +141,7 @@ def check(argv: list[str]) -> int:
             from stoker.control.cluster.tune import tune
 
             assert checking.worker is not None
-            tuned = tune(checking.asking, checking.worker, facts, hosts, _progress)
+            tuned = tune(checking.asking, checking.worker, facts, hosts, say)
     report: dict[str, Any] = {
         "schema": 1,
         "exit_code": exit_code(findings),
@@ -155,10 +156,6 @@ def check(argv: list[str]) -> int:
     else:
         _print(facts, findings, report)
     return int(report["exit_code"])
-
-
-def _progress(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)
 
 
 def _bandwidth(facts: Any) -> tuple[float, str] | None:
@@ -251,7 +248,7 @@ def init(argv: list[str]) -> int:
         tuple(told.ssh_option),
         told.force,
         _members,
-        _progress,
+        say,
     )
     return 0
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from stoker.contract import layout
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 
 _ABOUT = "Writes a model as a folder that `transformers` opens: weights, tokenizer, chat template, the tokens that end an answer."
 _EPILOG = """examples:
@@ -34,16 +34,12 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     from stoker.training.generate.finding import find
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say, checkpoints=True)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say, checkpoints=True)
     if not found.checkpoint:
         from stoker.training.model import hf_config, hf_files
 
         hf_files.check(found.folder, hf_config.shape_of(found.folder))
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, _say)
+    export(found, told.out, told.dtype, told.tokenizer, say)
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -12,6 +11,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb, span
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
+from stoker.contract.untrusted import json_text
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
@@ -62,10 +62,8 @@ def main(argv: list[str]) -> int:
         else:
             print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
             counts = ", ".join(str(ranks) for ranks in rungs)
-            print(
-                f"would start {counts} rank{'s' if rungs[-1] > 1 else ''}, one after the other,"
-                f" {counted(steps, 'step')} each"
-            )
+            ranks = f"{counts} rank{'s' if rungs[-1] > 1 else ''}"
+            print(f"would start {ranks}, one after the other, {counted(steps, 'step')} each")
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:
@@ -98,10 +96,8 @@ def report(climb: ladder.Climb) -> list[str]:
         found = ladder.scaling(done, climb.world_size)
         if found.efficiency is not None:
             top = done[-1]
-            lines.append(
-                f"throughput {found.throughput}: with {top.ranks} ranks each makes {_rate(top)} steps/s,"
-                f" {found.efficiency:.0%} of one rank alone"
-            )
+            each = f"each makes {_rate(top)} steps/s, {found.efficiency:.0%} of one rank alone"
+            lines.append(f"throughput {found.throughput}: with {top.ranks} ranks {each}")
         elif any(rung.steps_per_s is None for rung in done):
             lines.append(
                 "throughput: not measured, the script made no two steps (torch's optimizer steps count, and"
@@ -111,13 +107,12 @@ def report(climb: ladder.Climb) -> list[str]:
             lines.append(memory)
     if climb.verdict is None:
         there = sum(not one.problem for one in climb.imports)
-        what = [f"{there} import{'s' if there != 1 else ''}"] if there else []
-        what += (
-            [f"{', '.join(str(rung.ranks) for rung in done)} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
-        )
+        what = [counted(there, "import")] if there else []
+        ranks = ", ".join(str(rung.ranks) for rung in done)
+        what += [f"{ranks} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
         return [*lines, f"✓ the ladder holds: {' and '.join(what) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
-    where = f"with {failed.ranks} rank{'s' if failed.ranks != 1 else ''}" if failed else "before the first rank"
+    where = f"with {counted(failed.ranks, 'rank')}" if failed else "before the first rank"
     lines.append(f"✗ the ladder ends {where}: {climb.verdict.cause}, exit code {climb.exit_code}")
     lines.append(f"  {climb.verdict.summary}")
     lines += [f"  {fix}" for fix in climb.verdict.fix]
@@ -153,8 +148,7 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    json.dump(redact.data(data, OURS), sys.stdout, indent=1)
-    print()
+    print(json_text(redact.data(data, OURS)))
 
 
 def _to_stdout(line: str) -> None:

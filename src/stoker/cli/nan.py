@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
+from stoker.contract.shape import as_json, pick
+from stoker.contract.untrusted import json_text
 from stoker.control.record import reader
 from stoker.training.forensics import reading
 from stoker.training.forensics.banner import banner, headline, table
@@ -51,15 +51,8 @@ def main(argv: list[str]) -> int:
         _tensor(reading.show(dump, told.tensor), told.json)
     elif told.json:
         shown = [one for one in dumps if told.rank is None or one is dump]
-        found = {
-            "schema": 1,
-            "folder": folder,
-            "summary": guilty.summary,
-            "ranks": list(guilty.ranks),
-            "reports": [one.report.to_json() for one in shown],
-        }
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        found = {"schema": 1, "folder": folder, **pick(guilty, "summary", "ranks")}
+        print(json_text({**found, "reports": [one.report.to_json() for one in shown]}))
     else:
         _print(dump, dumps, guilty.summary)
     return 0
@@ -105,8 +98,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 def _tensor(shown: reading.Shown, as_json_: bool) -> None:
     if as_json_:
-        json.dump({"schema": 1, **as_json(shown)}, sys.stdout, indent=1)
-        print()
+        print(json_text({"schema": 1, **as_json(shown)}))
         return
     print("\n".join(table((shown.stats,))))
     if shown.cut:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text
 from stoker.control.launch.options import RunOptions, from_torchrun_environment
 from stoker.training.config.check import check
@@ -50,9 +50,9 @@ def main(argv: list[str]) -> int:
     layers = gather(getattr(told, "keys", ()), os.environ)
     resolved = settle(layers, _for_gpus(layers))
     check(resolved.config, resolved.given)
-    _say(resolved.lines[0])
+    say(resolved.lines[0])
     began = time.monotonic()
-    made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
+    made = prepare(resolved.config.data, resolved.config.tokenizer, say, verify)
     seconds = time.monotonic() - began
     if as_data:
         print(json_text({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}))
@@ -92,7 +92,3 @@ def _for_gpus(layers: Layers) -> bool:
         from_torchrun_environment(os.environ),
     )
     return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser
-from stoker.contract.untrusted import printable
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import json_text, printable
 from stoker.control.record import reader
 
 
@@ -29,10 +28,9 @@ def main(argv: list[str]) -> int:
     listing = reader.look(root, everybody=told.all)
     rows = [_row(run) for run in listing.runs]
     if listing.skipped:
-        print(f"stoker: {listing.skipped}", file=sys.stderr)
+        say(listing.skipped)
     if told.json:
-        json.dump({"schema": 1, "runs": rows, "others_left_out": listing.others}, sys.stdout, indent=1)
-        print()
+        print(json_text({"schema": 1, "runs": rows, "others_left_out": listing.others}))
         return 0
     left_out = counted(listing.others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if listing.others else ""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 import time
 
 from stoker.contract import layout
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
 from stoker.control.launch.signals import ask_to_stop
 from stoker.control.record import reader
@@ -52,5 +52,5 @@ def _newest(root: str) -> reader.Run:
     if found is None:
         return reader.find(None, root)
     if listing.skipped:
-        print(f"stoker: {listing.skipped}", file=sys.stderr)
+        say(listing.skipped)
     return found

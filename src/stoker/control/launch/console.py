@@ -14,9 +14,7 @@ from collections import deque
 from stoker.contract.untrusted import printable_lines
 
 ROOM = 24 << 20
-RESERVE = (
-    2 << 20
-)  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
+RESERVE = 2 << 20  # for small pieces: others' lines, and our own, when a flooding rank has filled the room
 SMALL = 16 << 10
 EACH = 256  # what a queued piece costs beyond its bytes
 # What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks
@@ -32,9 +30,8 @@ class Console:
         self._dead: set[int] = set()
         self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
-        self._line: dict[
-            object, bytes
-        ] = {}  # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        self._line: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
@@ -165,9 +162,8 @@ def _identity(handle: int) -> object:
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _OVERWRITTEN = re.compile(rb"[^\n]*\r(?!\n)")  # what stands before a line's last carriage return
-_CODES = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
-)  # colours, cursor moves, titles
+# Colours, cursor moves, titles.
+_CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class LineCutter:

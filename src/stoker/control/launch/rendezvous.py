@@ -76,9 +76,11 @@ def _resolve(told: Meeting) -> Any:
     try:
         return socket.getaddrinfo(told.address, told.port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
-        raise Refusal(
-            f"--rdzv-endpoint {told.address}:{told.port}: {problem.strerror}", EX_UNAVAILABLE, cause="launch.nodes"
-        ) from problem
+        raise _refusal(told, str(problem.strerror)) from problem
+
+
+def _refusal(told: Meeting, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
+    return Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {why}", code, cause="launch.nodes")
 
 
 def _more(told: Meeting) -> str:
@@ -149,11 +151,8 @@ class _Receiving:
             elif now > last_call:
                 return
             if not last_call and now > deadline:
-                line = (
-                    f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port} within"
-                    f" {span(PATIENCE_S)}"
-                )
-                raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+                came = f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port}"
+                raise Refusal(f"{came} within {span(PATIENCE_S)}", EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.fileobj is self._own:
                     self._welcome()
@@ -209,19 +208,16 @@ class _Receiving:
             return
         told, hello = self._told, guest.hello
         if hello["job"] != told.name or hello["count"] != told.count:
-            self._turn_away(
-                guest, f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}", tell=False
-            )
+            other = f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}"
+            self._turn_away(guest, other, tell=False)
         elif not 1 <= hello["ranks"] <= MOST_RANKS:
             self._turn_away(guest, f"{hello['ranks']} ranks: a machine has 1 to {MOST_RANKS}", tell=True)
         elif self._secret is None and "nonce" in hello:
-            self._turn_away(
-                guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", tell=True
-            )
+            alone = "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none"
+            self._turn_away(guest, alone, tell=True)
         elif self._secret is not None and "nonce" not in hello:
-            self._turn_away(
-                guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none", tell=True
-            )
+            without = "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none"
+            self._turn_away(guest, without, tell=True)
         elif self._secret is not None:
             guest.challenge = self._secret.nonce()
             self._send(guest, {"challenge": guest.challenge})
@@ -267,11 +263,8 @@ class _Receiving:
             if self._secret is not None:
                 word["proof"] = self._secret.proof(HOST, {**guest.hello, **word}, guest.challenge)
             if not self._send(guest, word):
-                line = (
-                    f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered; start all"
-                    " of them again"
-                )
-                raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+                left = f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered"
+                raise Refusal(f"{left}; start all of them again", EX_TEMPFAIL, cause="launch.nodes")
             first += guest.hello["ranks"]
         return Nodes(nodes, 0, 0, world, told.address, port)
 
@@ -300,12 +293,10 @@ class Asking:
                 return found
             if not said:
                 said = True
-                say(
-                    f"stoker: nobody answers at {told.address}:{told.port} yet ({problem}); trying for up to"
-                    f" {span(PATIENCE_S)}"
-                )
+                nobody = f"nobody answers at {told.address}:{told.port} yet ({problem})"
+                say(f"stoker: {nobody}; trying for up to {span(PATIENCE_S)}")
             if time.monotonic() > deadline:
-                raise self._refusal(f"nobody answered within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
+                raise _refusal(self._told, f"nobody answered within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
             until = time.monotonic() + AGAIN_S
             while time.monotonic() < until:
                 self._rest()
@@ -322,21 +313,25 @@ class Asking:
         if self._secret is not None and word:
             challenge = word["challenge"] if isinstance(word.get("challenge"), str) else ""
             if not challenge:
-                raise self._refusal(
+                raise _refusal(
+                    self._told,
                     "this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none: give all the"
-                    " same, or none"
+                    " same, or none",
                 )
             _send(way, {"proof": self._secret.proof(GUEST, hello, challenge)})
             word = self._listen(way, deadline)
         if not word:
             return None
         if self._secret is None and "challenge" in word:
-            raise self._refusal("the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none")
+            raise _refusal(
+                self._told, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
+            )
         answer = self._checked(word)
         if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
-            raise self._refusal(
+            raise _refusal(
+                self._told,
                 "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET): the secrets differ, or it"
-                " is a stranger"
+                " is a stranger",
             )
         return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
 
@@ -348,7 +343,7 @@ class Asking:
         if not word:
             raise ValueError(f"it says {line[:60]!a}")
         if "refused" in word:
-            raise self._refusal(printable(str(word["refused"]), 500))
+            raise _refusal(self._told, printable(str(word["refused"]), 500))
         return word
 
     def _checked(self, word: dict[str, Any]) -> dict[str, Any]:
@@ -356,7 +351,7 @@ class Asking:
         try:
             answer = typed.read_fields(_ANSWER, word)
         except ValueError as problem:
-            raise self._refusal(f"its answer can't be used: {problem}") from None
+            raise _refusal(self._told, f"its answer can't be used: {problem}") from None
         most = max(told.most, told.count)
         fits = (
             told.count <= answer["nodes"] <= most
@@ -366,14 +361,12 @@ class Asking:
             and 1 <= answer["port"] < 1 << 16
         )
         if not fits:
-            raise self._refusal(
+            raise _refusal(
+                self._told,
                 f"its answer can't be used: {json.dumps(answer)}, for {self._ranks} rank(s) of {told.count} to {most}"
-                " machines"
+                " machines",
             )
         return answer
-
-    def _refusal(self, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
-        return Refusal(f"--rdzv-endpoint {self._told.address}:{self._told.port}: {why}", code, cause="launch.nodes")
 
 
 def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) -> bytes:

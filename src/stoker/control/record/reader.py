@@ -6,11 +6,10 @@ import errno
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.contract import layout, names, untrusted
+from stoker.contract import layout, names, terminal, untrusted
 from stoker.contract.process import owner, process
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
@@ -326,11 +325,7 @@ def all_runs(root: str) -> list[Run]:
     return list(look(root).runs)
 
 
-def _to_stderr(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr)
-
-
-def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = _to_stderr) -> Run:
+def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
     """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
         return _newest(root, say)
