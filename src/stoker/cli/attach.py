@@ -28,9 +28,8 @@ def parser() -> Parser:
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
-        "": (follow.Tail(os.path.join(run.dir, layout.CONSOLE)), LineCutter(b"")),
-    }
+    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
+    open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
     first = True
     try:
         while True:
@@ -39,10 +38,8 @@ def main(argv: list[str]) -> int:
             labels = {attempt: follow.labels(run, attempt) for attempt in {attempt for attempt, _, _ in new}}
             for attempt, rank, path in new:
                 skip = _start_of_last(path, told.lines) if first else 0
-                open_[path] = (
-                    follow.Tail(path, skip),
-                    LineCutter(f"{labels[attempt].get(rank, f'rank {rank}')}:".encode()),
-                )
+                label = labels[attempt].get(rank, f"rank {rank}")
+                open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():

@@ -50,9 +50,8 @@ def main(argv: list[str]) -> int:
         return check(argv[1:])
     if argv[0] == "init":
         return init(argv[1:])
-    raise Refusal(
-        f"no `stoker cluster {argv[0]}`{suggest(argv[0], ('check', 'init'))}; there are check and init", EX_USAGE
-    )
+    near = suggest(argv[0], ("check", "init"))
+    raise Refusal(f"no `stoker cluster {argv[0]}`{near}; there are check and init", EX_USAGE)
 
 
 def parser() -> Parser:
@@ -100,10 +99,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         given = engine(scheduler).allocation(os.environ)
         if given is not None:
             if told.tune:
-                raise Refusal(
-                    f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none: --hosts names one",
-                    EX_USAGE,
-                )
+                line = f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none"
+                raise Refusal(f"{line}: --hosts names one", EX_USAGE)
             return given
     if not told.hosts:
         here = os.path.lexists(_WRITTEN)
@@ -111,11 +108,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
     found = read(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
-        raise Refusal(
-            "--tune keeps what helps in a hosts file, and --hosts a,b,c is none: `stoker cluster init a b c`"
-            " writes one",
-            EX_USAGE,
-        )
+        line = "--tune keeps what helps in a hosts file, and --hosts a,b,c is none"
+        raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
     if told.tune and told.quick:
         raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
     return found
@@ -132,7 +126,7 @@ def check(argv: list[str]) -> int:
     asked = Asked(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
-        say(f"asking {len(hosts.hosts)} host{'s' if len(hosts.hosts) > 1 else ''}, some seconds")
+        say(f"asking {counted(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
     with Checking(hosts, asked, _members) as checking:
         facts = checking.look()

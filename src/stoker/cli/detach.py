@@ -29,8 +29,6 @@ def main(argv: list[str]) -> int:
         return 0
     ask_to_detach(run)
     name = shlex.quote(run.id)
-    print(
-        f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}`"
-        " stops it"
-    )
+    how = f"`stoker attach {name}` follows it, `stoker stop {name}` stops it"
+    print(f"run {run.id} continues when its terminal closes; {how}")
     return 0

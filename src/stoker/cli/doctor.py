@@ -73,12 +73,8 @@ def main(argv: list[str]) -> int:
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
-        report = {
-            "schema": 1,
-            "exit_code": check.exit_code(findings),
-            "checks": [one.id for one in checks],
-            "findings": as_json(findings),
-        }
+        report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
+        report |= {"findings": as_json(findings)}
         print(json_text(redact.data({**report, "advice": advice(found, findings), "examination": found.to_json()})))
     else:
         _print(found, findings, len(checks))
@@ -96,11 +92,9 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
     print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
-        used = (
-            "n/a"
-            if gpu.memory_used is None or gpu.memory_total is None
-            else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
-        )
+        used = "n/a"
+        if gpu.memory_used is not None and gpu.memory_total is not None:
+            used = f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
@@ -143,9 +137,8 @@ def _read(path: str) -> Examination:
     except OSError as problem:
         raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise Refusal(
-            f"recorded machine {path} is no recorded machine: {type(problem).__name__}: {problem}", EX_DATAERR
-        ) from problem
+        why = f"{type(problem).__name__}: {problem}"
+        raise Refusal(f"recorded machine {path} is no recorded machine: {why}", EX_DATAERR) from problem
 
 
 def _write(path: str, text: str) -> None:

@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
     wanted = told.rank if told.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)
     dump = next((one for one in dumps if one.report.rank == wanted), None)
     if dump is None:
-        raise Refusal(
-            f"{folder} has no rank {wanted}; there are {', '.join(str(one.report.rank) for one in dumps)}", EX_NOINPUT
-        )
+        there = ", ".join(str(one.report.rank) for one in dumps)
+        raise Refusal(f"{folder} has no rank {wanted}; there are {there}", EX_NOINPUT)
     if told.tensor:
         _tensor(reading.show(dump, told.tensor), told.json)
     elif told.json:
@@ -76,10 +75,8 @@ def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) 
     if samples:
         print("\nSamples:")
     for sample in samples[:8]:
-        print(
-            f"  {sample.get('id')} (micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets):"
-            f" {_words(sample)}"
-        )
+        about = f"micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets"
+        print(f"  {sample.get('id')} ({about}): {_words(sample)}")
     others = [one for one in dumps if one is not dump]
     if others:
         print("\nOther ranks:")

@@ -59,24 +59,17 @@ def main(argv: list[str]) -> int:
         return 0
     documents = made.train_documents + made.validation_documents
     tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes
-    how = (
-        f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
-        if made.fresh
-        else f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
-    )
+    how = f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
+    if made.fresh:
+        how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
     print(f"{tokens:,} tokens of {documents:,} {'conversations' if made.kind == 'chat' else 'documents'}, {how}")
-    held = (
-        f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)"
-        if made.validation_tokens
-        else "nothing held out"
-    )
+    held = f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)"
+    held = held if made.validation_tokens else "nothing held out"
     density = f"; {size / max(tokens, 1):.2f} bytes/token" if made.kind == "stream" else ""
     print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}{density}")
     if made.kind == "chat":
-        print(
-            f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {made.cut:,} cut,"
-            f" {made.dropped:,} with nothing to learn"
-        )
+        left = f"{made.cut:,} cut, {made.dropped:,} with nothing to learn"
+        print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}")
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
     return 0
 

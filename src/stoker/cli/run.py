@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
 
 
-_SEVERAL = {
-    "hosts",
-    "min_hosts",
-    "sync",
-    "stage",
-    "nnodes",
-    "node_rank",
-}  # options of runs on several machines: the others load nothing for them
+# Options of runs on several machines: the others load nothing for them.
+_SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
 
 _EXAMPLES = """examples:
   stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank

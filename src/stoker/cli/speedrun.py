@@ -70,10 +70,8 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         report = os.path.join(course.folder, "report.md")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         count = len(course.selected)
-        _say(
-            f"finished: {count} {'stages are' if count > 1 else 'stage is'} done in"
-            f" {os.path.relpath(course.folder)}{where}"
-        )
+        done = f"{count} {'stages are' if count > 1 else 'stage is'} done"
+        _say(f"finished: {done} in {os.path.relpath(course.folder)}{where}")
         return 0
     if lacks is not None:
         raise lacks
