@@ -10,9 +10,7 @@ from stoker.contract import protocol
 from stoker.control.agent.spawn import Rank
 
 CHUNK = 1 << 18
-BACKLOG = (
-    8 << 20
-)  # past this much unsent output the loop stops reading ranks: the flooding one waits, not the agent's memory
+BACKLOG = 8 << 20  # of unsent output: past it ranks are not read, and the flooding one waits
 REST_S = 0.1
 RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
 

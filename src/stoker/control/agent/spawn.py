@@ -172,9 +172,7 @@ class Gate:
         self.ranks = ranks
         self.slots = slots  # 0: find out from what the first rank takes
         self._slot_s = slot_s  # a slot is given back after this long at the latest
-        self._total_s = (
-            total_s  # and after this long everybody goes: the first ranks wait in the store, which has a timeout too
-        )
+        self._total_s = total_s  # after it everybody goes: the first ranks wait in the store, which has a timeout too
         self._started = started
         self.waiting = list(ranks)
         self.holding: dict[int, float] = {}  # rank -> deadline

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from stoker.contract import names
 from stoker.contract.process import send, send_to_group
+from stoker.contract.shape import pick
 from stoker.control.agent.relay import Relay
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import origin, processes
@@ -28,9 +29,8 @@ class Sweeper:
     def __init__(self, root: int, spare: set[int]) -> None:
         self.root = root
         self.spare = spare
-        self.groups: set[int] = (
-            set()
-        )  # of the ranks; each leader is alive or our unreaped zombie, so the number is nobody else's
+        # Of the ranks. Each leader is alive or our unreaped zombie, so the number is nobody else's.
+        self.groups: set[int] = set()
 
     def leftovers(self) -> list[Process]:
         table = processes.all_processes()
@@ -103,9 +103,8 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
     of the same run may be this very machine. Returns what was found, in words.
     """
     table = processes.all_processes()
-    old = [
-        one for pid, start in former for one in table if one.pid == pid and one.start == start
-    ]  # after a reboot the number is a stranger's
+    # By start time, too: after a reboot the number is a stranger's.
+    old = [one for pid, start in former for one in table if (one.pid, one.start) == (pid, start)]
     below = {pid for one in old for pid in processes.descendants(one.pid, table)}
     doomed = [*old, *(one for one in table if one.pid in below and one not in old and not origin.kept(one.pid))]
     said = [f"{one.name} {'was stopped' if one.state == 'T' else 'still ran'}" for one in old]
@@ -122,20 +121,16 @@ def take_over(former: Sequence[Sequence[int]], run_id: str, run_dir: str, host: 
 
 def _orphans(run_id: str, run_dir: str, host: str) -> list[Process]:
     """What the run started here and nobody looks after."""
-    me = os.getuid()
     table = {one.pid: one for one in processes.all_processes()}
-    tagged = [
-        one
-        for one in table.values()
-        if one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir) and processes.owner(one.pid) == me
-    ]
-    return [
-        one
-        for one in tagged
-        if processes.environment(one.pid).get(names.HOST, "") == host
-        and not origin.kept(one.pid)
-        and not origin.why_another_started_it(one, table)
-    ]
+
+    def ours(one: Process) -> bool:
+        tagged = one.state != "Z" and processes.run_tag(one.pid) == (run_id, run_dir)
+        if not tagged or processes.owner(one.pid) != os.getuid():
+            return False
+        here = processes.environment(one.pid).get(names.HOST, "") == host
+        return here and not origin.kept(one.pid) and not origin.why_another_started_it(one, table)
+
+    return [one for one in table.values() if ours(one)]
 
 
 def _await_end(doomed: list[Process]) -> None:
@@ -181,9 +176,7 @@ class StopSequence:
         for rank in self.living():
             if rank.rank in self._at_once:
                 self._send(rank, signal.SIGKILL)
-            elif rank.pid not in self._asked and not (
-                rank.reported and now - rank.reported < ON_ITS_WAY_S and self._grace > 0
-            ):
+            elif rank.pid not in self._asked and not (self._grace > 0 and now - rank.reported < ON_ITS_WAY_S):
                 self._asked.add(rank.pid)
                 send(rank.me, signal.SIGCONT)
                 self._send(rank, self._signum)
@@ -200,11 +193,8 @@ class StopSequence:
     @staticmethod
     def _send(rank: Rank, signum: int) -> None:
         rank.signalled = True
-        if (
-            signum != signal.SIGKILL
-            and not processes.catches(rank.pid, signum)
-            and processes.catches(rank.pid, signal.SIGTERM)
-        ):
+        caught = signum == signal.SIGKILL or processes.catches(rank.pid, signum)
+        if not caught and processes.catches(rank.pid, signal.SIGTERM):
             signum = signal.SIGTERM  # what scripts save on: a closed terminal must not cost more than a stop
         send(rank.me, signum)
 
@@ -234,16 +224,10 @@ class Finishing:
             if now - self._begun < self._grace:
                 if not self._said and now - self._begun > 1.0:
                     self._said = True
-                    relay.say(
-                        {
-                            "is": "helpers",
-                            "names": [f"pid {one.pid} ({one.name})" for one in left],
-                            "seconds": self._grace,
-                        }
-                    )
+                    relay.say({"is": "helpers", "names": _names(left), "seconds": self._grace})
                 return False
             self._asked = now
-            self._named = [f"pid {one.pid} ({one.name})" for one in left]
+            self._named = _names(left)
             sweeper.signal_all(signal.SIGTERM, left)
             return False
         if left and now - self._asked < ASKED_S:
@@ -256,15 +240,14 @@ class Finishing:
             relay.read_all(handle)
             if handle in relay.streams:
                 relay.forget(handle)
-        relay.say(
-            {
-                "is": "finished",
-                "stopped": self._named,
-                "gpus_held": _wait_for_gpus(ranks, nvml),
-                "stuck": [{"pid": one.pid, "name": one.name, "state": one.state} for one in stuck],
-            }
-        )
+        held = _wait_for_gpus(ranks, nvml)
+        left_over = [pick(one, "pid", "name", "state") for one in stuck]
+        relay.say({"is": "finished", "stopped": self._named, "gpus_held": held, "stuck": left_over})
         return True
+
+
+def _names(left: list[Process]) -> list[str]:
+    return [f"pid {one.pid} ({one.name})" for one in left]
 
 
 def _wait_for_gpus(ranks: Mapping[int, Rank], nvml: Nvml | None) -> list[str]:

@@ -47,12 +47,8 @@ class Vitals:
             if rank.ended is not None:
                 continue
             if due:
-                rank.rss.append(
-                    (
-                        round(time.time(), 1),
-                        sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid))),
-                    )
-                )
+                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))
+                rank.rss.append((round(time.time(), 1), resident))
             if now - rank.beaten > QUIET_S:
                 one = processes.process(rank.pid)
                 state = one.state if one else "Z"
@@ -71,13 +67,8 @@ class Vitals:
             if rank.reader.torn:
                 rank.reader = None
                 self._say({"is": "beatless", "rank": rank.rank})
-                self._say(
-                    {
-                        "is": "note",
-                        "rank": rank.rank,
-                        "text": "its beats are unreadable (something wrote over them): it is watched without them",
-                    }
-                )
+                text = "its beats are unreadable (something wrote over them): it is watched without them"
+                self._say({"is": "note", "rank": rank.rank, "text": text})
             if not news:
                 continue
             first = rank.steps == 0
@@ -86,14 +77,9 @@ class Vitals:
             mine = [beat for beat in news if beat.optimizer == lead]
             rank.steps = max(1, rank.steps, *(beat.step for beat in mine))
             rank.beaten = time.monotonic()
-            fresh[str(rank.rank)] = [
-                rank.steps,
-                mine[-1].time_ns,
-                len(mine),
-                _longest(rank.beat_ns, mine),
-                _losses(mine),
-            ]
-            rank.beat_ns = mine[-1].time_ns
+            last, longest = mine[-1].time_ns, _longest(rank.beat_ns, mine)
+            fresh[str(rank.rank)] = [rank.steps, last, len(mine), longest, _losses(mine)]
+            rank.beat_ns = last
             if first:
                 first_step(rank, news[0].time_ns / 1e9)
         if fresh:
@@ -111,23 +97,13 @@ class Vitals:
 
     def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         total, available, _ = host.memory()
-        shm = host.shared_memory()
-        if nvml is not None and rank.gpu and rank.pid not in self._holders:
+        free, whole = host.shared_memory()
+        if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
-        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
-        found: dict[str, Any] = as_json(
-            Around(
-                rss=tuple(rank.rss),
-                host_available=available,
-                host_total=total,
-                kernel=_kernel_lines(rank),
-                holders=self._holders.get(rank.pid, ()),
-                gpu_used=card[0] if card else None,
-                gpu_total=card[1] if card else None,
-                shm_free=shm[0],
-                shm_total=shm[1],
-            )
-        )
+        used, size = (nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None) or (None, None)
+        holders = self._holders.get(rank.pid, ())
+        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, used, size, free, whole)
+        found: dict[str, Any] = as_json(seen)
         return found
 
 

@@ -140,19 +140,12 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
             last = event
     if last is None:
         return None
-    status, cause, summary, code, rank = (
-        last.get(name) for name in ("status", "cause", "summary", "exit_code", "rank")
-    )
-    if not (isinstance(status, str) and isinstance(cause, str) and isinstance(summary, str) and isinstance(code, int)):
+    fields = ("status", "cause", "summary", "exit_code", "rank")
+    try:
+        told = Verdict.from_json({name: last[name] for name in fields if name in last})
+    except TypeError:
         return None
-    return Verdict(
-        status,
-        cause,
-        summary,
-        code,
-        rank if isinstance(rank, int) else None,
-        evidence=("from events.jsonl: there is no verdict.json",),
-    )
+    return replace(told, evidence=("from events.jsonl: there is no verdict.json",))
 
 
 def open_in(run_dir: str, *names_: str) -> int:
@@ -174,17 +167,14 @@ def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
         with os.fdopen(open_in(run_dir, name), "rb") as file:
             of = os.fstat(file.fileno()).st_uid
             if of != uid:
-                raise Damaged(
-                    f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}"
-                )
+                theirs, folders = ownership.user_name(of), ownership.user_name(uid)
+                raise Damaged(f"{name} belongs to {theirs}, and its folder to {folders}")
             data = file.read(most + 1) if most else b""
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
-        link = problem.errno == errno.ELOOP
-        raise Damaged(
-            f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}"
-        ) from problem
+        why = "is a symbolic link" if problem.errno == errno.ELOOP else printable(problem.strerror or str(problem))
+        raise Damaged(f"{name} {why}") from problem
     if not most:
         return None
     if len(data) > most:
@@ -206,17 +196,17 @@ def _check(data: Any) -> None:
     for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
             raise Damaged(f"{layout.RUN}: {name} is not a short text")
-    for where, name, most in (
+    numbers = (
         (data, "started", 1e11),
         (launcher, "pid", 1 << 22),
         (launcher, "start", 1 << 62),
         (plan, "world_size", 1e7),
-    ):
+    )
+    for where, name, most in numbers:
         value = where.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (
-            (whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most
-        ):
+        fits = whole or (name == "started" and isinstance(value, float))
+        if value is not None and not (fits and 0 <= value <= most):
             raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
 
 
@@ -285,10 +275,8 @@ def look(root: str, everybody: bool = False) -> Listing:
     except FileNotFoundError:
         folders = []
     except OSError as problem:
-        raise names.Refusal(
-            f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir",
-            names.EX_NOINPUT,
-        ) from problem
+        line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
+        raise names.Refusal(line, names.EX_NOINPUT) from problem
     looked_at: dict[int, int] = {}  # uid -> how many of their folders
     for name in reversed(folders):
         try:
@@ -333,19 +321,16 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
         return _newest(os.path.dirname(which), say)
     by_path = os.sep in which
     for candidate in (which, os.path.join(root, which)):
-        if (
-            not by_path
-            and os.path.islink(candidate)
-            and not ownership.is_mine(os.lstat(candidate).st_uid, os.path.dirname(candidate) or ".")
-        ):
+        folder = os.path.dirname(candidate) or "."
+        link = os.path.islink(candidate) and not by_path
+        if link and not ownership.is_mine(os.lstat(candidate).st_uid, folder):
             continue
         try:
             run = read(os.path.realpath(candidate))
         except Damaged as problem:
             if by_path:
-                raise names.Refusal(
-                    f"the record of run {printable(which)} is damaged: {problem}", names.EX_DATAERR
-                ) from problem
+                line = f"the record of run {printable(which)} is damaged: {problem}"
+                raise names.Refusal(line, names.EX_DATAERR) from problem
             continue  # perhaps another run has this name
         if run is not None and (run.mine or by_path):
             return run
@@ -356,9 +341,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    if (
-        len(begins) == 1 and not exact and not os.path.isdir(os.path.join(root, which))
-    ):  # that is another user's, whatever of ours begins like it
+    others = os.path.isdir(os.path.join(root, which))  # another user's, whatever of ours begins like it
+    if len(begins) == 1 and not exact and not others:
         return begins[0]
     raise _no_run(which, root, listing)
 
@@ -379,9 +363,8 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        raise names.Refusal(
-            f"no runs{others} in {printable(root)}; name another folder with --runs-dir", names.EX_NOINPUT
-        )
+        line = f"no runs{others} in {printable(root)}; name another folder with --runs-dir"
+        raise names.Refusal(line, names.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -395,10 +378,8 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
         uid = os.lstat(path).st_uid
         if not ownership.is_mine(uid, root):
             user = ownership.user_name(uid)
-            return names.Refusal(
-                f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}",
-                names.EX_NOPERM,
-            )
+            line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
+            return names.Refusal(line, names.EX_NOPERM)
     hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"

@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout, names, redact
-from stoker.contract.shape import shape
+from stoker.contract.shape import pick, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import APPEND, temporary_name, write_json
@@ -22,9 +22,8 @@ from stoker.control.record import ownership
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
-OURS = frozenset(
-    ("schema", "event", "run", "host", "status", "cause")
-)  # keys whose values are never a user's words: readers compare them
+# Keys whose values are never a user's words: readers compare them.
+OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))
 
 
 @shape
@@ -33,7 +32,6 @@ class Lost:
 
     bytes: int
     why: str
-    full: bool  # the disk or the quota
 
 
 class RunRecord:
@@ -59,9 +57,8 @@ class RunRecord:
     def begin(self, run: dict[str, Any]) -> str:
         """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
         try:
-            write_json(
-                os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False
-            )  # ranks wait for this one
+            data = {"schema": layout.SCHEMA, **redact.data(run, OURS)}
+            write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
@@ -79,10 +76,8 @@ class RunRecord:
                 os.unlink(temporary)
                 raise
         except OSError as problem:
-            return (
-                f"{printable(link)} stays as it is: {problem.strerror}; commands without a RUN take your newest run all"
-                " the same"
-            )
+            newest = "commands without a RUN take your newest run all the same"
+            return f"{printable(link)} stays as it is: {problem.strerror}; {newest}"
         return ""
 
     def _put_verdict_aside(self) -> None:
@@ -92,13 +87,8 @@ class RunRecord:
             os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
-        event = {
-            "schema": layout.SCHEMA,
-            "time": round(time.time(), 6),
-            "event": kind,
-            "host": self._host,
-            **redact.data(more, OURS),
-        }
+        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host}
+        event |= redact.data(more, OURS)
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
@@ -157,10 +147,8 @@ class RunRecord:
                 return
 
     def _lose(self, name: str, count: int, problem: OSError) -> None:
-        before = self._lost.get(name)
-        self._lost[name] = Lost(
-            (before.bytes if before else 0) + count, problem.strerror or str(problem), problem.errno in FULL
-        )
+        before = self._lost[name].bytes if name in self._lost else 0
+        self._lost[name] = Lost(before + count, problem.strerror or str(problem))
 
     def _give_up_reserve(self) -> bool:
         """Frees the reserved space beyond the verdict's part, once: room for the last events."""
@@ -191,9 +179,8 @@ class RunRecord:
     def verdict(self, verdict: Verdict) -> None:
         """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
         path = os.path.join(self.dir, layout.VERDICT)
-        data = (json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False) + "\n").encode(
-            "utf-8", "backslashreplace"
-        )
+        text = json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False)
+        data = text.encode("utf-8", "backslashreplace") + b"\n"
         if len(data) > VERDICT_ROOM:
             self.save(path, verdict.to_json())
         else:
@@ -204,14 +191,7 @@ class RunRecord:
                 os.rename(layout.RESERVE, layout.VERDICT, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError as problem:
                 self._lose(path, len(data), problem)
-        self.event(
-            "verdict",
-            status=verdict.status,
-            cause=verdict.cause,
-            rank=verdict.rank,
-            exit_code=verdict.exit_code,
-            summary=verdict.summary,
-        )
+        self.event("verdict", **pick(verdict, "status", "cause", "rank", "exit_code", "summary"))
 
 
 def _open_own(run_dir: str) -> int:
@@ -254,8 +234,5 @@ def make_private(root: str) -> None:
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
     full = problem.errno in FULL
     why = "its disk or quota is full" if full else problem.strerror or str(problem)
-    line = (
-        f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with"
-        " --runs-dir"
-    )
+    line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
     return names.Refusal(line, names.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")
