@@ -296,11 +296,9 @@ def _short(command: str) -> str:
 
 def _processes(found: list[Found]) -> list[dict[str, Any]]:
     return [
-        {
-            **pick(one.process, "pid", "start", "state"),
-            **pick(one, "user", "rss", "gpu_memory", "command", "run", "why"),
-            "age": round(one.age, 3),
-        }
+        pick(one.process, "pid", "start", "state")
+        | pick(one, "user", "rss", "gpu_memory", "command", "run", "why")
+        | {"age": round(one.age, 3)}
         for one in found
     ]
 

@@ -86,23 +86,17 @@ def report(climb: ladder.Climb) -> list[str]:
     lines: list[str] = []
     done = [rung for rung in climb.climbed if rung.exit_code == 0]
     if done:
-        lines.append(
-            f"{'RUNG':>4} {'RANKS':>5} {'FIRST STEP':>11} {'STEPS/S':>9} {'OF 1 RANK':>9} {'RAM/RANK':>9}"
-            f" {'GPU MEMORY':>16}"
-        )
-        lines += [
-            _row(number, rung, ladder.scaling((done[0], rung), rung.ranks)) for number, rung in enumerate(done, 1)
-        ]
+        lines.append(_columns("RUNG", "RANKS", "FIRST STEP", "STEPS/S", "OF 1 RANK", "RAM/RANK", "GPU MEMORY"))
+        shares = [ladder.scaling((done[0], rung), rung.ranks) for rung in done]
+        lines += [_row(number, rung, share) for number, (rung, share) in enumerate(zip(done, shares, strict=True), 1)]
         found = ladder.scaling(done, climb.world_size)
         if found.efficiency is not None:
             top = done[-1]
             each = f"each makes {_rate(top)} steps/s, {found.efficiency:.0%} of one rank alone"
             lines.append(f"throughput {found.throughput}: with {top.ranks} ranks {each}")
         elif any(rung.steps_per_s is None for rung in done):
-            lines.append(
-                "throughput: not measured, the script made no two steps (torch's optimizer steps count, and"
-                " stoker.beat())"
-            )
+            counts = "torch's optimizer steps count, and stoker.beat()"
+            lines.append(f"throughput: not measured, the script made no two steps ({counts})")
         if memory := ladder.memory_line(found, climb.world_size):
             lines.append(memory)
     if climb.verdict is None:
@@ -127,10 +121,12 @@ def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     if rung.ranks == 1 and rung.steps_per_s:
         share = "100%"
     card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
-    return (
-        f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9}"
-        f" {f'{rung.rss / 1e9:.2f} GB' if rung.rss else 'n/a':>9} {card:>16}"
-    )
+    memory = f"{rung.rss / 1e9:.2f} GB" if rung.rss else "n/a"
+    return _columns(number, rung.ranks, first, _rate(rung), share, memory, card)
+
+
+def _columns(*cells: object) -> str:
+    return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (4, 5, 11, 9, 9, 9, 16), strict=True))
 
 
 def _rate(rung: ladder.Climbed) -> str:

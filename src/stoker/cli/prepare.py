@@ -79,9 +79,6 @@ def _for_gpus(layers: Layers) -> bool:
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True
-    options = build(
-        RunOptions,
-        from_mapping(RunOptions, layers.run, f"config file {layers.path}: run"),
-        from_torchrun_environment(os.environ),
-    )
+    section = from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
+    options = build(RunOptions, section, from_torchrun_environment(os.environ))
     return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))

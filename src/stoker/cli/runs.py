@@ -9,6 +9,7 @@ from typing import Any
 from stoker.contract import layout
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser
+from stoker.contract.shape import pick
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.record import reader
@@ -45,10 +46,8 @@ def main(argv: list[str]) -> int:
         took = span(row["seconds"]) if row["seconds"] is not None else ""
         user = f" {printable(row['user'], 12):<12}" if told.all else ""
         status, cause = printable(row["status"], 10), printable(row["cause"] or "", 60)
-        print(
-            f"{printable(row['run'], 200):<36}{user} {status:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12} "
-            f" {cause}"
-        )
+        numbers = f"{row['ranks']:>5} {row['attempts']:>5} {took:>12}"
+        print(f"{printable(row['run'], 200):<36}{user} {status:<10} {numbers}  {cause}")
     if more:
         print(more)
     return 0
@@ -77,14 +76,10 @@ def _row(run: reader.Run) -> dict[str, Any]:
     seconds = _seconds(run, status == "running")
     return {
         "run": run.id,
-        "name": run.name,
         "status": status,
-        "ranks": run.ranks,
+        **pick(run, "name", "ranks", "user", "started", "dir"),
         "attempts": len(run.attempts),
-        "user": run.user,
-        "started": run.started,
         "seconds": round(seconds, 3) if seconds is not None else None,
-        "dir": run.dir,
         "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
         "exit_code": run.verdict.exit_code if run.verdict else None,
     }

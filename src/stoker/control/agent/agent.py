@@ -265,10 +265,9 @@ class Agent:
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
         self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
-        self._specs = {
-            spec["rank"]: {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}}
-            for spec in order["ranks"]
-        }
+        common = order["common"]
+        specs = [{**common, **spec, "env": {**common["env"], **spec["env"]}} for spec in order["ranks"]]
+        self._specs = {spec["rank"]: spec for spec in specs}
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._memory = MemoryWatch(order["ram_limit"])
@@ -305,13 +304,8 @@ class Agent:
             self._relay.say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
 
     def _spawn(self, number: int, gated: bool) -> None:
-        spec = {
-            **self._specs[number],
-            "gated": gated,
-            "origin": self._origin,
-            "hup_ignored": self._hup_ignored,
-            "files": self._files,
-        }
+        own = {"origin": self._origin, "hup_ignored": self._hup_ignored, "files": self._files}
+        spec = {**self._specs[number], **own, "gated": gated}
         if spec.get("numa") and spec.get("pci"):
             spec["cpus"] = cpus_near(spec["pci"])
         null = os.open(os.devnull, os.O_RDONLY)

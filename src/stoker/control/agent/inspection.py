@@ -185,12 +185,8 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     import sys
 
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)],
-            capture_output=True,
-            timeout=SPY_S,
-            check=True,
-        )
+        command = [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)]
+        done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
         found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return {}

@@ -146,12 +146,8 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
 def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
     total, available, _ = host.memory()
     card = nvml.memory(gpu) if nvml is not None and gpu else None
-    return {
-        "rss": processes.resident(pid),
-        "host_used": total - available,
-        "host_total": total,
-        "gpu": list(card) if card else None,
-    }
+    of_host = {"host_used": total - available, "host_total": total}
+    return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
 
 
 class MemoryWatch:

@@ -132,14 +132,9 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     """The `stoker run` of one rung: on the cards the whole run would use, so that the rungs compare."""
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
-    values |= {
-        "nproc_per_node": ranks,
-        "stop_after_steps": steps,
-        "name": f"{(options.name or default_name(request))[:80]}-ladder-{ranks}",
-        "show": "none",
-        "quiet": True,
-        "env": (*options.env, f"{MARK}={stamp}"),
-    }
+    name = f"{(options.name or default_name(request))[:80]}-ladder-{ranks}"
+    values |= {"nproc_per_node": ranks, "stop_after_steps": steps, "name": name, "show": "none", "quiet": True}
+    values["env"] = (*options.env, f"{MARK}={stamp}")
     if plan.uuids:
         values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
     return command_words(values, request.script, request.args)
@@ -196,11 +191,8 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
             host_used, host_total = event["host_used"], event["host_total"]
             if event["gpu"]:
                 cards.append((event["gpu"][0], event["gpu"][1]))
-    rates = [
-        (steps - 1) / (end - first[rank])
-        for rank, (end, steps) in ends.items()
-        if rank in first and steps > 1 and end > first[rank]
-    ]
+    timed = [(first[rank], end, steps) for rank, (end, steps) in ends.items() if rank in first]
+    rates = [(steps - 1) / (end - start) for start, end, steps in timed if steps > 1 and end > start]
     whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
     return Climbed(
         ranks,

@@ -28,15 +28,8 @@ _GATHER_S = 0.02
 _PREAMBLE = 1 << 16  # bytes kept of what a login prints
 # What handling a message that lies may raise. Of an agent on this machine, which is our own, it is a mistake of ours.
 _UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
 QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 
 

@@ -112,10 +112,8 @@ class Network:
         lines = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
-            lines.append(
-                f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the"
-                " same, checkpoints there don't"
-            )
+            home = "logs come home all the same, checkpoints there don't"
+            lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: {home}")
         apart = [host for host, answer in answers.items() if not answer["shared"]]
         if apart:
             lines.append(
@@ -143,13 +141,8 @@ class Network:
         return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
 
     def _ask_files(self, host: str) -> dict[str, Any]:
-        request = self._run.request
-        return {
-            "workdir": self.towards(host).workdir,
-            "script": request.script,
-            "module": request.options.module,
-            "python": self._pythons[host],
-        }
+        program = {"script": self._run.request.script, "module": self._options.module, "python": self._pythons[host]}
+        return {"workdir": self.towards(host).workdir, **program}
 
     def fitness(self, host: str) -> dict[str, dict[str, Any]]:
         """What a host that is back must show before it may join."""

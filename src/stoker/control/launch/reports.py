@@ -184,28 +184,21 @@ class Reports:
             count, helpers = len(message["stopped"]), _listed(message["stopped"])
             self._say(f"stoker: stopped {count} helper process(es) the ranks left behind: {helpers}")
         for one in message["stuck"]:
-            line = (
-                f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use"
-                " its GPU until it is gone"
-            )
-            self._say(printable(line, 1000))
+            stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
+            self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000))
         for card in message["gpus_held"]:
             self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
-        self._say(
-            f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running:"
-            f" {_listed(message['names'])}"
-        )
+        limit, names = span(message["seconds"]), _listed(message["names"])
+        self._say(f"stoker: the ranks are done; waiting up to {limit} for what they left running: {names}")
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, where = message["rank"], message["at"]
         fields = ("rank", "at", "rss", "host_used", "host_total", "gpu")
         self._record.event("mem", **{name: message[name] for name in fields})
-        line = (
-            f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank)"
-            f" {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
-        )
+        of_host = f"{message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        line = f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank) {of_host}"
         if message["gpu"]:
             line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
         self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))

@@ -60,11 +60,8 @@ def notices(request: Request) -> list[str]:
     useless = dict(_NO_EFFECT) if several else {**_NO_EFFECT, **_ALONE}
     if several and colon:
         del useless["rdzv_conf"]
-    found = [
-        f"--{name.replace('_', '-')} has no effect here: {why}"
-        for name, why in useless.items()
-        if name in request.given
-    ]
+    given = {name.replace("_", "-"): why for name, why in useless.items() if name in request.given}
+    found = [f"--{flag} has no effect here: {why}" for flag, why in given.items()]
     if several and options.rdzv_backend not in (None, "c10d", "static"):
         found.append(f"--rdzv-backend {options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
     if colon and not several:
@@ -91,10 +88,8 @@ def _misplaced(request: Request) -> list[str]:
     # Many programs have a --name or --config.
     meant = [flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])]
     script = os.path.basename(request.script)
-    return [
-        f"{flag} stands after {script}, so it is the script's: put it before {script} if it is for stoker run"
-        for flag in meant
-    ]
+    fix = f"put it before {script} if it is for stoker run"
+    return [f"{flag} stands after {script}, so it is the script's: {fix}" for flag in meant]
 
 
 def _text(path: str) -> str | None:

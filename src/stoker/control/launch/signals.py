@@ -111,16 +111,10 @@ def _tell(run: Run, signum: int) -> None:
         raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
     launcher = process(pid)
     if launcher is not None and alive(run) is None:
-        raise Refusal(
-            f"run {shown}: pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher, so it is"
-            " not signalled",
-            EX_UNAVAILABLE,
-        )
+        unknown = f"pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher"
+        raise Refusal(f"run {shown}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
     if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
-        raise Refusal(
-            f"run {shown} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and"
-            " `disown -h`",
-            EX_UNAVAILABLE,
-        )
+        how = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
+        raise Refusal(f"run {shown} was started by a Stoker that can't detach; {how}", EX_UNAVAILABLE)
     if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
         raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

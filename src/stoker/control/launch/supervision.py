@@ -236,10 +236,8 @@ class Alarms:
         again = f"`kill -CONT {pid}` continues it; " if pid else ""
         if stops_in is None:
             return f"{again}the job keeps running"
-        return (
-            f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by --hang-timeout"
-            f" {span(self._run.options.hang_timeout)}"
-        )
+        limit = f"--hang-timeout {span(self._run.options.hang_timeout)}"
+        return f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by {limit}"
 
     def _tell_stragglers(self) -> None:
         found = self._attempt.watch.stragglers.found
@@ -268,7 +266,5 @@ def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], pro
 
     attempt.unwatched = True
     record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
-    say(
-        f"stoker: watching failed ({type(problem).__name__}: {problem}): the job goes on unwatched; events.jsonl has"
-        " the traceback"
-    )
+    why = f"{type(problem).__name__}: {problem}"
+    say(f"stoker: watching failed ({why}): the job goes on unwatched; events.jsonl has the traceback")

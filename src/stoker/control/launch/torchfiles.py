@@ -104,11 +104,8 @@ class TorchrunLogs:
             raise _cannot_write(self._log_dir, problem) from problem
 
     def _paths(self, rank: int) -> dict[int, str]:
-        return {
-            stream: os.path.join(self._ranks[rank], name)
-            for stream, name in _FILES.items()
-            if self._streams.get(rank, 0) & stream
-        }
+        wanted = [stream for stream in _FILES if self._streams.get(rank, 0) & stream]
+        return {stream: os.path.join(self._ranks[rank], _FILES[stream]) for stream in wanted}
 
     def write(self, record: RunRecord, rank: int, stream: int, data: bytes) -> None:
         path = self._paths(rank).get(stream)

@@ -196,13 +196,8 @@ def _check(data: Any) -> None:
     for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
             raise Damaged(f"{layout.RUN}: {name} is not a short text")
-    numbers = (
-        (data, "started", 1e11),
-        (launcher, "pid", 1 << 22),
-        (launcher, "start", 1 << 62),
-        (plan, "world_size", 1e7),
-    )
-    for where, name, most in numbers:
+    of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
+    for where, name, most in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
         value = where.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
         fits = whole or (name == "started" and isinstance(value, float))
@@ -212,12 +207,9 @@ def _check(data: Any) -> None:
 
 def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
     """What _check looked at: a listing of many users' runs keeps no more of each."""
-    launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
-    return {
-        **{name: data.get(name) for name in ("name", "config_hash", "started")},
-        "launcher": {name: launcher.get(name) for name in ("pid", "start", "host")},
-        "plan": {"world_size": plan.get("world_size")},
-    }
+    known = {"launcher": ("pid", "start", "host"), "plan": ("world_size",)}
+    kept = {part: {name: (data.get(part) or {}).get(name) for name in fields} for part, fields in known.items()}
+    return {**kept, **{name: data.get(name) for name in ("name", "config_hash", "started")}}
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
