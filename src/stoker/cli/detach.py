@@ -6,9 +6,10 @@ import os
 import shlex
 
 from stoker.contract import layout
+from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import printable
-from stoker.control.launch.signals import ask_to_detach
+from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
 
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     if reader.status(run) not in ("running", "unknown"):
         print(f"run {printable(run.id)} is not running: {reader.status(run)}")
         return 0
-    ask_to_detach(run)
+    tell_launcher(run, DETACH_SIGNAL)
     name = shlex.quote(run.id)
     how = f"`stoker attach {name}` follows it, `stoker stop {name}` stops it"
     print(f"run {run.id} continues when its terminal closes; {how}")

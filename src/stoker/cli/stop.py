@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import time
 
 from stoker.contract import layout
+from stoker.contract.names import STOP_NOW_SIGNAL
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
-from stoker.control.launch.signals import ask_to_stop
+from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
 
 
@@ -33,7 +35,7 @@ def main(argv: list[str]) -> int:
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
         print(printable(f"{which}: {status}"))
         return 0
-    ask_to_stop(run, now=told.now)
+    tell_launcher(run, STOP_NOW_SIGNAL if told.now else signal.SIGTERM)
     deadline = time.monotonic() + told.wait
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)

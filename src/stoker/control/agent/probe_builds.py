@@ -1,4 +1,6 @@
-"""Which Python and torch the ranks would get here: by torch's version file, 0.1 s; an import takes seconds."""
+"""This host: names, clock, links, examination, and which Python and torch its ranks would get. torch is not imported:
+its version file answers in 0.1 s, an import in seconds.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +73,13 @@ def _python(word: str) -> dict[str, Any] | None:
     if "python" not in found:
         return None
     return {"python": word, "version": found["python"], "torch": found.get("version")}
+
+
+def examine(runs_dir: str, port: int, parts: list[str]) -> Any:
+    """For the doctor, whose checks run on the coordinator's side."""
+    from stoker.control.machine.examine import examine as look
+
+    return look(runs_dir, port, frozenset(parts)).to_json()
 
 
 def names(of: list[str], interfaces: list[str]) -> Any:

@@ -171,17 +171,12 @@ def _answers(what: str, args: dict[str, Any]) -> Iterator[tuple[bytes, Any]]:
 
 # ---- the probes. Adding one: a file with a function of the probe's name, and its line here ----
 
-# name -> the file of this folder it is in; imported when asked for, in the forked child (probing.py)
+# name -> the file of this folder it is in; imported when asked for, in the forked child
 PROBES = {
-    "builds": "probe_builds",
-    "clock": "probe_builds",
-    "examine": "probe_examine",
-    "files": "probe_files",
-    "names": "probe_builds",
+    **dict.fromkeys(("builds", "clock", "examine", "names", "setup"), "probe_builds"),
+    **dict.fromkeys(("files", "ready"), "probe_ready"),
     "net": "probe_net",
-    "ready": "probe_ready",
     "route": "probe_route",
-    "setup": "probe_builds",
     "torch": "probe_torch",
 }
 

@@ -163,8 +163,7 @@ class MemoryWatch:
             family = [rank.pid, *children(rank.pid)]
             if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
                 continue
-            # Forked workers share pages with the rank: the sum counts those twice. Only PSS, which is slow to read, is
-            # exact.
+            # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
             taken = sum(_proportional(pid) for pid in family)
             if taken > self.limit:
                 rank.over = taken

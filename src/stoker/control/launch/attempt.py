@@ -106,8 +106,7 @@ class Attempt:
             return True
         if quiet:
             return False
-        # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at
-        # for that.
+        # An echo: of a failure still to be reported, or of a rank that stands still. The others are looked at for that.
         if not self.unwatched:
             self.watch.failing()
         return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)

@@ -36,8 +36,7 @@ SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay f
 # told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
 MARK = "STOKER_LADDER"
 _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
-# Options of the run that a rung decides itself, or that would make it something other than a short run in the
-# foreground.
+# Options that a rung decides itself, or that would make it something other than a short run in the foreground.
 _NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet",
                "show"}  # fmt: skip
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.

@@ -120,8 +120,7 @@ class Members:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        # A thread of its own: a log file on a stalled NFS holds the main loop up, and the agents must not take that for
-        # death.
+        # In a thread: a log file on a stalled NFS holds the main loop up, and the agents must not take that for death.
         self._closing = threading.Event()
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
@@ -186,8 +185,7 @@ class Members:
         if not data:
             self._read_errors(member)
             if not member.decoder.greeted and not member.link.local:
-                # A shared connection's process writes its stderr by itself: what it says may come after its stdout is
-                # closed.
+                # A shared connection's process writes its stderr by itself, perhaps after its stdout is closed.
                 deadline = time.monotonic() + 0.5
                 while member.link.errors in self._selector.get_map() and time.monotonic() < deadline:
                     self._read_errors(member)

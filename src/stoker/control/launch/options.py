@@ -222,8 +222,8 @@ class RunOptions:
         "not needed: events are in the run directory", default=None, choices=("null", "console", "dynamic_rendezvous")
     )
     logs_specs: str | None = option("not needed: logs are in the run directory", default=None, choices=("default",))
-    duplicate_stdout_filters: str | None = option("not needed: grep the rank's log", default=None)
-    duplicate_stderr_filters: str | None = option("not needed: grep the rank's log", default=None)
+    duplicate_stdout_filters: str | None = option("not needed: grep the rank's log instead", default=None)
+    duplicate_stderr_filters: str | None = option("not needed: grep the rank's log instead", default=None)
 
 
 # The variables that torchrun reads as defaults of its flags, and no others: PET_NAME may be somebody's dog.

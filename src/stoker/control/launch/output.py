@@ -99,8 +99,7 @@ class Output:
         self._alone = len(plan.places) == 1
         prefixed = plan.places if options.prefix != "never" else ()
         self._prefixes = {place.rank: line_prefix(options, place) for place in prefixed}
-        # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a
-        # prefix is asked for.
+        # A single rank's stdout that goes to a pipe or file of its own is data (`| jq`): as it is, unless prefixed.
         clean = options.prefix == "never" or (options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1)
         self._raw = self._alone and self._own_stdout and clean
 

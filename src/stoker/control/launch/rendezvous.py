@@ -183,8 +183,7 @@ class _Receiving:
         except OSError:
             data = b""
         guest.data += data
-        # Gone (stopped, and started again: it comes a second time), too long, or one that goes on talking when it has
-        # nothing more to say.
+        # Gone (stopped and started again: it comes a second time), too long, or with nothing more to say, and talking.
         if not data or guest.accepted or len(guest.data) > LONGEST:
             self._drop(guest)
             return
@@ -313,11 +312,8 @@ class Asking:
         if self._secret is not None and word:
             challenge = word["challenge"] if isinstance(word.get("challenge"), str) else ""
             if not challenge:
-                raise _refusal(
-                    self._told,
-                    "this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none: give all the"
-                    " same, or none",
-                )
+                alone = "this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none"
+                raise _refusal(told, f"{alone}: give all the same, or none")
             _send(way, {"proof": self._secret.proof(GUEST, hello, challenge)})
             word = self._listen(way, deadline)
         if not word:
@@ -328,11 +324,8 @@ class Asking:
             )
         answer = self._checked(word)
         if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
-            raise _refusal(
-                self._told,
-                "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET): the secrets differ, or it"
-                " is a stranger",
-            )
+            unknown = "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)"
+            raise _refusal(told, f"{unknown}: the secrets differ, or it is a stranger")
         return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
 
     def _listen(self, way: socket.socket, deadline: float) -> dict[str, Any]:
@@ -361,11 +354,8 @@ class Asking:
             and 1 <= answer["port"] < 1 << 16
         )
         if not fits:
-            raise _refusal(
-                self._told,
-                f"its answer can't be used: {json.dumps(answer)}, for {self._ranks} rank(s) of {told.count} to {most}"
-                " machines",
-            )
+            wanted = f"{self._ranks} rank(s) of {told.count} to {most} machines"
+            raise _refusal(told, f"its answer can't be used: {json.dumps(answer)}, for {wanted}")
         return answer
 
 

@@ -15,13 +15,9 @@ from stoker.control.launch.options import RunOptions
 _RECIPES = "stoker.training.recipes."
 _LONGEST_SCRIPT = 16 << 20
 # Flags that are taken and change nothing, with the reason that is printed.
-_NO_EFFECT = {
-    "monitor_interval": "a rank's end is seen at once", "start_method": "ranks are always fresh processes",
-    "run_path": "the script always runs as __main__", "local_addr": "the address is that of the route to the others",
-    "event_log_handler": "events are in the run directory", "logs_specs": "logs are in the run directory",
-    "duplicate_stdout_filters": "grep the rank's log instead", "duplicate_stderr_filters": "grep the rank's log instead",
-    "rdzv_conf": "ranks meet in torch's own store",
-}  # fmt: skip
+_HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
+_NO_EFFECT = {name: why for name, (_, not_needed, why) in _HELPS.items() if not_needed}
+_NO_EFFECT["rdzv_conf"] = "ranks meet in torch's own store"
 # The same, where there is one machine.
 _ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
 
@@ -144,8 +140,7 @@ def program(request: Request) -> list[str]:
     if options.module:
         if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
-        # Our recipes import nothing of the user's: not the json.py of a downloaded model's folder, if that is the
-        # working directory.
+        # Our recipes import nothing from the working directory: not the json.py of a downloaded model's folder.
         closed = ["-P"] if script.startswith(_RECIPES) else []
         return [python, *flags, *closed, "-m", script, *request.args]
     if not remote and not options.no_preflight:

@@ -94,15 +94,7 @@ def _named(text: str) -> list[signal.Signals]:
 # ---- telling the launcher of a run, another process: only if it is that process ----
 
 
-def ask_to_stop(run: Run, now: bool) -> None:
-    _tell(run, STOP_NOW_SIGNAL if now else signal.SIGTERM)
-
-
-def ask_to_detach(run: Run) -> None:
-    _tell(run, DETACH_SIGNAL)
-
-
-def _tell(run: Run, signum: int) -> None:
+def tell_launcher(run: Run, signum: int) -> None:
     pid, _, host = run.launcher
     shown = printable(run.id)
     if not run.mine:
