@@ -23,12 +23,8 @@ TEXT = 300  # characters of a sample
 
 def parser() -> Parser:
     made = Parser("stoker nan", _ABOUT)
-    made.option(
-        "where",
-        "DIR",
-        "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)",
-        nargs="?",
-    )
+    where = "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)"
+    made.option("where", "DIR", where, nargs="?")
     made.option("--rank", "R", "which rank (default: the guilty one)", int)
     made.option("--tensor", "NAME", _TENSOR)
     made.runs_dir()

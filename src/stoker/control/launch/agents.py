@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from stoker.contract import names, protocol
@@ -110,16 +110,16 @@ class Agents:
     def await_all(self, kind: str, seconds: float = MEET_S) -> None:
         """Until every agent has answered in this kind; those that can't are named together."""
         self._forget(kind)
-        deadline = time.monotonic() + seconds
-        while True:
-            waiting = [member for member in self.members.all if kind not in member.answers]
-            late = time.monotonic() > deadline
-            if all(member.gone or "refused" in member.answers or late for member in waiting):
-                break
-            self.members.pump(0.5)
-            self._heed_signals()
+        self._until(lambda: all(_answered(member, kind) for member in self.members.all), seconds)
+        waiting = [member for member in self.members.all if kind not in member.answers]
         if waiting:
             raise self._unusable(waiting, seconds)
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Or until the time is over."""
+        deadline = time.monotonic() + seconds
+        while not done() and time.monotonic() < deadline:
+            self.listen(0.5)
 
     def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
@@ -154,11 +154,10 @@ class Agents:
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.members.pump(left)
-            self._heed_signals()
+            self.listen(left)
 
     def listen(self, seconds: float) -> None:
-        """Until the next word of anybody, for at most so long."""
+        """Until the next word of anybody, for at most so long. Signals are heeded."""
         self.members.pump(seconds)
         self._heed_signals()
 
@@ -176,15 +175,12 @@ class Agents:
         for kind in ("port", "refused"):
             first.answers.pop(kind, None)
         first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
-        deadline = time.monotonic() + 10.0
-        while "port" not in first.answers:
+        self._until(lambda: _answered(first, "port"), 10.0)
+        if "port" not in first.answers:
             if first.gone and self.by_name:
                 raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
-            if first.gone or "refused" in first.answers or time.monotonic() > deadline:
-                why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
-                raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
-            self.members.pump(0.5)
-            self._heed_signals()
+            why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
+            raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
         if not 0 < answer["port"] < 1 << 16:
             raise taken({"wanted": 0, **answer})
@@ -234,6 +230,10 @@ class Agents:
             member.answers[kind] = message
         if not waiting:
             self._run.hear(member.host, message, payload)
+
+
+def _answered(member: Member, kind: str) -> bool:
+    return kind in member.answers or bool(member.gone) or "refused" in member.answers
 
 
 def _exit_code(code: int) -> int:

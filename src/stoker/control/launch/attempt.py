@@ -129,10 +129,9 @@ class Attempt:
         """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
         from stoker.control.verdict.numbers import summary
 
-        self.notes += [
-            f"{summary(bad, self.label(bad.rank), self.plan.world_size)}: the last one it had"
-            for bad in self.losses.unresolved()
-        ]
+        for bad in self.losses.unresolved():
+            said = summary(bad, self.label(bad.rank), self.plan.world_size)
+            self.notes.append(f"{said}: the last one it had")
 
     def detected_s(self, verdict: Verdict) -> float | None:
         """Seconds from what the verdict is about until it was noticed."""

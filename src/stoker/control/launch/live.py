@@ -324,11 +324,8 @@ class Planner:
         ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, run_we_are_in(os.environ)) if run)
         lender = gpu_lender(os.environ)
         lent = f" (agent pid {lender})"
-        return [
-            uuid
-            for uuid, who in member.answers["host"]["held"].items()
-            if (ours and who.startswith(ours)) or (lender and who.endswith(lent))
-        ]
+        held = member.answers["host"]["held"]
+        return [uuid for uuid, who in held.items() if who.startswith(ours) or (lender and who.endswith(lent))]
 
     def _held(self, member: Member) -> dict[str, str]:
         lent = self._lent(member)

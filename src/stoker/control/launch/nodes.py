@@ -65,10 +65,9 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
     address, port = _where(request, environment)
     numbered = "node_rank" in request.given or options.rdzv_backend == "static"
     if not address:
-        raise _refusal(
-            f"--nnodes {options.nnodes}: say where the machines meet (--master-addr of machine 0, the same on all), or"
-            " name them with --hosts a,b,c and start it on one of them"
-        )
+        meet = "say where the machines meet (--master-addr of machine 0, the same on all)"
+        named = "name them with --hosts a,b,c and start it on one of them"
+        raise _refusal(f"--nnodes {options.nnodes}: {meet}, or {named}")
     if not numbered and not options.rdzv_endpoint:
         flag = f"--node-rank 0 to {count - 1}"
         raise _refusal(f"--nnodes {options.nnodes} with --master-addr: say which machine this is with {flag}")
@@ -121,10 +120,8 @@ def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
     """The plan of this machine's ranks with the numbers they have in the whole job."""
-    places = tuple(
-        replace(place, rank=rank, role_rank=rank, group_rank=nodes.rank)
-        for rank, place in enumerate(plan.places, nodes.first)
-    )
+    ranked = enumerate(plan.places, nodes.first)
+    places = tuple(replace(place, rank=rank, role_rank=rank, group_rank=nodes.rank) for rank, place in ranked)
     roles = tuple(replace(role, world=nodes.world) for role in plan.roles)
     ranks = f"ranks {nodes.first} to {nodes.first + len(places) - 1} of {nodes.world}"
     line = f"machine {nodes.rank} of {nodes.count}: {ranks}, store at {nodes.address}:{nodes.port}"

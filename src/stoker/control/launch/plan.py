@@ -112,10 +112,8 @@ def make_plan(
     options = request.options
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
-    choices = {
-        host: _choose(options, environment, machine, held[host], hosts[host] if hosts else None)
-        for host, machine in machines.items()
-    }
+    about = {host: hosts[host] if hosts else None for host in machines}
+    choices = {host: _choose(options, environment, machines[host], held[host], about[host]) for host in machines}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
         lines.append(
@@ -140,7 +138,7 @@ def make_plan(
             rank = len(places)
             places.append(Place(rank, local, choice.ranks, group, host, gpu, label, options.role, rank))
         slots[host] = _slots(options.init_slots, choice, machines[host])
-        visible[host] = _visible(choice, machines[host], _seen_there(environment, hosts[host] if hosts else None))
+        visible[host] = _visible(choice, machines[host], _seen_there(environment, about[host]))
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
