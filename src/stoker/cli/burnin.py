@@ -20,7 +20,7 @@ from stoker.contract.settings import Parser
 from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import parse_json
 from stoker.control.doctor import burnin as doctor
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
 
@@ -69,18 +69,15 @@ def request_from(told: argparse.Namespace) -> Request:
     args: list[str] = []
     for flag, value in (("--minutes", minutes), ("--steps", told.steps), ("--flip", told.flip)):
         args += [flag, str(value)] if value is not None else []
+    # One per GPU, or per core: unless the environment says how many, as for `stoker run`.
+    ranks = told.nproc_per_node or (None if ranks_asked(None, os.environ) else "auto")
     shown = told.show or ("0" if sys.stderr.isatty() and not told.json else "none")
     wanted: dict[str, Any] = {name: getattr(told, name) for name in ("share_gpus", "gpus", "wait", "runs_dir")}
-    wanted |= {"isolate": True, "quiet": True, "show": shown, "nproc_per_node": told.nproc_per_node or _count()}
+    wanted |= {"isolate": True, "quiet": True, "show": shown, "nproc_per_node": ranks}
     given = {key: value for key, value in wanted.items() if value not in (None, False)}
     # By its place, not by import: this process stays without torch.
     script = os.path.join(os.path.dirname(stoker.__file__), "training", "recipes", "burnin.py")
     return Request(RunOptions(**given), script, tuple(args), frozenset(given))
-
-
-def _count() -> str | None:
-    """One per GPU, or per core: unless the environment says how many, as for `stoker run`."""
-    return None if os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") else "auto"
 
 
 def main(argv: list[str]) -> int:

@@ -10,7 +10,7 @@ from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
 from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text
-from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import Layers, gather
@@ -81,4 +81,4 @@ def _for_gpus(layers: Layers) -> bool:
         return True
     section = from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
     options = build(RunOptions, section, from_torchrun_environment(os.environ))
-    return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))
+    return gpus_to_use(look(), ranks_asked(options.nproc_per_node, os.environ))

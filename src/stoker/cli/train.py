@@ -14,7 +14,7 @@ from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAG
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.untrusted import is_count
-from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
@@ -137,7 +137,7 @@ def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     outside = _run_layers(layers.run, layers.path, told)
     machine = look()
-    gpus = gpus_to_use(machine, _ranks_asked(build(RunOptions, *outside)))
+    gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     resolved = replace(resolved, config=pinned(resolved.config))
     named = dict(resolved.run_options)
@@ -190,14 +190,9 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
 
-def _ranks_asked(options: RunOptions) -> str:
-    asked = options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or ""
-    return asked.strip().lower()
-
-
 def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """None: other hosts have a say, or only `stoker run` knows."""
-    asked = _ranks_asked(options)
+    asked = ranks_asked(options.nproc_per_node, os.environ).strip().lower()
     several = options.hosts is not None or options.nnodes != "1" or schedulers.found(os.environ) is not None
     if several or (asked and not is_count(asked)):
         return None

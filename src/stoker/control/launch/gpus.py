@@ -8,7 +8,7 @@ from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RANK_VARIABLES, RunOptions, hides_all
 from stoker.control.machine.model import Gpu, Machine
 
 CONTEXT = 10**9  # a bare context takes 0.5-0.7 GB: a card with less than this free can't take another process
@@ -31,7 +31,7 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     """`held`: GPUs that other runs have locked, uuid -> who."""
     count, source = _count(options, environment)
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
-    all_hidden = hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles")
+    all_hidden = hides_all(hidden)
     if count == "cpu":
         return _cpu(machine.cores, machine, "as asked for")
     if machine.gpu_error and not all_hidden:
@@ -87,7 +87,7 @@ def _count(options: RunOptions, environment: Mapping[str, str]) -> tuple[int | s
     """(number, gpu, cpu, auto or None for 'find out'; where it was said). Flag before environment before detection."""
     if options.nproc_per_node is not None:
         return _number(options.nproc_per_node, "--nproc-per-node"), "--nproc-per-node"
-    for name in ("NPROC_PER_NODE", "NUM_GPUS"):
+    for name in RANK_VARIABLES:
         if environment.get(name):
             return _number(environment[name], name), name
     return None, ""

@@ -16,8 +16,9 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.launch.agents import Agents
+from stoker.control.launch.options import ranks_asked
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request, by_hand
+from stoker.control.launch.request import Request, by_hand, endpoint
 
 DEFAULT_PORT = 29500  # torchrun's
 LAST_CALL_S = 30.0  # torchrun's, too
@@ -109,10 +110,8 @@ def _last_call(told: str | None) -> float:
 def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
     options = request.options
     if options.rdzv_endpoint:
-        address, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not is_count(port):
-            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
-        return (address.strip("[]"), int(port)) if colon else (port, options.master_port or 0)
+        address, port = endpoint(options.rdzv_endpoint)
+        return address, port if port is not None else options.master_port or 0
     asked = environment.get("MASTER_PORT", "")
     found = options.master_port or (int(asked) if is_count(asked) else 0)
     return options.master_addr or environment.get("MASTER_ADDR", ""), found
@@ -194,10 +193,7 @@ def _given(request: Request, hosts: Hosts | None, environment: Mapping[str, str]
     options = request.options
     if hosts is None:
         return request, None
-    by_number = options.nproc_per_node is not None or any(
-        environment.get(name) for name in ("NPROC_PER_NODE", "NUM_GPUS")
-    )
-    if by_number:  # a number that was asked for, and not the job's number of tasks
+    if ranks_asked(options.nproc_per_node, environment):  # a number, and not the job's number of tasks
         hosts = replace(hosts, hosts=tuple(replace(host, slots=None) for host in hosts.hosts))
     only = hosts.hosts[0]
     if len(hosts.hosts) == 1 and only.here:  # one node, and we are on it: a pipe will do

@@ -240,6 +240,19 @@ _OTHER_VARIABLES = {
 TORCHRUN_VARIABLES = frozenset((*_PET_VARIABLES.values(), *_OTHER_VARIABLES.values()))
 
 
+RANK_VARIABLES = ("NPROC_PER_NODE", "NUM_GPUS")
+
+
+def ranks_asked(flag: str | None, environment: Mapping[str, str]) -> str:
+    """By --nproc-per-node, else by a variable; empty where nobody says."""
+    return flag or next((environment[name] for name in RANK_VARIABLES if environment.get(name)), "")
+
+
+def hides_all(visible: str | None) -> bool:
+    """What CUDA_VISIBLE_DEVICES says: no GPU at all."""
+    return visible is not None and visible.strip() in ("", "-1", "NoDevFiles")
+
+
 def from_torchrun_environment(environment: Mapping[str, str], without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Options from torchrun's variables; PET_* wins over the others, as in torchrun. `without`: not read."""
     found = {

@@ -212,6 +212,14 @@ def _check_module(name: str) -> None:
 # ---- the port of rank 0's store ----
 
 
+def endpoint(text: str) -> tuple[str, int | None]:
+    """--rdzv-endpoint's address and port; None: it has none."""
+    address, colon, port = text.rpartition(":")
+    if colon and not is_count(port):
+        raise Refusal(f"--rdzv-endpoint {text}: write HOST:PORT", EX_USAGE)
+    return (address.strip("[]"), int(port)) if colon else (port, None)
+
+
 def wanted_port(request: Request) -> tuple[int, bool]:
     """(port or 0 for a free one, was it asked for as a flag)."""
     options = request.options
@@ -220,10 +228,8 @@ def wanted_port(request: Request) -> tuple[int, bool]:
     if options.master_port is not None:
         return options.master_port, True
     if options.rdzv_endpoint:
-        _, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not is_count(port):
-            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
-        return (int(port), True) if colon else (0, False)
+        port = endpoint(options.rdzv_endpoint)[1]
+        return (port, True) if port is not None else (0, False)
     asked = os.environ.get("MASTER_PORT", "")
     return (int(asked), False) if is_count(asked) and 1024 <= int(asked) <= 65535 else (0, False)
 
