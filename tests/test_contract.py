@@ -10,8 +10,8 @@ import pytest
 
 from stoker.contract import beats, protocol, quantities
 from stoker.contract.names import Refusal
-from stoker.contract.settings import build, from_environment, from_mapping, suggest
-from stoker.contract.shape import as_json, option, replace, shape
+from stoker.contract.settings import Parser, add_flags, build, from_environment, from_mapping, suggest
+from stoker.contract.shape import as_json, option, pick, replace, section, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.spelling import suggest_file
 
@@ -186,3 +186,29 @@ def test_a_module_is_found_because_it_lies_in_the_folder(tmp_path: Path, monkeyp
     for name in ("second", "first"):
         (folder / f"{name}.py").write_text(f"NAME = {name!r}")
     assert [module.NAME for module in modules_in("found_parts")] == ["first", "second"]
+
+
+def test_a_command_tells_what_is_wrong_with_a_value_in_the_readers_words() -> None:
+    made = Parser("stoker test")
+    made.option("--wait -w", "TIME", "how long", quantities.duration, default=1.0)
+    made.option("--count", "N", "how many", int)
+    made.switch("--json", "as JSON")
+    assert vars(made.parse_args(["-w", "2m", "--json"])) == {"wait": 120.0, "count": None, "json": True}
+    with pytest.raises(Refusal, match="--wait/-w: 'soon' is not a duration; write it like 30s"):
+        made.parse_args(["--wait", "soon"])
+    with pytest.raises(Refusal, match="--count: invalid int value: 'x'"):
+        made.parse_args(["--count", "x"])
+
+
+def test_options_stand_below_the_section_they_follow() -> None:
+    @shape
+    class Some:
+        first: int = option("before any section", "N", default=0)
+        _run = section("life of the run")
+        second: str = option("in it", default="")
+
+    made = Parser("stoker test", usage="stoker test")
+    add_flags(made, Some)
+    text = made.format_help()
+    assert text.index("--first N") < text.index("life of the run:") < text.index("--second SECOND")
+    assert pick(Some(second="x"), "second") == {"second": "x"}

@@ -18,7 +18,7 @@ import pytest
 from conftest import Stoker, wait_for
 from netcluster import NetCluster
 from stoker.contract.names import Refusal
-from stoker.control.agent.probe_files import files
+from stoker.control.agent.probe_ready import files
 from stoker.control.cluster import agreement, copying, hosts, listing
 from stoker.control.machine.hashing import Hashes
 

@@ -6,7 +6,7 @@ import re
 import time
 
 from conftest import Stoker, machine_json
-from stoker.control.agent.memory import Gate
+from stoker.control.agent.spawn import Gate
 from stoker.control.launch.gpus import Choice
 from stoker.control.launch.plan import _slots
 from stoker.control.machine.model import machine_from_json

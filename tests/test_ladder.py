@@ -138,7 +138,7 @@ def test_a_rung_is_a_short_run_of_its_own_on_the_same_cards() -> None:
         "env": ("A=1",),
     }
     request = Request(build(RunOptions, told), "t.py", ("--lr", "1"), frozenset(told))
-    words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False, ()), 2, 20, "now")
+    words = rung_words(request, Plan(4, ("GPU-a", "GPU-b", "GPU-c", "GPU-d"), False), 2, 20, "now")
     flags = set(words[: words.index("--")])
     assert words[-4:] == ["--", "t.py", "--lr", "1"]
     assert flags == {

@@ -385,7 +385,8 @@ def test_what_the_agent_says_of_a_port_it_can_not_have_is_said() -> None:
         refused={"line": "the agent could not reserve: Address family not supported by protocol", "code": 71}
     )
     agents = Agents.__new__(Agents)
-    agents.by_name, agents._signals = {}, cast(Any, SimpleNamespace(take=lambda: 0))
+    agents.by_name = {}
+    agents._run = cast(Any, SimpleNamespace(signals=SimpleNamespace(take=lambda: 0)))
     agents.members = cast(Any, SimpleNamespace(all=[first], pump=lambda seconds: time.sleep(0.01)))
     with pytest.raises(Refusal, match="did not reserve a port: the agent could not reserve: Address family"):
         agents.reserve("::1", 29500)

@@ -15,34 +15,21 @@ from stoker.control.record import follow, reader
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker attach",
-        description=(
-            "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit"
-            " code."
-        ),
+    about = (
+        "Follows a run as its own console would show it. Ctrl-C leaves the run alone. Ends with the run's exit code."
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument(
-        "--lines",
-        "-n",
-        type=int,
-        default=10,
-        metavar="N",
-        help="begin with this many of the last lines of each rank (default: 10)",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker attach", about)
+    made.run_argument()
+    made.option("--lines -n", "N", "begin with this many of the last lines of each rank (default: 10)", int, default=10)
+    made.runs_dir()
     return made
 
 
 def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     run = reader.find(told.run, layout.runs_root(told.runs_dir, os.environ))
-    open_: dict[str, tuple[follow.Tail, LineCutter]] = {
-        "": (follow.Tail(os.path.join(run.dir, layout.CONSOLE)), LineCutter(b"")),
-    }
+    console = follow.Tail(os.path.join(run.dir, layout.CONSOLE))
+    open_: dict[str, tuple[follow.Tail, LineCutter]] = {"": (console, LineCutter(b""))}
     first = True
     try:
         while True:
@@ -51,10 +38,8 @@ def main(argv: list[str]) -> int:
             labels = {attempt: follow.labels(run, attempt) for attempt in {attempt for attempt, _, _ in new}}
             for attempt, rank, path in new:
                 skip = _start_of_last(path, told.lines) if first else 0
-                open_[path] = (
-                    follow.Tail(path, skip),
-                    LineCutter(f"{labels[attempt].get(rank, f'rank {rank}')}:".encode()),
-                )
+                label = labels[attempt].get(rank, f"rank {rank}")
+                open_[path] = (follow.Tail(path, skip), LineCutter(f"{label}:".encode()))
             first = False
             for tail, cutter in open_.values():
                 while data := tail.new():

@@ -17,10 +17,10 @@ from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
+from stoker.contract.shape import as_json, pick
 from stoker.contract.untrusted import parse_json
 from stoker.control.doctor import burnin as doctor
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RunOptions, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.record import reader
 
@@ -38,52 +38,21 @@ _EXAMPLES = """examples:
 exit codes: 0 fine, 1 something is slow, 2 something computes or adds up wrong, 3 could not be checked, 64 usage, 128+n stopped."""
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="stoker burnin", description=_HELP, epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    made.add_argument(
-        "--minutes",
-        type=float,
-        metavar="M",
-        help="how long the replicas train (default: 5, where --steps is not given)",
-    )
-    made.add_argument("--steps", type=int, metavar="N", help="how many steps they make")
-    made.add_argument(
-        "--gpus",
-        metavar="WHICH",
-        help="which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room",
-    )
-    made.add_argument(
-        "--nproc-per-node",
-        "--nproc_per_node",
-        metavar="N",
-        help="replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)",
-    )
-    made.add_argument(
-        "--share-gpus",
-        action="store_true",
-        help="let several replicas, or another run, use one GPU: bits are compared, speed is not",
-    )
-    made.add_argument("--wait", type=_duration, metavar="TIME", help="wait this long for enough free GPUs, e.g. 10m")
-    made.add_argument(
-        "--show",
-        metavar="WHAT",
-        help="the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the result as JSON")
+def parser() -> Parser:
+    made = Parser("stoker burnin", _HELP, _EXAMPLES)
+    made.option("--minutes", "M", "how long the replicas train (default: 5, where --steps is not given)", float)
+    made.option("--steps", "N", "how many steps they make", int)
+    made.option("--gpus", "WHICH", "which GPUs: 0,3 (as nvidia-smi counts), UUIDs, or any:2 for the two with most room")
+    replicas = "replicas (default: one per usable GPU, or per core; cpu: leave GPUs alone)"
+    made.option("--nproc-per-node --nproc_per_node", "N", replicas)
+    made.switch("--share-gpus", "let several replicas, or another run, use one GPU: bits are compared, speed is not")
+    made.option("--wait", "TIME", "wait this long for enough free GPUs, e.g. 10m", duration)
+    show = "the replicas' output: all, none, errors, or ranks (default: rank 0's on a terminal, else none)"
+    made.option("--show", "WHAT", show)
+    made.runs_dir()
+    made.switch("--json", "the result as JSON")
     made.add_argument("--flip", help=argparse.SUPPRESS)  # RANK:STEP flips a bit there: shows that the burn-in finds it
     return made
-
-
-def _duration(text: str) -> float:
-    try:
-        return duration(text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
 
 
 def request_from(told: argparse.Namespace) -> Request:
@@ -100,24 +69,15 @@ def request_from(told: argparse.Namespace) -> Request:
     args: list[str] = []
     for flag, value in (("--minutes", minutes), ("--steps", told.steps), ("--flip", told.flip)):
         args += [flag, str(value)] if value is not None else []
+    # One per GPU, or per core: unless the environment says how many, as for `stoker run`.
+    ranks = told.nproc_per_node or (None if ranks_asked(None, os.environ) else "auto")
     shown = told.show or ("0" if sys.stderr.isatty() and not told.json else "none")
-    wanted: dict[str, Any] = {
-        "isolate": True,
-        "quiet": True,
-        "show": shown,
-        "share_gpus": told.share_gpus,
-        "nproc_per_node": told.nproc_per_node or _count(),
-    }
-    wanted |= {"gpus": told.gpus, "wait": told.wait, "runs_dir": told.runs_dir}
+    wanted: dict[str, Any] = {name: getattr(told, name) for name in ("share_gpus", "gpus", "wait", "runs_dir")}
+    wanted |= {"isolate": True, "quiet": True, "show": shown, "nproc_per_node": ranks}
     given = {key: value for key, value in wanted.items() if value not in (None, False)}
     # By its place, not by import: this process stays without torch.
     script = os.path.join(os.path.dirname(stoker.__file__), "training", "recipes", "burnin.py")
     return Request(RunOptions(**given), script, tuple(args), frozenset(given))
-
-
-def _count() -> str | None:
-    """One per GPU, or per core: unless the environment says how many, as for `stoker run`."""
-    return None if os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") else "auto"
 
 
 def main(argv: list[str]) -> int:
@@ -138,14 +98,9 @@ def main(argv: list[str]) -> int:
 
 def _own_run(root: str) -> reader.Run | None:
     """The run this process launched. Not runs/latest: somebody may have started another since."""
-    return next(
-        (
-            run
-            for run in reversed(reader.all_runs(root))
-            if run.launcher[0] == os.getpid() and run.launcher[2] == os.uname().nodename
-        ),
-        None,
-    )
+    me = os.getpid(), os.uname().nodename
+    runs = [run for run in reader.all_runs(root) if (run.launcher[0], run.launcher[2]) == me]
+    return runs[-1] if runs else None
 
 
 class _Result:
@@ -155,14 +110,11 @@ class _Result:
         folder = os.path.join(run.dir, "burnin") if run else ""
         ranks = run.data["plan"]["ranks"] if run else []
         shared = Counter(one["label"] for one in ranks)  # --share-gpus: GPU0#0 and GPU0#1
-        names = {
-            one["rank"]: one["label"] if shared[one["label"]] == 1 else f"{one['label']}#{one['rank']}" for one in ranks
-        }
-        found = [
-            doctor.replica_from(_records(os.path.join(folder, f"rank-{rank}.jsonl")), name)
-            for rank, name in names.items()
-        ]
-        self.replicas = [one for one in found if one is not None]
+        self.replicas = []
+        for one in ranks:
+            name = one["label"] if shared[one["label"]] == 1 else f"{one['label']}#{one['rank']}"
+            replica = doctor.replica_from(_records(os.path.join(folder, f"rank-{one['rank']}.jsonl")), name)
+            self.replicas += [replica] if replica is not None else []
         self.links = doctor.links_from(_records(os.path.join(folder, "links.jsonl"))) if run else []
         self.judgement = doctor.judge(self.replicas, self.links, stopped=self.status == "stopped")
         used = {one["gpu"] for one in ranks}
@@ -186,10 +138,7 @@ class _Result:
             "exit_code": self.exit_code,
             "replicas": [self._replica(one) for one in self.replicas],
             "left_out": self.left_out,
-            "links": [
-                {"ranks": link.ranks, "backend": link.backend, "bus_gbs": link.bus_gbs, "wrong": link.wrong}
-                for link in self.links
-            ],
+            "links": [pick(link, "ranks", "backend", "bus_gbs", "wrong") for link in self.links],
             "findings": as_json(self.judgement.findings),
         }
 
@@ -197,18 +146,11 @@ class _Result:
         opinion = self._opinion(replica)
         own = doctor.sheet(replica.card)
         return {
-            "rank": replica.rank,
-            "label": replica.label,
-            "card": replica.card,
+            **pick(replica, "rank", "label", "card", "rounds", "step_s", "start", "end"),
             "uuid": replica.device,
             "steps": len(replica.steps),
-            "rounds": replica.rounds,
-            "step_s": replica.step_s,
-            "start": as_json(replica.start),
-            "end": as_json(replica.end),
             "sheet": {"tflops": own[0], "gbs": own[1]} if own else None,
-            "agrees": opinion.agrees,
-            "twins": opinion.twins,
+            **pick(opinion, "agrees", "twins"),
             "first_difference": opinion.first,
         }
 
@@ -217,19 +159,14 @@ class _Result:
 
     def lines(self) -> Iterator[str]:
         if self.replicas:
-            yield from _table(
-                [
-                    ("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees"),
-                    *(self._row(one) for one in self.replicas),
-                ]
-            )
+            columns = ("rank", "device", "card", "steps", "TFLOP/s", "GB/s", "agrees")
+            yield from _table([columns, *map(self._row, self.replicas)])
         of = {one.rank: one for one in self.replicas}
         done = [link for link in self.links if link.bus_gbs is not None]
         for start in range(0, len(done), 6):
             head = f"links ({done[0].backend}, bus GB/s): " if not start else "  "
-            yield head + " · ".join(
-                f"{doctor.between(link, of)} {_number(link.bus_gbs)}" for link in done[start : start + 6]
-            )
+            rates = [f"{doctor.between(link, of)} {_number(link.bus_gbs)}" for link in done[start : start + 6]]
+            yield head + " · ".join(rates)
         if self.left_out:
             yield f"not tried: {', '.join(self.left_out)} (in use, unusable or not asked for)"
         for finding in self.judgement.findings:
@@ -245,18 +182,15 @@ class _Result:
         steps = min(len(one.steps) for one in self.replicas)
         alone = [one.label for one in self.replicas if not self._opinion(one).twins]
         if len(self.replicas) > 1 and not alone:
-            return f"{len(self.replicas)} replicas agree bit for bit over {steps} steps" + (
-                "; every all-reduce is right" if self.links else ""
-            )
+            links = "; every all-reduce is right" if self.links else ""
+            return f"{len(self.replicas)} replicas agree bit for bit over {steps} steps{links}"
         return f"{steps} steps; without a twin, compared with its own rounds only: {', '.join(alone)}"
 
     def _row(self, replica: doctor.Replica) -> tuple[str, ...]:
         opinion, speed, own = self._opinion(replica), doctor.hot(replica), doctor.sheet(replica.card)
         figures = [(speed.tflops, own and own[0]), (speed.gbs, own and own[1])] if speed else []
-        shown = [_number(mine) + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures] or [
-            "n/a",
-            "n/a",
-        ]
+        shown = [_number(mine) + (f" ({100 * mine / full:.0f} %)" if full else "") for mine, full in figures]
+        shown = shown or ["n/a", "n/a"]
         if opinion.agrees is None:
             agrees = "n/a"
         elif opinion.agrees:

@@ -12,11 +12,19 @@ from types import FrameType
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.training.generate.conversation import Conversation
 
+_MODEL = (
+    "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run or speedrun"
+    " that has a model)"
+)
+_STAGE = "which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)"
+_TOP_P = "sample only from the most likely tokens that together have this probability"
+_CONTEXT = "tokens of a conversation (default: what the model was trained for, up to 4096)"
 _EPILOG = """examples:
   stoker chat                                      the newest run or speedrun that has a model; of a speedrun, its last stage
   stoker chat runs/speedrun-cpu --stage sft
@@ -27,67 +35,20 @@ Ctrl-C stops an answer; at the prompt Ctrl-C or Ctrl-D leaves."""
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker chat",
-        usage="stoker chat [MODEL] [options]",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Talks to a model in the terminal.",
-    )
-    made.add_argument(
-        "model",
-        nargs="?",
-        metavar="MODEL",
-        help=(
-            "a folder with weights, a run (path, id or name), a speedrun's folder, or a hub id (default: the newest run"
-            " or speedrun that has a model)"
-        ),
-    )
-    made.add_argument(
-        "--stage",
-        metavar="NAME",
-        help="which stage's model: base, midtrain, sft, grpo-density … (default: the last one of the chain)",
-    )
-    made.add_argument("--prompt", metavar="TEXT", help="one answer on stdout, and nothing else there")
-    made.add_argument("--system", metavar="TEXT", default="", help="system message before the conversation")
-    made.add_argument(
-        "--raw",
-        action="store_true",
-        help="no roles and no memory: the model continues what is typed, as base models do",
-    )
-    made.add_argument(
-        "--temperature",
-        type=float,
-        default=0.7,
-        metavar="T",
-        help="0: greedy, always the most likely token (default: 0.7)",
-    )
-    made.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        metavar="P",
-        help="sample only from the most likely tokens that together have this probability",
-    )
-    made.add_argument(
-        "--max-tokens", type=int, default=256, metavar="N", help="an answer is cut after so many tokens (default: 256)"
-    )
-    made.add_argument(
-        "--context",
-        type=int,
-        default=0,
-        metavar="N",
-        help="tokens of a conversation (default: what the model was trained for, up to 4096)",
-    )
-    made.add_argument(
-        "--seed", type=int, metavar="N", help="the same seed gives the same answers (default: another one each time)"
-    )
-    made.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: a GPU where there is one)"
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker chat", "Talks to a model in the terminal.", _EPILOG, usage="stoker chat [MODEL] [options]")
+    made.option("model", "MODEL", _MODEL, nargs="?")
+    made.option("--stage", "NAME", _STAGE)
+    made.option("--prompt", "TEXT", "one answer on stdout, and nothing else there")
+    made.option("--system", "TEXT", "system message before the conversation", default="")
+    made.switch("--raw", "no roles and no memory: the model continues what is typed, as base models do")
+    made.option("--temperature", "T", "0: greedy, always the most likely token (default: 0.7)", float, default=0.7)
+    made.option("--top-p", "P", _TOP_P, float, default=1.0)
+    made.option("--max-tokens", "N", "an answer is cut after so many tokens (default: 256)", int, default=256)
+    made.option("--context", "N", _CONTEXT, int, default=0)
+    made.option("--seed", "N", "the same seed gives the same answers (default: another one each time)", int)
+    devices = ("auto", "cpu", "cuda")
+    made.add_argument("--device", choices=devices, default="auto", help="(default: a GPU where there is one)")
+    made.runs_dir()
     return made
 
 
@@ -100,7 +61,7 @@ def main(argv: list[str]) -> int:
     from stoker.training.generate.finding import find
     from stoker.training.model import hf_config, hf_files
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say)
     hf_files.check(found.folder, hf_config.shape_of(found.folder))
     talk = _opened(told, found.folder)
     if told.prompt is not None:
@@ -121,10 +82,10 @@ def _opened(told: argparse.Namespace, folder: str) -> Conversation:
     manner = Manner(told.temperature, told.top_p, told.max_tokens, told.raw)
     seed = told.seed if told.seed is not None else time.time_ns()
     talk = Conversation(
-        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, _say
+        Engine(model, rows=1, length=context, vocab=words.vocab_size), words, manner, told.system, seed, say
     )
     size = sum(parameter.numel() for parameter in model.parameters())
-    _say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
+    say(f"{folder}: {size / 1e6:,.1f} M parameters, {context} tokens of context, on {device.type}")
     return talk
 
 
@@ -133,7 +94,7 @@ def _converse(talk: Conversation) -> int:
     if watched:
         import readline  # noqa: F401  input() edits lines and remembers them
 
-        _say("Ctrl-C stops an answer, Ctrl-D leaves")
+        say("Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
         try:
             text = input("> " if watched else "").strip()
@@ -146,7 +107,7 @@ def _converse(talk: Conversation) -> int:
         try:
             _answer(talk, text, stoppable=True)
         except Refusal as refusal:
-            _say(refusal.line)
+            say(refusal.line)
 
 
 def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
@@ -172,7 +133,3 @@ def _answer(talk: Conversation, text: str, stoppable: bool = False) -> None:
         if before is not None:
             signal.signal(signal.SIGINT, before)
     print(flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -12,8 +11,8 @@ from typing import Any
 from stoker.contract import names
 from stoker.contract.quantities import duration, gb, size, span
 from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
-from stoker.contract.untrusted import printable
+from stoker.contract.shape import as_json, pick
+from stoker.contract.untrusted import json_text, printable
 from stoker.control.doctor import caches, clean, debris, leftovers
 from stoker.control.doctor.caches import Cache
 from stoker.control.doctor.clean import Stopped
@@ -21,52 +20,26 @@ from stoker.control.doctor.debris import Debris, Lock
 from stoker.control.doctor.leftovers import Found, OnGpu
 from stoker.control.machine.model import Machine
 
+_ABOUT = "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's work is touched."
+_CODES = (
+    "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something survived; 3 could"
+    " not check."
+)
 CLEAN, FOUND, SURVIVED, UNSURE = 0, 1, 2, 3
 _LINES = 10  # of a kind of file; dead agents' folders come by the hundred
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker clean",
-        description=(
-            "Shows what dead runs left behind: processes, shared memory, folders. Frees it with --yes. Nobody else's"
-            " work is touched."
-        ),
-        epilog=(
-            "Exit codes: 0 nothing to do, or all done; 1 found something, and --yes was not given; 2 something"
-            " survived; 3 could not check."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument("--yes", action="store_true", help="stop and remove what is shown")
-    made.add_argument(
-        "--grace", type=duration, default=5.0, metavar="TIME", help="between SIGTERM and SIGKILL (default: 5s)"
-    )
-    made.add_argument(
-        "--runs-dir",
-        metavar="DIR",
-        help="leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)",
-    )
-    made.add_argument(
-        "--pid",
-        type=int,
-        action="append",
-        metavar="N",
-        help="stop this process of yours, whatever started it; asks first",
-    )
-    made.add_argument(
-        "--cache", action="store_true", help="show data and compile caches instead; with limits and --yes, prune them"
-    )
-    made.add_argument(
-        "--older-than", type=duration, metavar="TIME", help="with --cache: what nobody has used for so long, as 30d"
-    )
-    made.add_argument(
-        "--max-size",
-        type=size,
-        metavar="SIZE",
-        help="with --cache: the longest unused, until all together fit, as 20GB",
-    )
-    made.add_argument("--json", action="store_true", help="one JSON object")
+    made = Parser("stoker clean", _ABOUT, _CODES)
+    made.switch("--yes", "stop and remove what is shown")
+    made.option("--grace", "TIME", "between SIGTERM and SIGKILL (default: 5s)", duration, default=5.0)
+    only = "leftovers of the runs in this folder only (default: of all your runs, and files that no process uses)"
+    made.option("--runs-dir", "DIR", only)
+    made.option("--pid", "N", "stop this process of yours, whatever started it; asks first", int, action="append")
+    made.switch("--cache", "show data and compile caches instead; with limits and --yes, prune them")
+    made.option("--older-than", "TIME", "with --cache: what nobody has used for so long, as 30d", duration)
+    made.option("--max-size", "SIZE", "with --cache: the longest unused, until all together fit, as 20GB", size)
+    made.switch("--json", "one JSON object")
     return made
 
 
@@ -78,9 +51,8 @@ def main(argv: list[str]) -> int:
     if told.cache and (told.pid or told.runs_dir):
         raise names.Refusal("--cache goes with neither --pid nor --runs-dir", names.EX_USAGE)
     if told.cache and told.yes and not limits:
-        raise names.Refusal(
-            "--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both", names.EX_USAGE
-        )
+        line = "--cache --yes: say how much; `--older-than 30d`, `--max-size 20GB` or both"
+        raise names.Refusal(line, names.EX_USAGE)
     if told.pid and told.runs_dir:
         raise names.Refusal("--pid names a process, --runs-dir a folder of runs: one of them", names.EX_USAGE)
     if told.cache:
@@ -110,13 +82,10 @@ def _leftovers(told: argparse.Namespace) -> int:
     back: list[clean.Back] = []
     kept: list[tuple[Debris, str]] = []
     if told.yes and left:
-        stopped, back = _stop(
-            left, told.grace, machine, lambda: [one.process for one in leftovers.find_leftovers({}, told.runs_dir)[0]]
-        )
+        stopped, back = _stop(left, told.grace, machine, lambda: leftovers.find_leftovers({}, told.runs_dir)[0])
     if told.yes:
-        files = (
-            files if stopped is None or told.runs_dir else debris.find_debris()
-        )  # what the dead had open is free now
+        # What the dead had open is free now.
+        files = files if stopped is None or told.runs_dir else debris.find_debris()
         kept = clean.remove_debris(files)
     if told.json:
         _print_json(
@@ -153,9 +122,8 @@ def _named(told: argparse.Namespace) -> int:
     agreed = told.yes
     if not agreed and not told.json:
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            raise names.Refusal(
-                "--pid asks before it stops anything, and there is no terminal to ask at: add --yes", names.EX_USAGE
-            )
+            line = "--pid asks before it stops anything, and there is no terminal to ask at: add --yes"
+            raise names.Refusal(line, names.EX_USAGE)
         agreed = input("stop them? [y/N] " if len(found) > 1 else "stop it? [y/N] ").strip().lower() in ("y", "yes")
     stopped, back = _stop(found, told.grace, machine) if agreed else (None, [])
     if told.json:
@@ -182,7 +150,7 @@ def _look() -> tuple[Machine, dict[int, int]]:
 
 
 def _stop(found: list[Found], grace: float, before: Machine, more: Any = list) -> tuple[Stopped, list[clean.Back]]:
-    stopped = clean.stop_ladder([one.process for one in found], grace, more)
+    stopped = clean.stop_ladder([one.process for one in found], grace, lambda: [one.process for one in more()])
     if _recorded():
         return stopped, []
     gone = {one.process.pid for one in found if one.gpu_memory is not None} - {one.pid for one in stopped.survivors}
@@ -208,10 +176,8 @@ def _caches(told: argparse.Namespace) -> int:
         _show_caches(found, chosen)
         _tell_removed("cache entry", "cache entries", chosen if told.yes else [], kept)
         if chosen and not told.yes:
-            print(
-                f"nothing was touched: with --yes {_count(chosen, 'entry', 'entries')} of"
-                f" {gb(sum(one.size for one in chosen))} would go"
-            )
+            entries, amount = _count(chosen, "entry", "entries"), gb(sum(one.size for one in chosen))
+            print(f"nothing was touched: with --yes {entries} of {amount} would go")
     if kept:
         return SURVIVED
     return FOUND if chosen and not told.yes else CLEAN
@@ -231,10 +197,8 @@ def _show_caches(found: list[Cache], chosen: list[Cache]) -> None:
         note = f", {len(members)} entries" if members[0].kind != "data" else ""
         note += f"; to prune: {gb(sum(one.size for one in going))} ({len(going)})" if going else ""
         note += f"; kept: {', '.join(sorted(staying))}" if staying else ""
-        _line(
-            f"{members[0].kind:<8} {gb(sum(one.size for one in members)):>9}"
-            f" {span(min(one.idle for one in members)):>14}  {path}{note}"
-        )
+        held, idle = gb(sum(one.size for one in members)), span(min(one.idle for one in members))
+        _line(f"{members[0].kind:<8} {held:>9} {idle:>14}  {path}{note}")
     print(f"{'total':<8} {gb(sum(one.size for one in found)):>9}")
 
 
@@ -248,10 +212,8 @@ def _show_processes(title: str, found: list[Found]) -> None:
     for one in found:
         rss, held = ("n/a" if many is None else gb(many) for many in (one.rss, one.gpu_memory))
         why = f"  ({one.why})" if one.why else ""
-        _line(
-            f"  {one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30} "
-            f" {_short(one.command)}{why}"
-        )
+        columns = f"{one.process.pid:>8} {span(one.age):>12} {rss:>9} {held:>9}  {one.run or '-':<30}"
+        _line(f"  {columns}  {_short(one.command)}{why}")
 
 
 def _show_debris(found: list[Debris]) -> None:
@@ -263,21 +225,16 @@ def _show_debris(found: list[Debris]) -> None:
             _line(f"  {one.path}  {kind}, {one.size / 1e6:.1f} MB, {span(one.age)} old")
         rest = alike[_LINES:]
         if rest:
-            print(
-                f"  and {len(rest)} more ({kind}), {sum(one.size for one in rest) / 1e6:.1f} MB; --json lists them all"
-            )
+            held = sum(one.size for one in rest) / 1e6
+            print(f"  and {len(rest)} more ({kind}), {held:.1f} MB; --json lists them all")
 
 
 def _show_locks(locks: list[Lock], strange: list[str]) -> None:
-    """A free lock file is no leftover: it lies there for the next run. What is no lock file may be another user's: it
-    is reported, and stays.
-    """
+    """A free lock file stays for the next run. What is no lock file may be another user's: reported, kept."""
     held = [one for one in locks if one.held]
     if locks:
-        print(
-            f"GPU locks: {len(held)} held, {len(locks) - len(held)} free (their files stay: a lock dies with its"
-            " holder)"
-        )
+        free = len(locks) - len(held)
+        print(f"GPU locks: {len(held)} held, {free} free (their files stay: a lock dies with its holder)")
     for one in held:
         _line(f"  {one.gpu}  held by {one.who}")
     for line in strange[:_LINES]:
@@ -303,18 +260,12 @@ def _tell(stopped: Stopped | None, back: Iterable[clean.Back]) -> None:
     if not stopped.survivors:
         print(f"stopped in {span(stopped.seconds)}{forced}")
     for one in stopped.survivors:
-        stuck = (
-            ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed"
-            if one.state == "D"
-            else ""
-        )
-        _line(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {one.state}{stuck}")
+        stuck = ": it waits in the kernel for a GPU or a disk, where no signal reaches it; a reboot may be needed"
+        state = f"{one.state}{stuck if one.state == 'D' else ''}"
+        _line(f"pid {one.pid} ({one.name}) survives after {span(stopped.seconds)}, in state {state}")
     for gpu in back:
-        when = (
-            f"back after {span(gpu.seconds)}"
-            if gpu.whole
-            else f"back; not all of what was held, {span(gpu.seconds)} after"
-        )
+        took = span(gpu.seconds)
+        when = f"back after {took}" if gpu.whole else f"back; not all of what was held, {took} after"
         print(f"{gpu.gpu}: {gb(gpu.freed)} {when}")
 
 
@@ -345,18 +296,9 @@ def _short(command: str) -> str:
 
 def _processes(found: list[Found]) -> list[dict[str, Any]]:
     return [
-        {
-            "pid": one.process.pid,
-            "start": one.process.start,
-            "state": one.process.state,
-            "user": one.user,
-            "age": round(one.age, 3),
-            "rss": one.rss,
-            "gpu_memory": one.gpu_memory,
-            "command": one.command,
-            "run": one.run,
-            "why": one.why,
-        }
+        pick(one.process, "pid", "start", "state")
+        | pick(one, "user", "rss", "gpu_memory", "command", "run", "why")
+        | {"age": round(one.age, 3)}
         for one in found
     ]
 
@@ -366,5 +308,4 @@ def _outcome(stopped: Stopped | None, back: list[clean.Back]) -> dict[str, Any]:
 
 
 def _print_json(**fields: Any) -> None:
-    json.dump({"schema": 1, **fields}, sys.stdout, indent=1)
-    print()
+    print(json_text({"schema": 1, **fields}))

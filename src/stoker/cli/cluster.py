@@ -15,6 +15,7 @@ from stoker.contract.quantities import counted
 from stoker.contract.settings import Parser, suggest
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Finding
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text, printable
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.cluster.price import FORMULA, parse_count, prices, sentence
@@ -33,6 +34,10 @@ examples:
   stoker cluster check --hosts gpu1,gpu2 train.py
   stoker cluster check --hosts gpu1,gpu2 --parameters 7B    what a step's gradients cost on this network
   stoker cluster check --hosts cluster.yaml --tune          measures transport settings, keeps what helps in the file"""
+_INIT_EXAMPLES = """examples:
+  stoker cluster init gpu1 gpu2 gpu3
+  stoker cluster init train@192.168.1.100 train@192.168.1.101 --python '~/venv/bin/python' --workdir '~/train'
+  stoker run --hosts cluster.yaml train.py"""
 _MARKS = {"fail": "✗", "warn": "!", "unknown": "?", "ok": "·"}
 _WRITTEN = "cluster.yaml"  # by `stoker cluster init`. Never read unasked: anybody may have put one into this folder
 
@@ -44,17 +49,14 @@ def main(argv: list[str]) -> int:
     if argv[0] == "check":
         return check(argv[1:])
     if argv[0] == "init":
-        from stoker.cli.cluster_init import main as init
-
         return init(argv[1:])
-    raise Refusal(
-        f"no `stoker cluster {argv[0]}`{suggest(argv[0], ('check', 'init'))}; there are check and init", EX_USAGE
-    )
+    near = suggest(argv[0], ("check", "init"))
+    raise Refusal(f"no `stoker cluster {argv[0]}`{near}; there are check and init", EX_USAGE)
 
 
 def parser() -> Parser:
     """For completion: both words, and check's flags."""
-    made = Parser(prog="stoker cluster")
+    made = Parser("stoker cluster")
     made.add_argument("what", choices=("check", "init"))
     for action in check_parser()._actions:
         if "-h" not in action.option_strings:
@@ -63,73 +65,30 @@ def parser() -> Parser:
 
 
 def check_parser() -> Parser:
-    made = Parser(
-        prog="stoker cluster check",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=_EXAMPLES,
-        description="Are these hosts fit to train together: what is wrong, how that is known, and what to type.",
-    )
-    made.add_argument(
-        "script",
-        nargs="?",
-        default="",
-        metavar="SCRIPT",
-        help="a script that must be the same on all hosts, and its package",
-    )
-    made.add_argument(
-        "--hosts",
-        default="",
-        metavar="HOSTS",
-        help="a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)",
-    )
-    made.add_argument(
-        "--data", action="append", default=[], metavar="PATH", help="prepared data that must be the same on all hosts"
-    )
-    made.add_argument(
-        "--model",
-        default="",
-        metavar="PATH",
-        help="a model's folder, with its tokenizer, that must be the same on all hosts",
-    )
-    made.add_argument(
-        "--parameters",
-        type=_count,
-        default=0.0,
-        metavar="N",
-        help="how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)",
-    )
-    made.add_argument(
-        "--master-port",
-        "--master_port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="the store's port, on the first host (default: a free one)",
-    )
-    made.add_argument(
-        "--quick",
-        action="store_true",
-        help="only what takes no time, as before every run: no import of torch, no all-reduce",
-    )
-    made.add_argument(
-        "--tune", action="store_true", help="try transport settings and keep what measurably helps in the hosts file"
-    )
-    made.add_argument(
-        "--ssh-option",
-        action="append",
-        default=[],
-        metavar="OPTION",
-        help="one more word for ssh, e.g. --ssh-option=-p2222",
-    )
-    made.add_argument("--json", action="store_true", help="everything as JSON")
+    about = "Are these hosts fit to train together: what is wrong, how that is known, and what to type."
+    made = Parser("stoker cluster check", about, _EXAMPLES)
+    script = "a script that must be the same on all hosts, and its package"
+    made.option("script", "SCRIPT", script, nargs="?", default="")
+    hosts = "a hosts file, or a,b,c (default: the nodes of the scheduler's job we are in)"
+    made.option("--hosts", "HOSTS", hosts, default="")
+    made.option("--data", "PATH", "prepared data that must be the same on all hosts", action="append", default=[])
+    model = "a model's folder, with its tokenizer, that must be the same on all hosts"
+    made.option("--model", "PATH", model, default="")
+    parameters = "how many to say a step's price for, e.g. 7B (default: --model's, else 1.1B)"
+    made.option("--parameters", "N", parameters, parse_count, default=0.0)
+    port = "the store's port, on the first host (default: a free one)"
+    made.option("--master-port --master_port", "PORT", port, int, default=0)
+    made.switch("--quick", "only what takes no time, as before every run: no import of torch, no all-reduce")
+    made.switch("--tune", "try transport settings and keep what measurably helps in the hosts file")
+    _add_ssh_option(made)
+    made.switch("--json", "everything as JSON")
     return made
 
 
-def _count(text: str) -> float:
-    try:
-        return parse_count(text)
-    except ValueError as problem:
-        raise argparse.ArgumentTypeError(str(problem)) from problem
+def _add_ssh_option(made: Parser) -> None:
+    made.option(
+        "--ssh-option", "OPTION", "one more word for ssh, e.g. --ssh-option=-p2222", action="append", default=[]
+    )
 
 
 def _hosts(told: argparse.Namespace) -> Hosts:
@@ -140,10 +99,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         given = engine(scheduler).allocation(os.environ)
         if given is not None:
             if told.tune:
-                raise Refusal(
-                    f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none: --hosts names one",
-                    EX_USAGE,
-                )
+                line = f"--tune keeps what helps in a hosts file, and a {scheduler.title} job has none"
+                raise Refusal(f"{line}: --hosts names one", EX_USAGE)
             return given
     if not told.hosts:
         here = os.path.lexists(_WRITTEN)
@@ -151,11 +108,8 @@ def _hosts(told: argparse.Namespace) -> Hosts:
         raise Refusal(f"no hosts given: {way}; `stoker cluster init a b c` writes a hosts file", EX_USAGE)
     found = read(told.hosts, tuple(told.ssh_option))
     if told.tune and found.path is None:
-        raise Refusal(
-            "--tune keeps what helps in a hosts file, and --hosts a,b,c is none: `stoker cluster init a b c`"
-            " writes one",
-            EX_USAGE,
-        )
+        line = "--tune keeps what helps in a hosts file, and --hosts a,b,c is none"
+        raise Refusal(f"{line}: `stoker cluster init a b c` writes one", EX_USAGE)
     if told.tune and told.quick:
         raise Refusal("--tune measures and --quick does not: give one of them", EX_USAGE)
     return found
@@ -168,23 +122,20 @@ def check(argv: list[str]) -> int:
     from stoker.control.cluster.check import Asked, Checking, doctor_findings
     from stoker.control.cluster.price import parameters
     from stoker.control.doctor.check import exit_code
-    from stoker.control.launch.members import Member, Members
 
     asked = Asked(told.script, tuple(told.data), told.model, told.master_port, told.quick)
     began = time.monotonic()
     if sys.stderr.isatty():
-        _progress(f"asking {len(hosts.hosts)} host{'s' if len(hosts.hosts) > 1 else ''}, some seconds")
+        say(f"asking {counted(len(hosts.hosts), 'host')}, some seconds")
     tuned: list[str] = []
-    with Checking(
-        hosts, asked, lambda links, hear, complain: Members([Member(link) for link in links], hear, complain)
-    ) as checking:
+    with Checking(hosts, asked, _members) as checking:
         facts = checking.look()
         findings = [*between.findings(facts), *doctor_findings(facts, hosts)]
         if told.tune:
             from stoker.control.cluster.reducing import tune
 
             assert checking.worker is not None
-            tuned = tune(checking.asking, checking.worker, facts, hosts, _progress)
+            tuned = tune(checking.asking, checking.worker, facts, hosts, say)
     report: dict[str, Any] = {
         "schema": 1,
         "exit_code": exit_code(findings),
@@ -199,10 +150,6 @@ def check(argv: list[str]) -> int:
     else:
         _print(facts, findings, report)
     return int(report["exit_code"])
-
-
-def _progress(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)
 
 
 def _bandwidth(facts: Any) -> tuple[float, str] | None:
@@ -252,3 +199,54 @@ def _print(facts: Any, findings: list[Finding], report: dict[str, Any]) -> None:
     for line in report["tuned"]:
         print(line)
     print(f"checked in {report['seconds']:.1f} s")
+
+
+def _members(links: Any, hear: Any, complain: Any) -> Any:
+    from stoker.control.launch.members import Member, Members
+
+    return Members([Member(link) for link in links], hear, complain)
+
+
+# ---- init ----
+
+
+def init_parser() -> Parser:
+    about = "Asks each host for its GPUs, a Python with torch and its way to the others, and writes a hosts file."
+    made = Parser("stoker cluster init", about, _INIT_EXAMPLES)
+    hosts = "name, address or ~/.ssh/config alias, in rank order; user@host is fine"
+    made.option("hosts", "HOST", hosts, nargs="+")
+    made.option("--out", "FILE", "the file to write (default: ./cluster.yaml)", default=_WRITTEN)
+    made.switch("--force", "overwrite it")
+    made.option("--user", "NAME", "who to log in as")
+    made.option("--port", "PORT", "ssh's port", int)
+    made.option("--identity", "FILE", "a private key")
+    python = "the Python of the ranks there (default: the first with torch of ~/venv, ~/.venv and python3)"
+    made.option("--python", "PATH", python)
+    made.option("--workdir", "DIR", "the ranks' working directory there (default: that of `stoker run`)")
+    made.option("--ssh-config", "FILE", "instead of ~/.ssh/config")
+    _add_ssh_option(made)
+    return made
+
+
+def init(argv: list[str]) -> int:
+    told = init_parser().parse_args(argv)
+    from stoker.control.cluster.init import main_part
+
+    told.identity, told.ssh_config = _from_here(told.identity), _from_here(told.ssh_config)
+    of_all = {key: getattr(told, key) for key in ("user", "port", "identity", "python", "workdir")}
+    main_part(
+        told.hosts,
+        told.out,
+        {key: value for key, value in of_all.items() if value is not None},
+        {"ssh_config": told.ssh_config} if told.ssh_config else {},
+        tuple(told.ssh_option),
+        told.force,
+        _members,
+        say,
+    )
+    return 0
+
+
+def _from_here(path: str | None) -> str | None:
+    """A path in the file counts from the file; a flag's counts from here. A home stays a ~."""
+    return os.path.abspath(path) if path and not path.startswith("~") else path

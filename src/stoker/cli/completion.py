@@ -14,12 +14,7 @@ tcsh:  stoker completion tcsh > ~/.stoker.tcsh; source ~/.stoker.tcsh         # 
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker completion",
-        description="Prints a completion script.",
-        epilog=_USE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = Parser("stoker completion", "Prints a completion script.", _USE)
     made.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return made
 

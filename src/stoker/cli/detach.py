@@ -6,21 +6,19 @@ import os
 import shlex
 
 from stoker.contract import layout
+from stoker.contract.names import DETACH_SIGNAL
 from stoker.contract.settings import Parser
 from stoker.contract.untrusted import printable
-from stoker.control.launch.signals import ask_to_detach
+from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
 
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker detach",
-        description="Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it.",
+        "stoker detach", "Lets a run continue when its terminal closes. Ctrl-C in that terminal still stops it."
     )
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made.run_argument()
+    made.runs_dir()
     return made
 
 
@@ -30,10 +28,8 @@ def main(argv: list[str]) -> int:
     if reader.status(run) not in ("running", "unknown"):
         print(f"run {printable(run.id)} is not running: {reader.status(run)}")
         return 0
-    ask_to_detach(run)
+    tell_launcher(run, DETACH_SIGNAL)
     name = shlex.quote(run.id)
-    print(
-        f"run {run.id} continues when its terminal closes; `stoker attach {name}` follows it, `stoker stop {name}`"
-        " stops it"
-    )
+    how = f"`stoker attach {name}` follows it, `stoker stop {name}` stops it"
+    print(f"run {run.id} continues when its terminal closes; {how}")
     return 0

@@ -12,8 +12,8 @@ FOLDER = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs")
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker docs", description="Shows the documentation of this version, or lists its topics.")
-    made.add_argument("topic", nargs="?", metavar="TOPIC", help="the page to show (default: list them)")
+    made = Parser("stoker docs", "Shows the documentation of this version, or lists its topics.")
+    made.option("topic", "TOPIC", "the page to show (default: list them)", nargs="?")
     return made
 
 

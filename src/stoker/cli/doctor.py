@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import time
@@ -31,40 +30,20 @@ _MARKS = {"fail": "✗", "warn": "!", "unknown": "?"}
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker doctor",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="What is wrong with this machine, how that is known, and what to type.",
-        epilog=_EXAMPLES,
-    )
-    made.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="ID",
-        help="only checks whose id begins so, e.g. gpu. or host.disk",
-    )
-    made.add_argument("--skip", action="append", default=[], metavar="ID", help="leave these checks out")
-    made.add_argument(
-        "--nproc-per-node", "--nproc_per_node", type=int, default=0, metavar="N", help="ranks that shall run"
-    )
-    made.add_argument("--master-port", "--master_port", type=int, default=0, metavar="PORT", help="a port to look at")
-    made.add_argument("--no-probe", action="store_true", help="make no context on the GPUs")
-    made.add_argument("--json", action="store_true", help="everything as JSON")
-    made.add_argument(
-        "--watch",
-        nargs="?",
-        const="10s",
-        type=duration,
-        metavar="TIME",
-        help="look again every so often (default: 10s) and print what changes",
-    )
-    made.add_argument("--bundle", metavar="FILE", help="write a tar.gz for a support ticket")
-    made.add_argument("--record", metavar="FILE", help="write the examination as JSON")
-    made.add_argument("--machine", metavar="FILE", help="examine a recorded machine instead of this one")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker doctor", "What is wrong with this machine, how that is known, and what to type.", _EXAMPLES)
+    several: dict[str, Any] = {"action": "append", "default": []}
+    made.option("--only", "ID", "only checks whose id begins so, e.g. gpu. or host.disk", **several)
+    made.option("--skip", "ID", "leave these checks out", **several)
+    made.option("--nproc-per-node --nproc_per_node", "N", "ranks that shall run", int, default=0)
+    made.option("--master-port --master_port", "PORT", "a port to look at", int, default=0)
+    made.switch("--no-probe", "make no context on the GPUs")
+    made.switch("--json", "everything as JSON")
+    watch = "look again every so often (default: 10s) and print what changes"
+    made.option("--watch", "TIME", watch, duration, nargs="?", const="10s")
+    made.option("--bundle", "FILE", "write a tar.gz for a support ticket")
+    made.option("--record", "FILE", "write the examination as JSON")
+    made.option("--machine", "FILE", "examine a recorded machine instead of this one")
+    made.runs_dir()
     return made
 
 
@@ -94,12 +73,8 @@ def main(argv: list[str]) -> int:
 
         write_bundle(told.bundle, found, findings, runs_dir)
     if told.json:
-        report = {
-            "schema": 1,
-            "exit_code": check.exit_code(findings),
-            "checks": [one.id for one in checks],
-            "findings": as_json(findings),
-        }
+        report = {"schema": 1, "exit_code": check.exit_code(findings), "checks": [one.id for one in checks]}
+        report |= {"findings": as_json(findings)}
         print(json_text(redact.data({**report, "advice": advice(found, findings), "examination": found.to_json()})))
     else:
         _print(found, findings, len(checks))
@@ -117,11 +92,9 @@ def _print(found: Examination, findings: list[Finding], count: int) -> None:
     memory = f"{machine.memory_available / 1e9:.1f}/{machine.memory_total / 1e9:.1f} GB memory"
     print(printable(f"{machine.hostname}: {cards}; {machine.cores} cores, {memory}; torch {torch}"))
     for gpu in machine.gpus:
-        used = (
-            "n/a"
-            if gpu.memory_used is None or gpu.memory_total is None
-            else f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
-        )
+        used = "n/a"
+        if gpu.memory_used is not None and gpu.memory_total is not None:
+            used = f"{gpu.memory_used / 1e9:.1f}/{gpu.memory_total / 1e9:.1f} GB"
         health = (found.health or {}).get(gpu.uuid)
         heat = f"{health.temperature} °C" if health and health.temperature is not None else "n/a"
         print(printable(f"  GPU {gpu.label[3:]}  {gpu.name or 'n/a'}  {used}  {heat}"))
@@ -164,9 +137,8 @@ def _read(path: str) -> Examination:
     except OSError as problem:
         raise Refusal(f"recorded machine {path} can't be read: {problem.strerror}", EX_NOINPUT) from problem
     except (ValueError, TypeError, KeyError, AttributeError) as problem:
-        raise Refusal(
-            f"recorded machine {path} is no recorded machine: {type(problem).__name__}: {problem}", EX_DATAERR
-        ) from problem
+        why = f"{type(problem).__name__}: {problem}"
+        raise Refusal(f"recorded machine {path} is no recorded machine: {why}", EX_DATAERR) from problem
 
 
 def _write(path: str, text: str) -> None:

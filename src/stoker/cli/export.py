@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 
 from stoker.contract import layout
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 
+_ABOUT = "Writes a model as a folder that `transformers` opens: weights, tokenizer, chat template, the tokens that end an answer."
 _EPILOG = """examples:
   stoker export runs/latest my-model                  a run's model, with its tokenizer and a chat template
   stoker export runs/speedrun-cpu my-model --stage sft
@@ -18,28 +18,15 @@ The folder opens in transformers: AutoModelForCausalLM.from_pretrained("my-model
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker export",
-        usage="stoker export MODEL OUT [options]",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Writes a model as a folder that `transformers` opens: weights, tokenizer, chat template, the tokens that"
-            " end an answer."
-        ),
+    made = Parser("stoker export", _ABOUT, _EPILOG, usage="stoker export MODEL OUT [options]")
+    made.option(
+        "model", "MODEL", "a folder with weights, a run (path, id or name), a speedrun's folder, or a checkpoint"
     )
-    made.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a folder with weights, a run (path, id or name), a speedrun's folder, or a checkpoint",
-    )
-    made.add_argument("out", metavar="OUT", help="the folder to write; an earlier export there is replaced")
-    made.add_argument("--stage", metavar="NAME", help="which stage of a speedrun")
+    made.option("out", "OUT", "the folder to write; an earlier export there is replaced")
+    made.option("--stage", "NAME", "which stage of a speedrun")
     made.add_argument("--dtype", choices=("bf16", "fp32"), help="of the weights (default: as they are stored)")
-    made.add_argument("--tokenizer", metavar="DIR", help="its folder, where the model has none beside it")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made.option("--tokenizer", "DIR", "its folder, where the model has none beside it")
+    made.runs_dir()
     return made
 
 
@@ -47,16 +34,12 @@ def main(argv: list[str]) -> int:
     told = parser().parse_args(argv)
     from stoker.training.generate.finding import find
 
-    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), _say, checkpoints=True)
+    found = find(told.model, told.stage, layout.runs_root(told.runs_dir, os.environ), say, checkpoints=True)
     if not found.checkpoint:
         from stoker.training.model import hf_config, hf_files
 
         hf_files.check(found.folder, hf_config.shape_of(found.folder))
     from stoker.training.generate.exporting import export  # torch: seconds, and only once it is known what to do
 
-    export(found, told.out, told.dtype, told.tokenizer, _say)
+    export(found, told.out, told.dtype, told.tokenizer, say)
     return 0
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)

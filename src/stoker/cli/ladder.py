@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable, Collection
 from typing import Any
@@ -13,11 +11,13 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.contract.quantities import counted, gb, span
 from stoker.contract.settings import Parser, add_flags
 from stoker.contract.shape import as_json
+from stoker.contract.untrusted import json_text
 from stoker.control.launch import ladder
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.request import Request
 from stoker.control.record.writer import OURS
 
+_ABOUT = "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker run`'s options."
 _EXAMPLES = """examples:
   stoker ladder train.py --lr 3e-4                  imports, then 1 rank, half, all of them, 20 steps each
   stoker ladder --nproc-per-node 4 --steps 50 train.py
@@ -27,24 +27,14 @@ _HELP = {"json": "the result as JSON, the progress on stderr", "dry_run": "print
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker ladder",
-        usage="stoker ladder [options] [--steps N] script.py [args]",
-        epilog=_EXAMPLES,
-        description=(
-            "Finds where a script begins to fail: its imports one by one, then one rank, half, all. Takes `stoker"
-            " run`'s options."
-        ),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    made.add_argument(
-        "--steps", type=int, default=ladder.STEPS, metavar="N", help=f"steps of each rung (default: {ladder.STEPS})"
-    )
+    from stoker.cli.run import add_script
+
+    made = Parser("stoker ladder", _ABOUT, _EXAMPLES, usage="stoker ladder [options] [--steps N] script.py [args]")
+    made.option("--steps", "N", f"steps of each rung (default: {ladder.STEPS})", int, default=ladder.STEPS)
     add_flags(made, RunOptions)
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
-    made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
-    made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    add_script(made)
     return made
 
 
@@ -72,10 +62,8 @@ def main(argv: list[str]) -> int:
         else:
             print(f"would import: {', '.join(one.name for one in imports) or 'nothing but the standard library'}")
             counts = ", ".join(str(ranks) for ranks in rungs)
-            print(
-                f"would start {counts} rank{'s' if rungs[-1] > 1 else ''}, one after the other,"
-                f" {counted(steps, 'step')} each"
-            )
+            ranks = f"{counts} rank{'s' if rungs[-1] > 1 else ''}"
+            print(f"would start {ranks}, one after the other, {counted(steps, 'step')} each")
         return 0
     climb = climber.climb({ladder.ALL})
     if as_data:
@@ -87,9 +75,7 @@ def main(argv: list[str]) -> int:
 
 
 def before_run(request: Request, wanted: Collection[str], steps: int = ladder.STEPS) -> int:
-    """The rungs that `stoker run` climbs first. 0, or the code of the one that failed. All it says goes to stderr:
-    stdout is the script's.
-    """
+    """The rungs that `stoker run` climbs first: 0, or the failed one's code. On stderr: stdout is the script's."""
     climb = ladder.Ladder(request, steps, _to_stderr).climb(wanted)
     for line in report(climb):
         _to_stderr(line)
@@ -100,36 +86,27 @@ def report(climb: ladder.Climb) -> list[str]:
     lines: list[str] = []
     done = [rung for rung in climb.climbed if rung.exit_code == 0]
     if done:
-        lines.append(
-            f"{'RUNG':>4} {'RANKS':>5} {'FIRST STEP':>11} {'STEPS/S':>9} {'OF 1 RANK':>9} {'RAM/RANK':>9}"
-            f" {'GPU MEMORY':>16}"
-        )
-        lines += [
-            _row(number, rung, ladder.scaling((done[0], rung), rung.ranks)) for number, rung in enumerate(done, 1)
-        ]
+        lines.append(_columns("RUNG", "RANKS", "FIRST STEP", "STEPS/S", "OF 1 RANK", "RAM/RANK", "GPU MEMORY"))
+        shares = [ladder.scaling((done[0], rung), rung.ranks) for rung in done]
+        lines += [_row(number, rung, share) for number, (rung, share) in enumerate(zip(done, shares, strict=True), 1)]
         found = ladder.scaling(done, climb.world_size)
         if found.efficiency is not None:
             top = done[-1]
-            lines.append(
-                f"throughput {found.throughput}: with {top.ranks} ranks each makes {_rate(top)} steps/s,"
-                f" {found.efficiency:.0%} of one rank alone"
-            )
+            each = f"each makes {_rate(top)} steps/s, {found.efficiency:.0%} of one rank alone"
+            lines.append(f"throughput {found.throughput}: with {top.ranks} ranks {each}")
         elif any(rung.steps_per_s is None for rung in done):
-            lines.append(
-                "throughput: not measured, the script made no two steps (torch's optimizer steps count, and"
-                " stoker.beat())"
-            )
+            counts = "torch's optimizer steps count, and stoker.beat()"
+            lines.append(f"throughput: not measured, the script made no two steps ({counts})")
         if memory := ladder.memory_line(found, climb.world_size):
             lines.append(memory)
     if climb.verdict is None:
         there = sum(not one.problem for one in climb.imports)
-        what = [f"{there} import{'s' if there != 1 else ''}"] if there else []
-        what += (
-            [f"{', '.join(str(rung.ranks) for rung in done)} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
-        )
+        what = [counted(there, "import")] if there else []
+        ranks = ", ".join(str(rung.ranks) for rung in done)
+        what += [f"{ranks} rank{'s' if done[-1].ranks > 1 else ''}"] if done else []
         return [*lines, f"✓ the ladder holds: {' and '.join(what) or 'nothing to try'}"]
     failed = next((rung for rung in climb.climbed if rung.exit_code), None)
-    where = f"with {failed.ranks} rank{'s' if failed.ranks != 1 else ''}" if failed else "before the first rank"
+    where = f"with {counted(failed.ranks, 'rank')}" if failed else "before the first rank"
     lines.append(f"✗ the ladder ends {where}: {climb.verdict.cause}, exit code {climb.exit_code}")
     lines.append(f"  {climb.verdict.summary}")
     lines += [f"  {fix}" for fix in climb.verdict.fix]
@@ -144,10 +121,12 @@ def _row(number: int, rung: ladder.Climbed, found: ladder.Scaling) -> str:
     if rung.ranks == 1 and rung.steps_per_s:
         share = "100%"
     card = f"{rung.gpu[0] / 1e9:.1f}/{gb(rung.gpu[1])}" if rung.gpu else "n/a"
-    return (
-        f"{number:>4} {rung.ranks:>5} {first:>11} {_rate(rung):>9} {share:>9}"
-        f" {f'{rung.rss / 1e9:.2f} GB' if rung.rss else 'n/a':>9} {card:>16}"
-    )
+    memory = f"{rung.rss / 1e9:.2f} GB" if rung.rss else "n/a"
+    return _columns(number, rung.ranks, first, _rate(rung), share, memory, card)
+
+
+def _columns(*cells: object) -> str:
+    return " ".join(f"{cell!s:>{width}}" for cell, width in zip(cells, (4, 5, 11, 9, 9, 9, 16), strict=True))
 
 
 def _rate(rung: ladder.Climbed) -> str:
@@ -165,8 +144,7 @@ def to_json(request: Request, climb: ladder.Climb) -> dict[str, Any]:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    json.dump(redact.data(data, OURS), sys.stdout, indent=1)
-    print()
+    print(json_text(redact.data(data, OURS)))
 
 
 def _to_stdout(line: str) -> None:

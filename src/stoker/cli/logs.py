@@ -13,14 +13,12 @@ from stoker.control.record import follow, reader
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker logs", description="What a rank printed, byte for byte.")
-    made.add_argument("run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest)")
-    made.add_argument("--rank", type=int, default=0, metavar="N", help="which rank (default: 0)")
-    made.add_argument("--attempt", type=int, metavar="K", help="which attempt (default: the last)")
+    made = Parser("stoker logs", "What a rank printed, byte for byte.")
+    made.run_argument()
+    made.option("--rank", "N", "which rank (default: 0)", int, default=0)
+    made.option("--attempt", "K", "which attempt (default: the last)", int)
     made.add_argument("--follow", "-f", action="store_true", help="go on until the run ends")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made.runs_dir()
     return made
 
 

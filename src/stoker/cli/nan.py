@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_NOINPUT, Refusal
 from stoker.contract.settings import Parser
-from stoker.contract.shape import as_json
+from stoker.contract.shape import as_json, pick
+from stoker.contract.untrusted import json_text
 from stoker.control.record import reader
 from stoker.training.forensics import reading
 from stoker.training.forensics.banner import banner, headline, table
 from stoker.training.forensics.culprit import decide
 
+_ABOUT = "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
+_TENSOR = "show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME"
 TEXT = 300  # characters of a sample
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker nan",
-        description=(
-            "Where a NaN or Inf came from: the first bad operation, its tensors, the gradients it spoiled, the samples."
-        ),
-    )
-    made.add_argument(
-        "where",
-        nargs="?",
-        metavar="DIR",
-        help="a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)",
-    )
-    made.add_argument("--rank", type=int, metavar="R", help="which rank (default: the guilty one)")
-    made.add_argument(
-        "--tensor",
-        metavar="NAME",
-        help="show one tensor of the dump: output, input.self, a parameter's name, gradients/NAME, parameters/NAME",
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the reports (or the tensor) as JSON")
+    made = Parser("stoker nan", _ABOUT)
+    where = "a folder nan_step_N or a rank's in it, or a run's id, name or path (default: the newest run)"
+    made.option("where", "DIR", where, nargs="?")
+    made.option("--rank", "R", "which rank (default: the guilty one)", int)
+    made.option("--tensor", "NAME", _TENSOR)
+    made.runs_dir()
+    made.switch("--json", "the reports (or the tensor) as JSON")
     return made
 
 
@@ -53,22 +40,14 @@ def main(argv: list[str]) -> int:
     wanted = told.rank if told.rank is not None else next(iter(guilty.ranks), dumps[0].report.rank)
     dump = next((one for one in dumps if one.report.rank == wanted), None)
     if dump is None:
-        raise Refusal(
-            f"{folder} has no rank {wanted}; there are {', '.join(str(one.report.rank) for one in dumps)}", EX_NOINPUT
-        )
+        there = ", ".join(str(one.report.rank) for one in dumps)
+        raise Refusal(f"{folder} has no rank {wanted}; there are {there}", EX_NOINPUT)
     if told.tensor:
         _tensor(reading.show(dump, told.tensor), told.json)
     elif told.json:
         shown = [one for one in dumps if told.rank is None or one is dump]
-        found = {
-            "schema": 1,
-            "folder": folder,
-            "summary": guilty.summary,
-            "ranks": list(guilty.ranks),
-            "reports": [one.report.to_json() for one in shown],
-        }
-        json.dump(found, sys.stdout, indent=1)
-        print()
+        found = {"schema": 1, "folder": folder, **pick(guilty, "summary", "ranks")}
+        print(json_text({**found, "reports": [one.report.to_json() for one in shown]}))
     else:
         _print(dump, dumps, guilty.summary)
     return 0
@@ -92,10 +71,8 @@ def _print(dump: reading.RankDump, dumps: list[reading.RankDump], summary: str) 
     if samples:
         print("\nSamples:")
     for sample in samples[:8]:
-        print(
-            f"  {sample.get('id')} (micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets):"
-            f" {_words(sample)}"
-        )
+        about = f"micro-batch {sample.get('micro_batch')}, {sample.get('targets')} targets"
+        print(f"  {sample.get('id')} ({about}): {_words(sample)}")
     others = [one for one in dumps if one is not dump]
     if others:
         print("\nOther ranks:")
@@ -114,8 +91,7 @@ def _words(sample: dict[str, Any]) -> str:
 
 def _tensor(shown: reading.Shown, as_json_: bool) -> None:
     if as_json_:
-        json.dump({"schema": 1, **as_json(shown)}, sys.stdout, indent=1)
-        print()
+        print(json_text({"schema": 1, **as_json(shown)}))
         return
     print("\n".join(table((shown.stats,))))
     if shown.cut:

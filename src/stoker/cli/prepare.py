@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-import sys
 import time
 
 from stoker.cli.sight import gpus_to_use, look
 from stoker.contract.settings import Parser, build, from_mapping
 from stoker.contract.shape import as_json
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import json_text
-from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.training.config.check import check
 from stoker.training.config.flags import add_key_flags
 from stoker.training.config.layers import Layers, gather
@@ -31,20 +30,11 @@ _EXAMPLES = """examples:
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker prepare",
-        usage="stoker prepare [options]",
-        description=_HELP,
-        epilog=_EXAMPLES,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    made = Parser("stoker prepare", _HELP, _EXAMPLES, usage="stoker prepare [options]", allow_abbrev=False)
+    made.switch(
+        "--verify", "compare every shard with its checksum, even where nothing changed; a damaged one is made again"
     )
-    made.add_argument(
-        "--verify",
-        action="store_true",
-        help="compare every shard with its checksum, even where nothing changed; a damaged one is made again",
-    )
-    made.add_argument("--json", action="store_true", help="what was made, as JSON")
+    made.switch("--json", "what was made, as JSON")
     add_key_flags(made)
     return made
 
@@ -60,51 +50,35 @@ def main(argv: list[str]) -> int:
     layers = gather(getattr(told, "keys", ()), os.environ)
     resolved = settle(layers, _for_gpus(layers))
     check(resolved.config, resolved.given)
-    _say(resolved.lines[0])
+    say(resolved.lines[0])
     began = time.monotonic()
-    made = prepare(resolved.config.data, resolved.config.tokenizer, _say, verify)
+    made = prepare(resolved.config.data, resolved.config.tokenizer, say, verify)
     seconds = time.monotonic() - began
     if as_data:
         print(json_text({"schema": 1, **as_json(made), "call_seconds": round(seconds, 3)}))
         return 0
     documents = made.train_documents + made.validation_documents
     tokens, size = made.train_tokens + made.validation_tokens, made.train_bytes + made.validation_bytes
-    how = (
-        f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
-        if made.fresh
-        else f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
-    )
+    how = f"found in {seconds:.2f} s, made before in {made.seconds:.1f} s"
+    if made.fresh:
+        how = f"made in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
     print(f"{tokens:,} tokens of {documents:,} {'conversations' if made.kind == 'chat' else 'documents'}, {how}")
-    held = (
-        f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)"
-        if made.validation_tokens
-        else "nothing held out"
-    )
+    held = f"{made.validation_tokens:,} held out ({made.validation_bytes:,} bytes)"
+    held = held if made.validation_tokens else "nothing held out"
     density = f"; {size / max(tokens, 1):.2f} bytes/token" if made.kind == "stream" else ""
     print(f"  train {made.train_tokens:,} ({made.train_bytes:,} bytes), {held}{density}")
     if made.kind == "chat":
-        print(
-            f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {made.cut:,} cut,"
-            f" {made.dropped:,} with nothing to learn"
-        )
+        left = f"{made.cut:,} cut, {made.dropped:,} with nothing to learn"
+        print(f"  {made.train_samples:,} rows of {made.context}, {100 * (made.fill or 0):.1f} % full; {left}")
     print(f"  vocabulary {made.vocab_size:,}, {made.shards} shard(s): {made.folder}")
     return 0
 
 
 def _for_gpus(layers: Layers) -> bool:
-    """As `stoker train` would find it here, so that it finds this data; a config that says cuda may be prepared where
-    there are no GPUs.
-    """
+    """As `stoker train` would find it here; a config that says cuda may be prepared where there are no GPUs."""
     device = layers.told("parallel.device")
     if device is not None and device[0] == "cuda":
         return True
-    options = build(
-        RunOptions,
-        from_mapping(RunOptions, layers.run, f"config file {layers.path}: run"),
-        from_torchrun_environment(os.environ),
-    )
-    return gpus_to_use(look(), options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS"))
-
-
-def _say(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr, flush=True)
+    section = from_mapping(RunOptions, layers.run, f"config file {layers.path}: run")
+    options = build(RunOptions, section, from_torchrun_environment(os.environ))
+    return gpus_to_use(look(), ranks_asked(options.nproc_per_node, os.environ))

@@ -18,14 +18,8 @@ if TYPE_CHECKING:
     from stoker.control.cluster.hosts import Hosts
 
 
-_SEVERAL = {
-    "hosts",
-    "min_hosts",
-    "sync",
-    "stage",
-    "nnodes",
-    "node_rank",
-}  # options of runs on several machines: the others load nothing for them
+# Options of runs on several machines: the others load nothing for them.
+_SEVERAL = {"hosts", "min_hosts", "sync", "stage", "nnodes", "node_rank"}
 
 _EXAMPLES = """examples:
   stoker run train.py --lr 3e-4                     one rank per usable GPU; without GPUs one CPU rank
@@ -43,19 +37,16 @@ refusals: 64 usage, 65 script or config does not parse, 66 not found, 69 GPUs, d
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker run",
-        usage="stoker run [options] script.py [args]",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
-        ),
-    )
+    about = "Starts a script, one process per rank, on this machine or with --hosts on several. Takes torchrun's flags."
+    made = Parser("stoker run", about, _EXAMPLES, usage="stoker run [options] script.py [args]")
     add_flags(made, RunOptions)
+    add_script(made)
+    return made
+
+
+def add_script(made: Parser) -> None:
     made.add_argument("script", nargs="?", help="the script, module (-m) or program (--no-python)")
     made.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    return made
 
 
 def split(words: list[str], made: Parser | None = None) -> tuple[dict[str, Any], str | None, list[str]]:

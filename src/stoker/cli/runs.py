@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.quantities import counted, span
 from stoker.contract.settings import Parser
-from stoker.contract.untrusted import printable
+from stoker.contract.shape import pick
+from stoker.contract.terminal import say
+from stoker.contract.untrusted import json_text, printable
 from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker runs", description="Lists the runs, newest last.")
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--all", action="store_true", help="other users' runs in this folder, too (default: your own)")
-    made.add_argument("--json", action="store_true", help="one JSON object with all of them")
+    made = Parser("stoker runs", "Lists the runs, newest last.")
+    made.runs_dir()
+    made.switch("--all", "other users' runs in this folder, too (default: your own)")
+    made.switch("--json", "one JSON object with all of them")
     return made
 
 
@@ -31,10 +29,9 @@ def main(argv: list[str]) -> int:
     listing = reader.look(root, everybody=told.all)
     rows = [_row(run) for run in listing.runs]
     if listing.skipped:
-        print(f"stoker: {listing.skipped}", file=sys.stderr)
+        say(listing.skipped)
     if told.json:
-        json.dump({"schema": 1, "runs": rows, "others_left_out": listing.others}, sys.stdout, indent=1)
-        print()
+        print(json_text({"schema": 1, "runs": rows, "others_left_out": listing.others}))
         return 0
     left_out = counted(listing.others, "folder")
     more = f"{left_out} of other users: `stoker runs --all`" if listing.others else ""
@@ -49,10 +46,8 @@ def main(argv: list[str]) -> int:
         took = span(row["seconds"]) if row["seconds"] is not None else ""
         user = f" {printable(row['user'], 12):<12}" if told.all else ""
         status, cause = printable(row["status"], 10), printable(row["cause"] or "", 60)
-        print(
-            f"{printable(row['run'], 200):<36}{user} {status:<10} {row['ranks']:>5} {row['attempts']:>5} {took:>12} "
-            f" {cause}"
-        )
+        numbers = f"{row['ranks']:>5} {row['attempts']:>5} {took:>12}"
+        print(f"{printable(row['run'], 200):<36}{user} {status:<10} {numbers}  {cause}")
     if more:
         print(more)
     return 0
@@ -81,14 +76,10 @@ def _row(run: reader.Run) -> dict[str, Any]:
     seconds = _seconds(run, status == "running")
     return {
         "run": run.id,
-        "name": run.name,
         "status": status,
-        "ranks": run.ranks,
+        **pick(run, "name", "ranks", "user", "started", "dir"),
         "attempts": len(run.attempts),
-        "user": run.user,
-        "started": run.started,
         "seconds": round(seconds, 3) if seconds is not None else None,
-        "dir": run.dir,
         "cause": run.verdict.cause if run.verdict and run.verdict.status not in ("completed",) else None,
         "exit_code": run.verdict.exit_code if run.verdict else None,
     }

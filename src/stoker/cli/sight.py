@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from stoker.contract import names
+from stoker.control.launch.options import hides_all
 from stoker.control.machine.model import Machine
 
 
@@ -21,8 +22,6 @@ def look() -> Machine:
 
 
 def gpus_to_use(machine: Machine, asked: str | None) -> bool:
-    """`asked`: --nproc-per-node, which may say cpu. A driver that does not answer counts: a run says what is wrong with
-    it.
-    """
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1", "NoDevFiles")
+    """`asked`: --nproc-per-node, perhaps cpu. A driver that does not answer counts: a run says what is wrong."""
+    hidden = hides_all(os.environ.get("CUDA_VISIBLE_DEVICES"))
     return bool(machine.gpus or machine.gpu_error) and not hidden and (asked or "").strip().lower() != "cpu"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from stoker.speedrun.course import Course
     from stoker.speedrun.drive import Tools
 
+_ABOUT = "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes a report."
 _EPILOG = """stages, in this order: {stages}
 
   stoker speedrun                                       what this machine can do, on the built-in world
@@ -40,17 +40,8 @@ def parser() -> Parser:
     from stoker.training.stages.registry import links
 
     order = ", ".join(("world", *(link.name for link, _ in links()), "report"))
-    made = Parser(
-        prog="stoker speedrun",
-        usage="stoker speedrun [options]",
-        epilog=_EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False)),
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description=(
-            "Trains a model through every stage, each one a run of its own with verdict, restarts and logs, and writes"
-            " a report."
-        ),
-    )
+    epilog = _EPILOG.format(stages=textwrap.fill(order, 130, break_on_hyphens=False))
+    made = Parser("stoker speedrun", _ABOUT, epilog, usage="stoker speedrun [options]", allow_abbrev=False)
     add_flags(made, SpeedrunOptions)
     return made
 
@@ -79,10 +70,8 @@ def main(argv: list[str], tools: Tools | None = None) -> int:
         report = os.path.join(course.folder, "report.md")
         where = f"; report: {os.path.relpath(report)}" if os.path.exists(report) else ""
         count = len(course.selected)
-        _say(
-            f"finished: {count} {'stages are' if count > 1 else 'stage is'} done in"
-            f" {os.path.relpath(course.folder)}{where}"
-        )
+        done = f"{count} {'stages are' if count > 1 else 'stage is'} done"
+        _say(f"finished: {done} in {os.path.relpath(course.folder)}{where}")
         return 0
     if lacks is not None:
         raise lacks

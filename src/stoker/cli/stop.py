@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
+import signal
 import time
 
 from stoker.contract import layout
+from stoker.contract.names import STOP_NOW_SIGNAL
 from stoker.contract.quantities import duration
 from stoker.contract.settings import Parser
+from stoker.contract.terminal import say
 from stoker.contract.untrusted import printable
-from stoker.control.launch.signals import ask_to_stop
+from stoker.control.launch.signals import tell_launcher
 from stoker.control.record import reader
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="stoker stop", description="Ends a run. Gracefully: the ranks get SIGTERM and their grace to save."
-    )
-    made.add_argument(
-        "run", nargs="?", metavar="RUN", help="id, name or path of a run (default: the newest that is running)"
-    )
-    made.add_argument("--now", action="store_true", help="without grace")
-    made.add_argument(
-        "--wait", type=duration, default=60.0, metavar="TIME", help="wait for its end at most this long (default: 60s)"
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
+    made = Parser("stoker stop", "Ends a run. Gracefully: the ranks get SIGTERM and their grace to save.")
+    made.run_argument(default="the newest that is running")
+    made.switch("--now", "without grace")
+    made.option("--wait", "TIME", "wait for its end at most this long (default: 60s)", duration, default=60.0)
+    made.runs_dir()
     return made
 
 
@@ -41,7 +35,7 @@ def main(argv: list[str]) -> int:
         which = f"run {run.id} is not running" if told.run else f"no run in {root} is running; the newest, {run.id}"
         print(printable(f"{which}: {status}"))
         return 0
-    ask_to_stop(run, now=told.now)
+    tell_launcher(run, STOP_NOW_SIGNAL if told.now else signal.SIGTERM)
     deadline = time.monotonic() + told.wait
     while reader.alive(run) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -53,14 +47,12 @@ def main(argv: list[str]) -> int:
 
 
 def _newest(root: str) -> reader.Run:
-    """One that runs here before one on another host, of which nobody here knows whether it does; else the newest of
-    all.
-    """
+    """One that runs here before one on another host, which may not run any more; else the newest of all."""
     listing = reader.look(root)
     runs = [(reader.status(run), run) for run in reversed(listing.runs)]
     found = next((run for wanted in ("running", "unknown") for status, run in runs if status == wanted), None)
     if found is None:
         return reader.find(None, root)
     if listing.skipped:
-        print(f"stoker: {listing.skipped}", file=sys.stderr)
+        say(listing.skipped)
     return found

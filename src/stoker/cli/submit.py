@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import sys
@@ -28,12 +27,11 @@ Ctrl-C leaves the job alone. exit codes: the run's own; 64 usage, 66 no script, 
 
 def parser() -> Parser:
     made = Parser(
-        prog="stoker submit",
+        "stoker submit",
+        "Writes a Slurm job script for a run, submits it, and follows it until it ends.",
+        _EXAMPLES,
         usage="stoker submit [options] -- [run options] script.py [args]",
-        epilog=_EXAMPLES,
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        description="Writes a Slurm job script for a run, submits it, and follows it until it ends.",
     )
     add_flags(made, SubmitOptions)
     return made
@@ -54,9 +52,8 @@ def main(argv: list[str]) -> int:
         make_private(root)
     if options.follow is not None:
         if words:
-            raise Refusal(
-                f"--follow {options.follow} takes no script: it follows a job that was submitted before", EX_USAGE
-            )
+            line = f"--follow {options.follow} takes no script: it follows a job that was submitted before"
+            raise Refusal(line, EX_USAGE)
         return _follow(root, options.follow)
     if not words:
         raise Refusal("what shall run? stoker submit [options] -- [run options] script.py [args]", EX_USAGE)
@@ -70,30 +67,23 @@ def main(argv: list[str]) -> int:
         print(script.text, end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise Refusal(
-            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the"
-            " cluster",
-            EX_UNAVAILABLE,
-            cause="slurm.unreachable",
+        line = (
+            "stoker submit needs Slurm's sbatch, and there is none on the PATH: submit from a login node of the cluster"
         )
+        raise Refusal(line, EX_UNAVAILABLE, cause="slurm.unreachable")
     path = submit.write(script, root, name)
     number = submit.submit(path, script, os.environ)
     submit.note(root, number, script, path, submit.seeds(options.array_seeds) if options.array_seeds else [])
     print(f"job {number} is submitted; its script: {os.path.relpath(path)}", flush=True)
     if options.no_follow:
-        print(
-            f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended\n "
-            f" scancel {number}",
-            flush=True,
-        )
+        print(f"  stoker submit --follow {number}   follow it\n  stoker why slurm:{number}         how it ended")
+        print(f"  scancel {number}", flush=True)
         return 0
     return _follow(root, number)
 
 
 def _check_run(words: list[str]) -> tuple[str, bool]:
-    """Refuses now what would be refused when the job starts, perhaps hours later. (The job's name, does it go on
-    without a lost node.)
-    """
+    """Refuses now what would be refused hours later. (The job's name, does it go on without a lost node.)"""
     from stoker.cli.run import parse, split
     from stoker.control.launch.plan import default_name
     from stoker.control.launch.request import program
@@ -138,8 +128,6 @@ def _follow(root: str, number: str) -> int:
     try:
         return Submitted(root, number, say, put).follow()
     except KeyboardInterrupt:
-        say(
-            f"\nleft job {number}; it goes on. `stoker submit --follow {number}` follows it again, `scancel {number}`"
-            " ends it"
-        )
+        again = f"`stoker submit --follow {number}` follows it again, `scancel {number}` ends it"
+        say(f"\nleft job {number}; it goes on. {again}")
         return 0

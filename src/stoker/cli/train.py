@@ -14,7 +14,7 @@ from stoker.contract.names import EX_CONFIG, EX_NOINPUT, EX_UNAVAILABLE, EX_USAG
 from stoker.contract.settings import Parser, add_flags, build, from_mapping, suggest
 from stoker.contract.shape import options_of, replace
 from stoker.contract.untrusted import is_count
-from stoker.control.launch.options import RunOptions, from_torchrun_environment
+from stoker.control.launch.options import RunOptions, from_torchrun_environment, ranks_asked
 from stoker.control.launch.request import Request
 from stoker.control.machine.model import Machine
 from stoker.training.config.check import check, check_data, check_drill, check_needs, check_ranks
@@ -50,6 +50,10 @@ stages:
 
 `stoker train STAGE --help` lists the keys that stage is given most, --help-all every key and option.
 """
+_ABOUT = (
+    "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes `stoker run`'s"
+    " options and every key."
+)
 _EPILOG = """a key's name that is clear without its section may stand alone, with - or _: --max-steps 10, --learning-rate 1e-4. A name that
 `stoker run` has too is `stoker run`'s when it stands alone: --gpus 0,3 chooses GPUs, --needs.gpus 4 asks for four.
 preset < the stage's defaults (by model size and data, printed at the start) < config file < environment (STOKER_TRAIN_OPTIM_LEARNING_RATE)
@@ -67,17 +71,13 @@ def parser(stage: str | None = None, *, short: bool = False) -> Parser:
     keys = kind.common if kind is not None and short else None
     foreign = _foreign(stage) if stage is not None else ()
     rest = len(KEYS) - len(foreign) - len(keys or ())
+    prog = f"stoker train {stage or 'STAGE'}"
     made = Parser(
-        prog=f"stoker train {stage or 'STAGE'}",
-        usage=f"stoker train {stage or 'STAGE'} [options]",
-        epilog=_SHORT.format(more=rest) if short else _EPILOG,
+        prog,
+        f"{stage}: {kind.about}." if kind is not None and short else _ABOUT,
+        _SHORT.format(more=rest) if short else _EPILOG,
+        usage=f"{prog} [options]",
         allow_abbrev=False,
-        description=(
-            f"{stage}: {kind.about}."
-            if kind is not None and short
-            else "Checks the settings, prepares the data, then starts the stage's recipe as `stoker run` would. Takes"
-            " `stoker run`'s options and every key."
-        ),
         formatter_class=_wide if short else argparse.RawDescriptionHelpFormatter,
     )
     if stage is None:  # for completion
@@ -108,11 +108,9 @@ def main(argv: list[str]) -> int:
         return 0 if argv else EX_USAGE
     stage, words = argv[0], argv[1:]
     if stage not in STAGES:
-        what = (
-            "name the stage first: stoker train STAGE [options]"
-            if stage.startswith("-")
-            else f"no stage {stage!r}{suggest(stage, STAGES)}"
-        )
+        what = f"no stage {stage!r}{suggest(stage, STAGES)}"
+        if stage.startswith("-"):
+            what = "name the stage first: stoker train STAGE [options]"
         raise Refusal(f"{what}; there is {', '.join(STAGES)}", EX_USAGE)
     if "--help-all" not in words and any(word in ("-h", "--help") for word in words):
         print(parser(stage, short=True).format_help(), end="")
@@ -139,20 +137,15 @@ def _refuse_keys_of_others(stage: str, layers: Layers) -> None:
 def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
     outside = _run_layers(layers.run, layers.path, told)
     machine = look()
-    gpus = gpus_to_use(machine, _ranks_asked(build(RunOptions, *outside)))
+    gpus = gpus_to_use(machine, ranks_asked(build(RunOptions, *outside).nproc_per_node, os.environ))
     resolved = settle(layers, gpus, STAGES[stage].defaults)
     resolved = replace(resolved, config=pinned(resolved.config))
-    named = {
-        name: value
-        for name, value in resolved.run_options.items()
-        if name != "gpu" or not any("gpus" in layer for layer in outside[1:])
-    }
-    outside = _run_layers(
-        named, layers.path, told
-    )  # with the GPU that the file's device_id names, unless --gpus names others
-    options = build(
-        RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside
-    )  # people grep for GPU0:INFO, with one GPU and in files too
+    named = dict(resolved.run_options)
+    if any("gpus" in layer for layer in outside[1:]):  # these, and not the GPU that the file's device_id names
+        named.pop("gpu", None)
+    outside = _run_layers(named, layers.path, told)
+    # People grep for GPU0:INFO, with one GPU and in files too.
+    options = build(RunOptions, {"module": not STAGES[stage].is_script, "prefix": "always"}, *outside)
     _refuse_what_can_be(stage, resolved, options, machine, gpus)
     for line in resolved.lines:
         _say(line)
@@ -160,9 +153,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
         resolved = replace(resolved, config=with_tokenizer(resolved.config, _say))
     ready = _prepare(resolved, options) if STAGES[stage].prepares and not options.dry_run else None
     if STAGES[stage].learning is not None:
-        resolved = _with_stage_defaults(
-            stage, resolved, _most_ranks(resolved.config, options, machine, gpus), ready, on_cpu(resolved.config, gpus)
-        )
+        ranks, cpu = _most_ranks(resolved.config, options, machine, gpus), on_cpu(resolved.config, gpus)
+        resolved = _with_stage_defaults(stage, resolved, ranks, ready, cpu)
     if ready is not None:
         _check_resume(resolved.config, ready)
     if resolved.config.parallel.device == "cpu":
@@ -175,15 +167,8 @@ def _train(stage: str, layers: Layers, told: dict[str, Any]) -> int:
 
     keep = (*STAGES[stage].defaults, *derivable(STAGES[stage].learning))
     given = frozenset(key for layer in outside for key in layer) | {"module"}
-    code = start(
-        Request(
-            options,
-            STAGES[stage].recipe,
-            tuple(flags(resolved.config, keep)),
-            given,
-            tuple(flags(lasting(resolved.config))),
-        )
-    )
+    args, identity = tuple(flags(resolved.config, keep)), tuple(flags(lasting(resolved.config)))
+    code = start(Request(options, STAGES[stage].recipe, args, given, identity))
     if options.dry_run and not options.json and not code:
         print(redact.whole(as_yaml(resolved.config)), end="", flush=True)
     return code
@@ -203,21 +188,11 @@ def _run_layers(section: Any, path: str, told: dict[str, Any]) -> list[dict[str,
     return [from_mapping(RunOptions, section, where), from_torchrun_environment(os.environ, without=_NOT_HERE), told]
 
 
-def _ranks_asked(options: RunOptions) -> str:
-    return (
-        (options.nproc_per_node or os.environ.get("NPROC_PER_NODE") or os.environ.get("NUM_GPUS") or "").strip().lower()
-    )
-
-
 def _most_ranks(config: Config, options: RunOptions, machine: Machine, gpus: bool) -> int | None:
     """None: other hosts have a say, or only `stoker run` knows."""
-    asked = _ranks_asked(options)
-    if (
-        options.hosts is not None
-        or options.nnodes != "1"
-        or schedulers.found(os.environ) is not None
-        or (asked and not is_count(asked))
-    ):
+    asked = ranks_asked(options.nproc_per_node, os.environ).strip().lower()
+    several = options.hosts is not None or options.nnodes != "1" or schedulers.found(os.environ) is not None
+    if several or (asked and not is_count(asked)):
         return None
     if asked:
         return int(asked)
@@ -235,10 +210,8 @@ def _refuse_what_can_be(stage: str, resolved: Resolved, options: RunOptions, mac
         line = "parallel.device is cuda and there is no GPU to use: leave it out to train on the CPU"
         raise Refusal(f"{origin.words}: {line}" if origin else line, EX_UNAVAILABLE, cause="gpu.too-few")
     if config.parallel.device == "cpu" and (options.gpus or options.gpu):
-        raise Refusal(
-            f"parallel.device is cpu and --gpu{'s' if options.gpus else ''} asks for GPUs: leave one of them out",
-            EX_USAGE,
-        )
+        flag = "--gpus" if options.gpus else "--gpu"
+        raise Refusal(f"parallel.device is cpu and {flag} asks for GPUs: leave one of them out", EX_USAGE)
     if not remote:
         check_needs(config.needs, [gpu.memory_total for gpu in machine.gpus], given)
         if options.nproc_per_node and is_count(options.nproc_per_node):
@@ -284,10 +257,8 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 
     config = resolved.config
     if options.hosts is not None:
-        _say(
-            "data is prepared on this host only: other hosts need the same cache folder: shared, or copied with --stage"
-            " PATH"
-        )
+        other = "other hosts need the same cache folder: shared, or copied with --stage PATH"
+        _say(f"data is prepared on this host only: {other}")
     ready = prepare(config.data, config.tokenizer, _say)
     check_data(config, ready.train_tokens, ready.vocab_size, resolved.given, ready.train_samples)
     if config.model.load:
@@ -298,9 +269,7 @@ def _prepare(resolved: Resolved, options: RunOptions) -> Prepared:
 def _with_stage_defaults(
     stage: str, resolved: Resolved, ranks: int | None, ready: Prepared | None, cpu: bool
 ) -> Resolved:
-    """What nobody gave follows from the stage, the model and the data: it is decided here, printed, and told to every
-    rank.
-    """
+    """What nobody gave follows from stage, model and data: decided here, printed, told to every rank."""
     from stoker.training.stages.situation import situation, with_defaults
 
     at = situation(stage, resolved.config, ranks, ready)
@@ -333,10 +302,8 @@ def _check_weights(load: str, rows: int, ready: Prepared) -> None:
     if os.path.exists(os.path.join(folder, place.FILES[0])):
         other = tokenizer.differs(tokenizer.load(folder), tokenizer.load(ready.tokenizer))
         if other:
-            raise Refusal(
-                f"the data's tokenizer is not that of {load}: {other}; --tokenizer.path {load} takes the model's own",
-                EX_CONFIG,
-            )
+            own = f"--tokenizer.path {load} takes the model's own"
+            raise Refusal(f"the data's tokenizer is not that of {load}: {other}; {own}", EX_CONFIG)
 
 
 def _say(line: str) -> None:

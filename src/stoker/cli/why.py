@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from typing import Any
 
@@ -12,7 +10,7 @@ from stoker.contract import checkpoints, layout, redact, schedulers
 from stoker.contract.quantities import span
 from stoker.contract.settings import Parser
 from stoker.contract.shapes import Verdict
-from stoker.contract.untrusted import printable, printable_lines
+from stoker.contract.untrusted import json_text, printable, printable_lines
 from stoker.control.record import reader
 from stoker.control.record.writer import OURS
 from stoker.control.scheduler import runs
@@ -24,14 +22,10 @@ _MAYBE_DETERMINISTIC = ("rank.exception", "rank.exit", "rank.early-exit", "rank.
 
 
 def parser() -> Parser:
-    made = Parser(prog="stoker why", description="How a run ended, and why: the verdict, its evidence, and what to do.")
-    made.add_argument(
-        "run", nargs="?", metavar="RUN", help=f"id, name or path of a run, or {_JOBS} (default: the newest)"
-    )
-    made.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the run directories (default: $STOKER_RUNS, else ./runs)"
-    )
-    made.add_argument("--json", action="store_true", help="the verdict as JSON")
+    made = Parser("stoker why", "How a run ended, and why: the verdict, its evidence, and what to do.")
+    made.run_argument(f"id, name or path of a run, or {_JOBS}")
+    made.runs_dir()
+    made.switch("--json", "the verdict as JSON")
     return made
 
 
@@ -57,21 +51,11 @@ def main(argv: list[str]) -> int:
     if verdict is not None:
         return _show(verdict, f"run {run.id}{_whose(run)}", run.dir, told.json)
     if told.json:
-        _dump(
-            {
-                "schema": 1,
-                "run": run.id,
-                "status": status,
-                "cause": None,
-                "rank": None,
-                "suspicions": _suspicions(run.dir),
-            }
-        )
+        known = {"schema": 1, "run": run.id, "status": status, "cause": None, "rank": None}
+        _dump({**known, "suspicions": _suspicions(run.dir)})
         return 0
-    _print(
-        f"run {run.id}{_whose(run)}: {status}, no verdict yet"
-        + (f" (on host {run.launcher[2]})" if status == "unknown" else "")
-    )
+    where = f" (on host {run.launcher[2]})" if status == "unknown" else ""
+    _print(f"run {run.id}{_whose(run)}: {status}, no verdict yet{where}")
     for event in _suspicions(run.dir):
         _print(f"  {span(max(0.0, time.time() - event['time']))} ago: {event['summary']}")
         evidence = event.get("evidence")
@@ -89,8 +73,7 @@ def _print(line: str) -> None:
 
 
 def _dump(data: dict[str, Any]) -> None:
-    json.dump(redact.data(data, OURS), sys.stdout, indent=1)
-    print()
+    print(json_text(redact.data(data, OURS)))
 
 
 def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
@@ -100,11 +83,8 @@ def _show(found: Verdict, title: str, run_dir: str, as_json: bool) -> int:
         _dump(verdict.to_json())
         return 0
     _print(f"{title}: {verdict.status}, exit code {verdict.exit_code}")
-    _print(
-        f"cause: {verdict.cause}"
-        + (f", rank {verdict.rank}" if verdict.rank is not None else "")
-        + (f" on host {verdict.host}" if verdict.host else "")
-    )
+    rank = f", rank {verdict.rank}" if verdict.rank is not None else ""
+    _print(f"cause: {verdict.cause}{rank}" + (f" on host {verdict.host}" if verdict.host else ""))
     _print_lines(verdict.summary)
     for heading, lines in (("evidence", verdict.evidence), ("what to do", verdict.fix)):
         if lines:

@@ -124,8 +124,7 @@ _RANK = {"rank": "int"}
 KINDS: dict[str, dict[str, str]] = {
     # before the start
     "ping": {},
-    "host": {"machine": "dict[str, Any]", "held": "dict[str, str]", "pid?": "int", "guardian?": "int", "selves?": "list[list[int]]", "found?": "list[str]",
-             "visible?": "str | None"},
+    "host": {"machine": "dict[str, Any]", "held": "dict[str, str]", "selves?": "list[list[int]]", "found?": "list[str]", "visible?": "str | None"},
     "refused": {"line": "str", "code": "int"},
     "locked": {"refused": "dict[str, str]", "notices": "list[str]"},
     "port": {"port": "int", "wanted?": "int", "holder?": "str"},

@@ -23,7 +23,26 @@ suggest = spelling.suggest
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises Refusal instead of exiting, and suggests the flag that was probably meant."""
+    """Raises Refusal instead of exiting, and suggests the flag that was probably meant. With an `epilog` the texts are
+    printed as they are, not wrapped.
+    """
+
+    def __init__(self, prog: str, description: str | None = None, epilog: str | None = None, **more: Any) -> None:
+        more.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter)
+        super().__init__(prog, description=description, epilog=epilog, **more)
+
+    def option(self, flags: str, metavar: str, help: str, type: Callable[[str], Any] = str, **more: Any) -> None:
+        """`flags`: its spellings, separated by spaces."""
+        self.add_argument(*flags.split(), metavar=metavar, help=help, type=_of_one_word(type), **more)
+
+    def switch(self, flag: str, help: str) -> None:
+        self.add_argument(flag, action="store_true", help=help)
+
+    def run_argument(self, kinds: str = "id, name or path of a run", default: str = "the newest") -> None:
+        self.add_argument("run", nargs="?", metavar="RUN", help=f"{kinds} (default: {default})")
+
+    def runs_dir(self) -> None:
+        self.option("--runs-dir", "DIR", "folder of the run directories (default: $STOKER_RUNS, else ./runs)")
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(f"{message}; `{self.prog} --help` lists what there is", EX_USAGE)
@@ -32,6 +51,20 @@ class Parser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings if flag.startswith("--")]
         first = next((word for word in words if word.startswith("-")), words[0])
         raise Refusal(f"unknown option {first}{suggest(first.partition('=')[0], flags)}", EX_USAGE)
+
+
+def _of_one_word(type: Callable[[str], Any]) -> Callable[[str], Any]:
+    """argparse has words of its own for a bad int or float, and hides those of other readers' errors."""
+    if type in (str, int, float):
+        return type
+
+    def read_word(text: str) -> Any:
+        try:
+            return type(text)
+        except ValueError as problem:
+            raise argparse.ArgumentTypeError(str(problem)) from problem
+
+    return read_word
 
 
 def _kind(settings: type[Any], name: str) -> str:

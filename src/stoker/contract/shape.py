@@ -36,16 +36,23 @@ class Option:
         self.__dict__.update(spec)
 
 
+class section:
+    """In a class of options: the heading, in --help, of the options that follow."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+
+
 def option(
     help: str,
+    metavar: str | None = None,
     *,
     default: Any,
     flags: tuple[str, ...] = (),
     parse: Callable[[str], Any] | None = None,
-    metavar: str | None = None,
     choices: tuple[str, ...] | None = None,
     many: bool = False,
-    group: str = "options",
+    group: str = "",
     limit: Container[float] | None = None,
 ) -> Any:
     """`many`: may be given several times, collects a tuple. `limit`: the numbers it may be (contract/limits.py)."""
@@ -66,6 +73,12 @@ def shape(cls: type[T]) -> type[T]:
     for name in cls.__dict__.get("__annotations__", {}):  # noqa: RUF063  inspect is what this file avoids
         default = cls.__dict__.get(name, MISSING)
         fields[name] = default.default if isinstance(default, Option) else default
+    heading = "options"
+    for value in cls.__dict__.values():
+        if isinstance(value, section):
+            heading = value.title
+        elif isinstance(value, Option) and not value.group:
+            value.group = heading
     cls.__fields__ = fields  # type: ignore[attr-defined]
     cls.__options__ = {name: value for name, value in cls.__dict__.items() if isinstance(value, Option)}  # type: ignore[attr-defined]
     for name in cls.__options__:  # type: ignore[attr-defined]
@@ -135,6 +148,11 @@ def as_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_json(item) for key, item in value.items()}
     return value
+
+
+def pick(value: Any, *names: str) -> dict[str, Any]:
+    """Some of its fields, as JSON has them."""
+    return {name: as_json(getattr(value, name)) for name in names}
 
 
 def replace(value: T, **changes: Any) -> T:

@@ -50,6 +50,11 @@ class own_lines:
         sys.stdout, sys.stderr = self._before
 
 
+def say(line: str) -> None:
+    """One line of ours to stderr."""
+    print(f"stoker: {line}", file=sys.stderr, flush=True)
+
+
 def draw(line: str, after: str = "") -> None:
     """A progress bar on stderr: in the place of the one before, or with `after` "\\r" so that the next one takes its place."""
     _codes(f"{printable(line)}\x1b[K{after}" if after else f"\r{printable(line)}\x1b[K")

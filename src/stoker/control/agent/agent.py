@@ -22,14 +22,12 @@ from stoker.contract.names import EX_OSERR, Refusal
 from stoker.contract.process import process, send
 from stoker.contract.untrusted import open_regular, parse_json, read_json
 from stoker.control.agent import kernel, spawn
-from stoker.control.agent.memory import Gate, MemoryWatch, memory_now
 from stoker.control.agent.questions import Questions
 from stoker.control.agent.relay import CHUNK, RESTLESS, Relay
 from stoker.control.agent.reservations import GpuLocks, held, reserve
-from stoker.control.agent.spawn import Rank
-from stoker.control.agent.stopsequence import Finishing, StopSequence
-from stoker.control.agent.sweep import Sweeper, ending, reap
-from stoker.control.agent.vitals import BEATS_S, Vitals
+from stoker.control.agent.spawn import Gate, Rank
+from stoker.control.agent.sweep import Finishing, StopSequence, Sweeper, ending, reap, take_over
+from stoker.control.agent.vitals import BEATS_S, MemoryWatch, Vitals, memory_now
 from stoker.control.machine import host, origin
 from stoker.control.machine.host import cpus_near
 from stoker.control.machine.nvml import Nvml
@@ -82,20 +80,14 @@ class Agent:
         self._wake = wake_write
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        folder = (
-            "/tmp" if os.access("/tmp", os.W_OK) else None
-        )  # a Unix socket's path is limited to 107 bytes: TMPDIR may be long
+        folder = "/tmp" if os.access("/tmp", os.W_OK) else None  # TMPDIR may be too long for a socket's path
         self._dir = tempfile.mkdtemp(prefix="stoker-", dir=folder)
         try:
             self._mail = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._mail.bind(os.path.join(self._dir, "s"))
+            self._mail.bind(os.path.join(self._dir, spawn.MAIL))
             self._mail.setblocking(False)
-            for handle, what in (
-                (0, "orders"),
-                (wake_read, "child"),
-                (self._life, "life"),
-                (self._mail.fileno(), "mail"),
-            ):
+            sources = {0: "orders", wake_read: "child", self._life: "life", self._mail.fileno(): "mail"}
+            for handle, what in sources.items():
                 self._selector.register(handle, selectors.EVENT_READ, what)
             self._relay.outbox += protocol.SENTINEL
             try:
@@ -186,9 +178,8 @@ class Agent:
             except Refusal as refusal:
                 self._relay.say({"is": "refused", "line": refusal.line, "code": refusal.code})
             except OSError as problem:
-                self._relay.say(
-                    {"is": "refused", "line": f"the agent could not {order['do']}: {problem}", "code": EX_OSERR}
-                )
+                line = f"the agent could not {order['do']}: {problem}"
+                self._relay.say({"is": "refused", "line": line, "code": EX_OSERR})
         self._last_heard = time.monotonic()  # what we took to obey was not the coordinator's silence
         return True
 
@@ -201,9 +192,8 @@ class Agent:
         elif do == "look":
             self._look_aside({})
         elif do == "lock":
-            self._relay.say(
-                {"is": "locked", "refused": self._locks.take(order["gpus"]), "notices": self._locks.notices}
-            )
+            refused = self._locks.take(order["gpus"])
+            self._relay.say({"is": "locked", "refused": refused, "notices": self._locks.notices})
         elif do == "reserve":
             if self._port is not None:
                 self._port.close()
@@ -241,45 +231,26 @@ class Agent:
             sys.path.append(order["packages"])  # where nvidia-ml-py lies: this interpreter runs without site-packages
         found = []
         if order.get("former"):
-            from stoker.control.agent.sweep import take_over
-
             found = take_over(order["former"], order["run"], order["dir"], order.get("host", ""))
         selves = [(one.pid, one.start) for one in (process(self._guardian), process(os.getpid())) if one is not None]
-        self._look_aside(
-            {
-                "pid": os.getpid(),
-                "guardian": self._guardian,
-                "selves": selves,
-                "found": found,
-                "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
-            },
-            order.get("recorded"),
-        )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._look_aside({"selves": selves, "found": found, "visible": visible}, order.get("recorded"))
 
     def _look_aside(self, more: protocol.Message, recorded: str | None = None) -> None:
-        """In a thread: a driver may take longer to come up than anybody waits for a word, and the loop must go on
-        saying that we live.
-        """
+        """In a thread: a driver may take long to come up, and the loop must go on saying that we live."""
 
         def look() -> None:
             try:
                 if self._observer is None:
                     self._observer = Observer(recorded)
                 machine = self._observer.look()
-                found: protocol.Message = {
-                    "is": "host",
-                    "machine": machine.to_json(),
-                    "held": held([gpu.uuid for gpu in machine.gpus]),
-                    **more,
-                }
+                locked = held([gpu.uuid for gpu in machine.gpus])
+                found: protocol.Message = {"is": "host", "machine": machine.to_json(), "held": locked, **more}
             except Refusal as refusal:
                 found = {"is": "refused", "line": refusal.line, "code": refusal.code}
             except Exception as problem:
-                found = {
-                    "is": "refused",
-                    "line": f"the agent could not look at its machine: {problem}",
-                    "code": EX_OSERR,
-                }
+                line = f"the agent could not look at its machine: {problem}"
+                found = {"is": "refused", "line": line, "code": EX_OSERR}
             self._seen.append(found)
             os.write(self._wake, b"\0")
 
@@ -294,27 +265,19 @@ class Agent:
     def _start(self, order: protocol.Message) -> None:
         now = time.monotonic()
         self._ranks, self._by_pid, self._stop_sequence, self._finish = {}, {}, None, None
-        self._specs = {
-            spec["rank"]: {**order["common"], **spec, "env": {**order["common"]["env"], **spec["env"]}}
-            for spec in order["ranks"]
-        }
+        common = order["common"]
+        specs = [{**common, **spec, "env": {**common["env"], **spec["env"]}} for spec in order["ranks"]]
+        self._specs = {spec["rank"]: spec for spec in specs}
         gate = order["gate"]
         self._gate = Gate(tuple(self._specs), gate["slots"], gate["slot_s"], gate["total_s"], now)
         self._memory = MemoryWatch(order["ram_limit"])
         self._kills_before = host.oom_kills()
         self._pass_gate(now)
         if self._gate.limited:
+            holders = self._gate.holding
+            wait = {"holders": list(holders), "seconds": max(holders.values(), default=now) - now}
             for rank in self._gate.waiting:
-                holders = self._gate.holding
-                self._relay.say(
-                    {
-                        "is": "lock",
-                        "rank": rank,
-                        "what": "waiting",
-                        "holders": list(holders),
-                        "seconds": max(holders.values()) - now,
-                    }
-                )
+                self._relay.say({"is": "lock", "rank": rank, "what": "waiting", **wait})
 
     def _pass_gate(self, now: float) -> None:
         gate = self._gate
@@ -341,13 +304,14 @@ class Agent:
             self._relay.say({"is": "lock", "rank": number, "what": "released", "why": why, "slots": gate.slots})
 
     def _spawn(self, number: int, gated: bool) -> None:
-        spec = {**self._specs[number], "gated": gated, "origin": self._origin}
+        own = {"origin": self._origin, "hup_ignored": self._hup_ignored, "files": self._files}
+        spec = {**self._specs[number], **own, "gated": gated}
         if spec.get("numa") and spec.get("pci"):
             spec["cpus"] = cpus_near(spec["pci"])
         null = os.open(os.devnull, os.O_RDONLY)
         stdin = self._stdin_fd if spec["rank"] == 0 and self._stdin_fd >= 0 else null
         try:
-            rank = spawn.start(spec, self._dir, os.path.join(self._dir, "s"), stdin, self._hup_ignored, self._files)
+            rank = spawn.start(spec, self._dir, stdin)
         except OSError as problem:
             self._release(number, "not started")
             self._relay.say({"is": "unstarted", "rank": number, "text": str(problem)})
@@ -394,10 +358,8 @@ class Agent:
     def _tell_memory(self, rank: Rank, where: str, note: str = "") -> None:
         if where not in rank.marks:
             rank.marks.add(where)
-            nvml = self._nvml
-            self._relay.say(
-                {"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory_now(rank.pid, rank.gpu, nvml)}
-            )
+            memory = memory_now(rank.pid, rank.gpu, self._nvml)
+            self._relay.say({"is": "mem", "rank": rank.rank, "at": where, "note": note, **memory})
 
     @property
     def _nvml(self) -> Nvml | None:
@@ -408,9 +370,7 @@ class Agent:
         self._tell_memory(rank, "POST-MODEL", "at its first step")
 
     def _collect(self) -> None:
-        """Ranks that ended, and orphans. A rank stays our zombie until it is swept: its process group's number can't be
-        a stranger's.
-        """
+        """Ranks that ended, and orphans. Unswept, a rank stays our zombie: its group's number can't be reused."""
         reap(self._sweeper.groups)
         for rank in list(self._by_pid.values()):
             end = ending(rank.pid)
@@ -423,6 +383,7 @@ class Agent:
             self._vitals.beats(self._ranks, self._first_step)
             self._release(rank.rank, "exit")
             kills = host.oom_kills()
+            bad = end[0] != 0 and not rank.signalled
             self._relay.say(
                 {
                     "is": "exit",
@@ -436,16 +397,12 @@ class Agent:
                     "steps": rank.steps,
                     "core": end[1],
                     "oom_killed": kills is not None and self._kills_before is not None and kills > self._kills_before,
-                    "around": self._vitals.around(rank, self._nvml, self._run_id)
-                    if end[0] != 0 and not rank.signalled
-                    else {},
+                    "around": self._vitals.around(rank, self._nvml, self._run_id) if bad else {},
                 }
             )
 
     def _without_secrets(self, report: Any) -> Any:
-        """The coordinator takes out what it knows; of the variables that only this host has, we alone know. Not at the
-        start: ranks wait for that.
-        """
+        """Those that only this host's variables hold. Not learned at the start: ranks wait for that."""
         if report and not self._learned:
             self._learned = True
             redact.learn(next(iter(self._specs.values()))["env"])  # what differs between ranks is ours

@@ -68,9 +68,7 @@ def _let_go_of_protocol(stdin_fd: int) -> None:
 
 
 def _wait(child: int, heart: int) -> tuple[int, str]:
-    """The agent's wait status, and its folder on this host. A stalled agent is killed: ranks it can't watch must not
-    run on.
-    """
+    """The agent's wait status, and its folder. A stalled agent is killed: ranks it can't watch must not run."""
     last = time.monotonic()
     words, scratch = b"", ""
     while True:

@@ -6,84 +6,22 @@ The child may block (a sick kernel, a dead socket) and may be killed; the agent 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from typing import Any
 
-from stoker.contract.untrusted import is_count, printable
-from stoker.control.agent.memory import children
+from stoker.contract.untrusted import is_count
 from stoker.control.agent.spawn import Rank
 from stoker.control.agent.spy import LOOK_S, SPY_S, Loops, Spy, flight_recorder, timings
+from stoker.control.agent.vitals import children
 from stoker.control.machine import processes
 
 GAP_S = 0.4
 WORKERS = 16
 
 
-class Inspection:
-    """Started by an order {"ask", "ranks", "samples", "gap", "timings"}; its answer is JSON: rank -> what was seen."""
-
-    def __init__(self, order: dict[str, Any], ranks: list[Rank]) -> None:
-        self.ask = order["ask"]
-        self._parts: list[bytes] = []
-        self.handle, write = os.pipe()
-        os.set_blocking(self.handle, False)
-        try:
-            self.pid = os.fork()
-        except OSError:
-            os.close(self.handle)
-            os.close(write)
-            raise
-        if self.pid == 0:
-            _in_child(order, ranks, write)
-        os.close(write)
-
-    def read(self) -> bool:
-        """True when the answer is complete."""
-        try:
-            data = os.read(self.handle, 1 << 18)
-        except BlockingIOError:
-            return False
-        if data:
-            self._parts.append(data)
-            return False
-        os.close(self.handle)
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)  # its pipe is closed by its end
-        return True
-
-    def answer(self) -> bytes:
-        return (
-            b"".join(self._parts) or b"{}"
-        ) + b"\n"  # some transports pass whole lines on only: without its end it would wait for the next word
-
-
-def _in_child(order: dict[str, Any], ranks: list[Rank], write: int) -> None:
-    """Never returns."""
-    try:
-        import json
-        import signal
-
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
-        os.dup2(null, 1)
-        os.dup2(write, 3)
-        os.closerange(
-            4, 4096
-        )  # the protocol's, the guardian's and the ranks' ends: their closing must mean what it means
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.alarm(int(LOOK_S * 3))
-        text = json.dumps(inspect(order, ranks)).encode()
-        while text:
-            text = text[os.write(3, text) :]
-    except BaseException as problem:
-        os.write(2, printable(f"stoker: an inspection failed: {type(problem).__name__}: {problem}").encode() + b"\n")
-    os._exit(0)
-
-
 def inspect(order: dict[str, Any], ranks: list[Rank]) -> dict[str, Any]:
+    """`order`: {"ranks", "samples", "gap", "timings"}. Rank -> what was seen."""
     if order.get("timings"):
         return {str(rank.rank): {"timings": timings(rank.files["server"])} for rank in ranks}
     samples, gap = int(order.get("samples", 2)), float(order.get("gap", GAP_S))
@@ -118,11 +56,10 @@ class _Look:
         self._state = before.state if before else "Z"
         self._below = children(self.rank.pid)[:WORKERS]
         self._below_first = {pid: processes.cpu_seconds(pid) or 0.0 for pid in self._below}
-        one = processes.process(self.rank.pid)
-        stopped = one is not None and one.state in "Tt"
-        self._collectives, self._no_collectives = (
-            ([], "its process is stopped") if stopped else flight_recorder(self.rank.files["server"])
-        )
+        self._groups: list[dict[str, Any]] = []
+        self._no_groups = "its process is stopped"
+        if self._state not in "Tt":
+            self._groups, self._no_groups = flight_recorder(self.rank.files["server"])
 
     def sample(self) -> None:
         threads = self._spy.stacks(self.rank.pid, self.rank.files["asked"])
@@ -137,32 +74,26 @@ class _Look:
         last = self._meter(self.rank.pid)
         share = {key: round((last[key] - value) / took, 3) for key, value in self._first.items() if key != "swap"}
         return {
+            **share,
             "pid": self.rank.pid,
             "state": _steady(self._state, one.state if one else "Z"),
             "took": round(took, 2),
-            "cpu": share["cpu"],
-            "main_cpu": share["main_cpu"],
-            "waiting_for_core": share["delay"],
-            "faults": share["faults"],
-            "moved": share["moved"],
             "swap": last["swap"],
             "wchan": _wchan(self.rank.pid),
             "syscall": _syscall(self.rank.pid),
             "cpus": len(os.sched_getaffinity(self.rank.pid)) if one else 0,
             "samples": self._samples,
             "stacks_by": self._spy.how,
-            "groups": self._collectives,
-            "no_groups": self._no_collectives,
+            "groups": self._groups,
+            "no_groups": self._no_groups,
             "workers": [self._worker(pid, took) for pid in self._below if processes.process(pid)],
             **self._message(),
         }
 
     def _message(self) -> dict[str, Any]:
         """Where it is in a send or a receive, and with whom: gloo's recorder does not know these."""
-        frames: list[Any] = next(
-            (thread["frames"] for thread in (self._samples[-1] if self._samples else ()) if thread["main"]), []
-        )
-        for name, file, *_ in frames:
+        newest = self._samples[-1] if self._samples else []
+        for name, file, *_ in next((thread["frames"] for thread in newest if thread["main"]), []):
             if name in ("recv", "send") and file.endswith("distributed_c10d.py"):
                 return {"message": name, "peer": self._spy.argument(self.rank.pid, name, ("src", "dst"))}
         return {}
@@ -196,7 +127,7 @@ class _Look:
         return {
             "cpu": processes.cpu_seconds(pid) or 0.0,
             "main_cpu": processes.cpu_seconds(pid, pid) or 0.0,
-            "delay": delay,
+            "waiting_for_core": delay,
             "faults": faults,
             "moved": processes.bytes_moved(pid) or 0,
             "swap": swap,
@@ -230,11 +161,9 @@ def _syscall(pid: int) -> str:
             word = file.read().split(" ")[0].strip()
     except OSError:
         return ""
-    return (
-        SYSCALLS.get(os.uname().machine, {}).get(int(word), f"system call {word}")
-        if is_count(word.removeprefix("-"))
-        else word
-    )
+    if not is_count(word.removeprefix("-")):
+        return word
+    return SYSCALLS.get(os.uname().machine, {}).get(int(word), f"system call {word}")
 
 
 _ASK_NVML = """
@@ -256,12 +185,8 @@ def _cards(uuids: list[str]) -> dict[str, dict[str, Any]]:
     import sys
 
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)],
-            capture_output=True,
-            timeout=SPY_S,
-            check=True,
-        )
+        command = [sys.executable, "-I", "-S", "-c", _ASK_NVML, json.dumps(sys.path), *set(uuids)]
+        done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
         found: dict[str, dict[str, Any]] = json.loads(done.stdout)
     except (subprocess.SubprocessError, ValueError):
         return {}

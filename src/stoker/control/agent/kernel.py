@@ -42,9 +42,7 @@ def tracing_is_restricted() -> bool:
 
 
 def allow_tracing_by(agent: int) -> None:
-    """Lets the agent and its children (py-spy) read this process's stack, under Yama. Elsewhere there is nothing to
-    allow.
-    """
+    """Lets the agent and its children (py-spy) read this process's stack under Yama; needless elsewhere."""
     if tracing_is_restricted():
         with contextlib.suppress(OSError):  # a sandbox that refuses it costs stacks, not the rank
             _prctl(_PR_SET_PTRACER, agent)

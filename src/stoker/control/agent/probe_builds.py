@@ -1,18 +1,21 @@
-"""Which Python and which torch the ranks would get here, without importing torch: its version file says it in 0.1 s
-instead of seconds.
+"""This host: names, clock, links, examination, and which Python and torch its ranks would get. torch is not imported:
+its version file answers in 0.1 s, an import in seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from typing import Any
 
+from stoker.contract.names import MACHINE
 from stoker.contract.untrusted import NOT_FROM_HERE
+from stoker.control.machine.observe import Observer
 
 _LOOK = """
 import importlib.util, json, os, sys
@@ -26,8 +29,9 @@ else:
         with open(os.path.join(os.path.dirname(spec.origin or "."), "version.py")) as file: exec(file.read(), said)
         found.update(version=said.get("__version__"), cuda=said.get("cuda"))
     except OSError:
-        from importlib.metadata import version
-        found["version"] = version("torch")
+        from importlib import metadata
+        try: found["version"] = metadata.version("torch")
+        except metadata.PackageNotFoundError: found["version"] = "of unknown version"
 print(json.dumps(found, default=str))
 """
 
@@ -35,15 +39,47 @@ print(json.dumps(found, default=str))
 def builds(python: str = "") -> Any:
     name = socket.gethostname()
     found: dict[str, Any] = {"hostname": name, "resolves": {name: resolve(name)}}
-    program = os.path.expanduser(python) or sys.executable
+    return {**found, "torch": _look_at(os.path.expanduser(python) or sys.executable)}
+
+
+def _look_at(program: str) -> dict[str, Any]:
     done = subprocess.run(
         [program, "-c", NOT_FROM_HERE + _LOOK], capture_output=True, timeout=15, check=False, stdin=subprocess.DEVNULL
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith(b"{")]
     if not lines:
         last = done.stderr.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        return {**found, "torch": {"error": f"{program} ended with {done.returncode}" + (f": {last}" if last else "")}}
-    return {**found, "torch": json.loads(lines[-1])}
+        return {"error": f"{program} ended with {done.returncode}" + (f": {last}" if last else "")}
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+def setup(pythons: list[str]) -> Any:
+    """For a hosts file: cards, and which Pythons have torch. `pythons`: the best first; a leading ~ is the home here."""
+    machine = Observer(os.environ.get(MACHINE)).look()
+    return {
+        "gpus": [gpu.name for gpu in machine.gpus if gpu.error is None],
+        "gpu_error": machine.gpu_error,
+        "pythons": [found for found in map(_python, pythons) if found is not None],
+    }
+
+
+def _python(word: str) -> dict[str, Any] | None:
+    program = shutil.which(os.path.expanduser(word))
+    try:
+        found = _look_at(program) if program is not None else {}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        found = {}  # it is there and is no Python that works
+    if "python" not in found:
+        return None
+    return {"python": word, "version": found["python"], "torch": found.get("version")}
+
+
+def examine(runs_dir: str, port: int, parts: list[str]) -> Any:
+    """For the doctor, whose checks run on the coordinator's side."""
+    from stoker.control.machine.examine import examine as look
+
+    return look(runs_dir, port, frozenset(parts)).to_json()
 
 
 def names(of: list[str], interfaces: list[str]) -> Any:
@@ -65,13 +101,9 @@ def resolve(name: str) -> list[str]:
 def link(interface: str) -> dict[str, Any]:
     """Megabits a second as the driver states them; a virtual interface's figure means nothing."""
     folder = os.path.join("/sys/class/net", interface)
-    stated = None
     try:
         with open(os.path.join(folder, "speed"), encoding="ascii") as file:
             stated = int(file.read())
     except (OSError, ValueError):
-        stated = None  # wireless, tunnels and interfaces that are down have none
-    return {
-        "speed": stated if stated is not None and stated > 0 else None,
-        "physical": os.path.exists(os.path.join(folder, "device")),
-    }
+        stated = 0  # wireless, tunnels and interfaces that are down have none
+    return {"speed": stated if stated > 0 else None, "physical": os.path.exists(os.path.join(folder, "device"))}

@@ -65,9 +65,7 @@ def _orders() -> Iterator[Any]:
 
 
 def _listen(address: str, ports: Any) -> socket.socket:
-    """The first of the ports that is free. An address that is none of ours is a router's, which leads here: then on all
-    of ours.
-    """
+    """The first port that is free. An address that is not ours is a router's that leads here: then on all ours."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     problem = ""
     for port in ports:
@@ -128,9 +126,7 @@ def _turn_away_one(strangers: dict[socket.socket, str]) -> None:
 
 
 def _answer(peer: socket.socket, key: bytes, strangers: dict[socket.socket, str]) -> None:
-    """After the token: messages of a length, each answered by one byte; a length of 0 begins a stream, answered by its
-    size.
-    """
+    """After the token: messages of a length, each answered by a byte; length 0 begins a stream, then its size."""
     with peer:
         peer.settimeout(10.0)
         try:

@@ -1,6 +1,4 @@
-"""Is this host ready for its ranks: is the working directory there, the interpreter, the run directory, and is that one
-the coordinator's own?
-"""
+"""Is this host ready for its ranks: workdir, interpreter, run directory; and is that the coordinator's own?"""
 
 from __future__ import annotations
 
@@ -12,12 +10,11 @@ from typing import Any
 
 from stoker.contract import layout, owners
 from stoker.contract.untrusted import kind_of
+from stoker.control.machine.source import digest, digest_of_paths, hashes_of, module_files, script_files
 
 
 def ready(workdir: str, program: str, run_dir: str, token: str) -> Any:
-    """`token`: a file with a random name that the coordinator has put into the run directory. Who sees it shares that
-    file system.
-    """
+    """`token`: a randomly named file of the coordinator's in the run directory. Who sees it shares the disk."""
     problems = []
     where = os.path.expanduser(workdir)
     if not os.path.isdir(where):
@@ -62,3 +59,31 @@ def _make(run_dir: str) -> str:
             name = owners.user_name(about.st_uid)
             return f"the run directory {run_dir} belongs to {name} there; choose another name with --name"
     return ""
+
+
+# ---- is the program here the one that is there: hashes of script, of what it can import, of data and weights ----
+
+
+def files(
+    workdir: str, script: str = "", module: bool = False, python: str = "", paths: list[str] | None = None
+) -> Any:
+    """`script`: a path below the working directory, or a module's name. "names" is name -> hash, for saying which file
+    differs.
+
+    A hash is None where there is nothing of that kind here.
+    """
+    where = os.path.abspath(os.path.expanduser(workdir))
+    at = os.path.join(where, os.path.expanduser(script))
+    found = script_files(at) if os.path.exists(at) and not module else {}
+    if module:
+        found = module_files(script, where, os.path.expanduser(python))
+    names = hashes_of(found) if script else {}
+    own = "__main__.py" if os.path.isdir(at) else os.path.basename(at)
+    data = {path: os.path.join(where, os.path.expanduser(path)) for path in paths or []}
+    hashed = digest_of_paths(data.values())
+    return {
+        "script": None if module else names.get(own),
+        "package": digest(names) if names else None,
+        "names": names,
+        "paths": {path: hashed[place] for path, place in data.items()},
+    }

@@ -1,6 +1,4 @@
-"""Which way leads to a peer: the interface, the address the peer will see, the longest packet. Asked of the kernel,
-without a packet sent.
-"""
+"""The way to a peer: interface, own address, longest packet. Asked of the kernel, without a packet sent."""
 
 from __future__ import annotations
 
@@ -17,16 +15,12 @@ _ENTRY = 40  # bytes of a struct ifreq on 64-bit Linux
 
 
 def route(to: list[str]) -> Any:
-    """`to`: addresses or names. A name that does not resolve here, or an address without a way to it, has an error
-    instead of a route.
-    """
+    """`to`: addresses or names. One that does not resolve, or has no way to it, has an error for a route."""
     found = addresses()
-    hostname = socket.gethostname()
     return {
         "routes": {target: _route(target, found) for target in to},
         "addresses": found,
-        "hostname": hostname,
-        "hostname_resolves_to": _resolve(hostname),
+        "hostname": socket.gethostname(),
         "reached_at": [*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""][2] or None,  # the address ssh came to
     }
 
@@ -40,12 +34,8 @@ def _route(target: str, found: dict[str, list[str]]) -> dict[str, Any]:
     except OSError as problem:
         return {"error": problem.strerror or str(problem)}
     interface = next((name for name, mine in found.items() if source in mine), None)
-    return {
-        "interface": interface,
-        "source": source,
-        "mtu": mtu(interface) if interface else None,
-        "address": str(where[0]),
-    }
+    longest = mtu(interface) if interface else None
+    return {"interface": interface, "source": source, "mtu": longest, "address": str(where[0])}
 
 
 def addresses() -> dict[str, list[str]]:
@@ -73,10 +63,3 @@ def mtu(interface: str) -> int | None:
         except OSError:
             return None
     return int(struct.unpack("16si12x", answer)[1])
-
-
-def _resolve(name: str) -> list[str]:
-    try:
-        return sorted({str(one[4][0]) for one in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)})
-    except OSError:
-        return []

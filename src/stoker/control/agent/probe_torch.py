@@ -89,9 +89,7 @@ for line in sys.stdin:
 
 
 def torch(python: str = "") -> Iterator[Any]:
-    """Yields what build it is, then one answer ({"port"} before, on rank 0) per order {"do": "reduce", ...} on standard
-    input.
-    """
+    """Yields its build, then an answer ({"port"} first, on rank 0) per order {"do": "reduce", ...} on stdin."""
     with tempfile.TemporaryFile() as complaints:
         worker = subprocess.Popen(
             [os.path.expanduser(python) or sys.executable, "-c", NOT_FROM_HERE + WORKER, str(os.getpid())],

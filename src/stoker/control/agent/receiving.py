@@ -68,18 +68,14 @@ class Receiver:
         os.makedirs(self._root, exist_ok=True)
         uid = os.stat(self._root).st_uid
         if manifest == "inside" and not owners.is_trusted(uid, self._root):
-            raise Refused(
-                f"the folder {self._root} belongs to {owners.user_name(uid)}, who could change the code that is run"
-                " there; name another with workdir:"
-            )
+            other = f"belongs to {owners.user_name(uid)}, who could change the code that is run there"
+            raise Refused(f"the folder {self._root} {other}; name another with workdir:")
         if not os.access(self._root, os.W_OK | os.X_OK):
             raise Refused(f"the folder {self._root} may not be written")
         name = hashlib.sha256(os.fsencode(self._root)).hexdigest()[:32]
-        self._manifest = (
-            os.path.join(self._root, layout.SYNCED)
-            if manifest == "inside"
-            else os.path.join(cache_folder(), "staged", f"{name}.json")
-        )
+        self._manifest = os.path.join(cache_folder(), "staged", f"{name}.json")
+        if manifest == "inside":
+            self._manifest = os.path.join(self._root, layout.SYNCED)
         self._origin = origin
         self._others, self._ignored = _read_manifest(self._manifest)
         self._ours = self._others.pop(origin, {})
@@ -98,9 +94,8 @@ class Receiver:
                 room += size
         free = os.statvfs(self._root)
         if room and room + _RESERVE > free.f_bavail * free.f_frsize:
-            raise Refused(
-                f"the disk of {self._root} is full: {_mb(room)} to copy, {_mb(free.f_bavail * free.f_frsize)} free"
-            )
+            left = _mb(free.f_bavail * free.f_frsize)
+            raise Refused(f"the disk of {self._root} is full: {_mb(room)} to copy, {left} free")
         if need:
             self._ours |= {path: self._offered[path][1] for path in need}
             self._save_manifest()  # before the first byte: a copy that breaks off is still known as ours
@@ -113,9 +108,7 @@ class Receiver:
         return os.path.join(self._root, path)
 
     def _through_link(self, path: str, of: Mapping[str, str] | None = None) -> bool:
-        """Is one of the folders on the way a link (of these)? What lies behind it is not ours to change: it may be
-        anywhere.
-        """
+        """Is a folder on the way a link (of these)? What lies behind may be anywhere, and is not ours to change."""
         parts = path.split("/")[:-1]
         ways = ["/".join(parts[: n + 1]) for n in range(len(parts))]
         return any(os.path.islink(os.path.join(self._root, way)) for way in ways if of is None or way in of)
@@ -146,9 +139,7 @@ class Receiver:
         self._written += 1
 
     def _make_way(self, place: str) -> None:
-        """Its folder is made; a link or file in the place of one goes if a copy of ours put it there, and is named if
-        not.
-        """
+        """Makes its folder. A link or file in the way goes if a copy of ours put it there; else it is named."""
         folder = os.path.dirname(place)
         step = self._root
         for name in os.path.relpath(folder, self._root).split(os.sep):
@@ -217,9 +208,8 @@ class Receiver:
         }
 
     def _left_of(self, origin: str) -> int:
-        return sum(
-            1 for path in self._others[origin] if path not in self._offered and os.path.lexists(self._place(path))
-        )
+        theirs = [path for path in self._others[origin] if path not in self._offered]
+        return sum(os.path.lexists(self._place(path)) for path in theirs)
 
     def _remove(self, path: str, was: str) -> int:
         """Only what is still as a copy of ours left it: somebody may have gone on with it here."""
@@ -251,9 +241,7 @@ class Receiver:
 
 
 def _read_manifest(path: str) -> tuple[dict[str, dict[str, str]], str]:
-    """(origin -> path -> hash, why it was ignored). A manifest of schema 1 knew no origins. What it lists may be removed:
-    nobody else decides that.
-    """
+    """(origin -> path -> hash, why it was ignored). What it lists may be removed: nobody else decides that."""
     try:
         uid = os.lstat(path).st_uid
         if not owners.is_trusted(uid, os.path.dirname(path)):

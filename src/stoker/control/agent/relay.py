@@ -10,9 +10,7 @@ from stoker.contract import protocol
 from stoker.control.agent.spawn import Rank
 
 CHUNK = 1 << 18
-BACKLOG = (
-    8 << 20
-)  # past this much unsent output the loop stops reading ranks: the flooding one waits, not the agent's memory
+BACKLOG = 8 << 20  # of unsent output: past it ranks are not read, and the flooding one waits
 REST_S = 0.1
 RESTLESS = 1 << 16  # a chunk this large is a flood: no rest for that
 
@@ -99,9 +97,7 @@ class Relay:
             self._selector.unregister(handle)
 
     def rest(self, handle: int) -> None:
-        """A stream that was read rests a moment: a rank that prints 50 lines a second wakes us, and the coordinator, 10
-        times and not 50.
-        """
+        """Not read for a moment: a rank that prints 50 lines a second wakes us and the coordinator 10 times."""
         if handle in self.streams and handle not in self._resting and not self._paused:
             self._listen(handle, False)
             self._resting[handle] = (time.monotonic() // REST_S + 1) * REST_S  # all streams wake together

@@ -74,9 +74,7 @@ def _sign(handle: int, run_id: str) -> None:
 
 
 def held(uuids: list[str]) -> dict[str, str]:
-    """Which of these GPUs some run holds right now: uuid -> who. A folder or file that can't be used says nothing;
-    `take` reports it.
-    """
+    """Which of these GPUs a run holds now: uuid -> who. What can't be used says nothing; `take` reports it."""
     folders = _Folders(make=False)
     found: dict[str, str] = {}
     try:
@@ -197,9 +195,7 @@ def _bind(family: socket.AddressFamily, port: int) -> tuple[socket.socket, dict[
 
 
 def _probe(family: socket.AddressFamily, port: int) -> None:
-    """A bind without SO_REUSEADDR fails where another launch has merely reserved the port: SO_REUSEADDR alone would
-    share it.
-    """
+    """Without SO_REUSEADDR a bind fails where another launch has merely reserved the port: with it, both get it."""
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(("", port))

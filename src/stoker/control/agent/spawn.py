@@ -16,6 +16,7 @@ from stoker.control.agent import kernel
 from stoker.control.machine.processes import Process, process
 
 INJECT = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "rank", "inject")
+MAIL = "s"  # the agent's socket in its folder; a Unix socket's path is limited to 107 bytes
 _PIPE_BYTES = 1 << 20
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ; Python's fcntl has it since 3.10
 _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGCHLD)
@@ -24,24 +25,15 @@ _RESET = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.
 class Rank:
     """A started rank, as its agent knows it."""
 
-    def __init__(
-        self,
-        number: int,
-        me: Process,
-        streams: dict[int, int],
-        reader: beats.Reader | None,
-        base: str,
-        gpu: str | None,
-        started: float,
-    ) -> None:
-        self.rank = number
+    def __init__(self, spec: dict[str, Any], me: Process, streams: dict[int, int], base: str, started: float) -> None:
+        self.rank = int(spec["rank"])
         self.pid = me.pid
         self.me = me
         self.streams = streams  # our read end -> 1 or 2, or 0 where both are one pipe
-        self.reader = reader
+        self.reader: beats.Reader | None = None
         self.files = layout.scratch_files(base)
-        self.gpu = gpu
-        self.pci = ""
+        self.gpu: str | None = spec.get("gpu")
+        self.pci = (spec.get("pci") or "").lower()
         self.started = started
         self.signalled = False
         self.reported = 0.0  # when the shim reported an exception: it is on its way out by itself
@@ -55,35 +47,27 @@ class Rank:
         self.over = 0  # bytes, when it passed its memory limit
 
 
-def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup_ignored: bool, files: int) -> Rank:
-    """`spec` is one entry of the protocol's start message. Must run in the agent's main thread: PDEATHSIG follows the
-    thread.
-    """
-    rank = int(spec["rank"])
-    base = os.path.join(host_dir, f"{spec['attempt']}-{rank}")
+def start(spec: dict[str, Any], host_dir: str, stdin: int) -> Rank:
+    """`spec`: an entry of the start message. In the agent's main thread: PDEATHSIG follows the thread."""
+    base = os.path.join(host_dir, f"{spec['attempt']}-{spec['rank']}")
     env = {**os.environ, **spec["env"]}
-    for name in (
-        *spec.get("unset", ()),
-        names.RDZV_SECRET,
-        names.RDZV_SECRET_FILE,
-        names.KEEP,
-    ):  # a rank is never kept: only what it starts
+    # A rank is never kept: only what it starts.
+    for name in (*spec.get("unset", ()), names.RDZV_SECRET, names.RDZV_SECRET_FILE, names.KEEP):
         env.pop(name, None)
     env[names.RUN_ORIGIN] = spec["origin"]
     env["TORCHELASTIC_ERROR_FILE"] = layout.scratch_files(base)["elastic"]
     held: list[int] = []  # descriptors, for the case that the next one can't be had
     try:
-        memory = os.memfd_create(f"stoker-beats-{rank}", os.MFD_CLOEXEC)
+        memory = os.memfd_create(f"stoker-beats-{spec['rank']}", os.MFD_CLOEXEC)
         held.append(memory)
-        os.posix_fallocate(
-            memory, 0, beats.SIZE
-        )  # all of it now: a page that can't be had later would be a SIGBUS in the rank
+        os.posix_fallocate(memory, 0, beats.SIZE)  # a page that can't be had later would be a SIGBUS in the rank
         held += (out := _pipe())
         err = (-1, out[1])
         if spec["split"]:
             held += (err := _pipe())
         held += (failed := os.pipe())
-        _tell_shim(spec, env, base, socket_path, memory)
+        if spec["shim"]:
+            _tell_shim(spec, env, base, memory)
         agent = os.getpid()
         started = time.time()
         pid = os.fork()
@@ -93,18 +77,7 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
         raise
     (out_read, out_write), (err_read, err_write), (failed_read, failed_write) = out, err, failed
     if pid == 0:
-        _become(
-            spec,
-            env,
-            agent,
-            stdin,
-            out_write,
-            err_write,
-            memory if spec["shim"] else -1,
-            failed_write,
-            hup_ignored,
-            files,
-        )
+        _become(spec, env, agent, (stdin, out_write, err_write), memory, failed_write)
     os.close(out_write)
     if err_read >= 0:
         os.close(err_write)
@@ -122,19 +95,17 @@ def start(spec: dict[str, Any], host_dir: str, socket_path: str, stdin: int, hup
             os.close(handle)
         raise OSError(problem)
     me = process(pid) or Process(pid, agent, pid, pid, "Z", 0, "?")
-    made = Rank(rank, me, streams, beats.Reader(page) if spec["shim"] else None, base, spec.get("gpu"), started)
-    made.pci = (spec.get("pci") or "").lower()
+    made = Rank(spec, me, streams, base, started)
+    made.reader = beats.Reader(page) if spec["shim"] else None
     return made
 
 
-def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, socket_path: str, memory: int) -> None:
-    if not spec["shim"]:
-        return
+def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, memory: int) -> None:
     if "PYTHONPATH" in env:
         env[names.SHIM_PYTHONPATH] = env["PYTHONPATH"]
     env["PYTHONPATH"] = INJECT + (os.pathsep + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
     env[names.SHIM_BEATS] = str(memory)
-    env[names.SHIM_SOCKET] = socket_path
+    env[names.SHIM_SOCKET] = os.path.join(os.path.dirname(base), MAIL)
     env[names.SHIM_FILES] = base
     if kernel.tracing_is_restricted():
         env[names.SHIM_TRACER] = str(os.getpid())
@@ -142,33 +113,23 @@ def _tell_shim(spec: dict[str, Any], env: dict[str, str], base: str, socket_path
 
 
 def _become(
-    spec: dict[str, Any],
-    env: dict[str, str],
-    agent: int,
-    stdin: int,
-    out: int,
-    err: int,
-    memory: int,
-    failed: int,
-    hup_ignored: bool,
-    files: int,
+    spec: dict[str, Any], env: dict[str, str], agent: int, standard: tuple[int, int, int], memory: int, failed: int
 ) -> None:
     """In the child, between fork and exec. Never returns."""
     try:
         os.setsid()
         kernel.die_with_parent(agent)
         kernel.allow_tracing_by(agent)
-        os.dup2(stdin, 0)
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        if memory >= 0:
+        for number, handle in enumerate(standard):
+            os.dup2(handle, number)
+        if spec["shim"]:
             os.set_inheritable(memory, True)
         for signum in _RESET:
             signal.signal(signum, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN if hup_ignored else signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if spec["hup_ignored"] else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (spec["files"], hard))
         if spec.get("cwd"):
             os.chdir(os.path.expanduser(spec["cwd"]))
         if spec.get("cpus"):
@@ -198,3 +159,48 @@ def _read_all(handle: int) -> str:
     while data := os.read(handle, 4096):
         parts.append(data)
     return b"".join(parts).decode("utf-8", "replace")
+
+
+# ---- the start gate: how many ranks may import and load their model at the same time. Pure ----
+#
+# A rank that may not start yet is not spawned at all, so that a waiting rank costs nothing and programs without our shim
+# are gated too. The agent owns the slots: a flock would be inherited by forked workers and outlive a killed rank.
+
+
+class Gate:
+    def __init__(self, ranks: tuple[int, ...], slots: int, slot_s: float, total_s: float, started: float) -> None:
+        self.ranks = ranks
+        self.slots = slots  # 0: find out from what the first rank takes
+        self._slot_s = slot_s  # a slot is given back after this long at the latest
+        self._total_s = total_s  # after it everybody goes: the first ranks wait in the store, which has a timeout too
+        self._started = started
+        self.waiting = list(ranks)
+        self.holding: dict[int, float] = {}  # rank -> deadline
+
+    @property
+    def limited(self) -> bool:
+        """Does this gate hold anybody back? If not, nobody needs to hear of it."""
+        return self.slots == 0 or self.slots < len(self.ranks)
+
+    def admit(self, now: float) -> list[int]:
+        """The ranks that may start now; they hold a slot from here on."""
+        allowed = max(1, self.slots)
+        if now - self._started > self._total_s:
+            allowed = len(self.ranks)
+        admitted = []
+        while self.waiting and len(self.holding) < allowed:
+            rank = self.waiting.pop(0)
+            self.holding[rank] = now + self._slot_s
+            admitted.append(rank)
+        return admitted
+
+    def release(self, rank: int) -> bool:
+        return self.holding.pop(rank, None) is not None
+
+    def overdue(self, now: float) -> list[int]:
+        return [rank for rank, deadline in self.holding.items() if now >= deadline]
+
+    def measured(self, took: int, available: int) -> None:
+        """The first rank is through and took this much memory at its peak: how many more fit side by side?"""
+        if self.slots == 0:
+            self.slots = max(1, min(len(self.ranks), available // max(took, 1)))

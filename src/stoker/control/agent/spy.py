@@ -6,6 +6,7 @@ process that catches it and still has the file it writes to.
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from typing import Any
@@ -15,6 +16,10 @@ from stoker.contract.process import send
 from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import is_count, parse_json
 from stoker.control.machine import processes
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
 
 SPY_S = 2.0
 ASK_S = 1.0
@@ -50,12 +55,10 @@ class Spy:
         """A whole number that was passed to a function on the main thread's stack."""
         if not self._program:
             return None
-        import json
         import subprocess
 
         try:
-            command = [self._program, "dump", "--json", "--locals", "--nonblocking", "--pid", str(pid)]
-            done = subprocess.run(command, capture_output=True, timeout=SPY_S, check=True)
+            done = self._dump(pid, "--locals")
             threads = json.loads(done.stdout)
         except (subprocess.SubprocessError, ValueError):
             return None
@@ -66,23 +69,21 @@ class Spy:
                         return int(local["repr"])
         return None
 
-    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
-        import json
+    def _dump(self, pid: int, *more: str) -> subprocess.CompletedProcess[bytes]:
         import subprocess
 
         assert self._program is not None
+        command = [self._program, "dump", "--json", *more, "--nonblocking", "--pid", str(pid)]
+        return subprocess.run(command, capture_output=True, timeout=SPY_S, check=False)
+
+    def _by_py_spy(self, pid: int) -> list[dict[str, Any]]:
+        import subprocess
+
         try:
-            done = subprocess.run(
-                [self._program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
-                capture_output=True,
-                timeout=SPY_S,
-                check=False,
-            )
+            done = self._dump(pid)
         except (subprocess.TimeoutExpired, OSError) as problem:
-            self._program = None
-            self.how = (
-                f"faulthandler (py-spy: {'no answer' if isinstance(problem, subprocess.TimeoutExpired) else problem})"
-            )
+            why = "no answer" if isinstance(problem, subprocess.TimeoutExpired) else problem
+            self._program, self.how = None, f"faulthandler (py-spy: {why})"
             return []
         if done.returncode != 0:
             said = done.stderr.decode("utf-8", "replace")
@@ -97,17 +98,13 @@ class Spy:
 
 
 class Loops:
-    """Which loops a line of the script is in: tells a rank that has left the loop from one that does something else in
-    it.
-    """
+    """The loops a line of the script is in: has a rank left the loop, or does it do something else in it?"""
 
     def __init__(self) -> None:
         self._known: dict[str, list[tuple[int, int]]] = {}
 
     def around(self, file: str, line: int) -> list[int]:
-        """The first lines of the loops around this line, outermost first. Nothing for library code or a file that can't
-        be read.
-        """
+        """First lines of the loops around it, outermost first. None for library code or an unreadable file."""
         if "/lib/python" in file or not file.endswith(".py"):
             return []
         if file not in self._known:
@@ -145,9 +142,7 @@ def _thread(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def _by_faulthandler(pid: int, path: str) -> list[dict[str, Any]]:
-    """Asks by signal, if the process catches it and is not stopped. What comes is text: threads of `File "x.py", line 3
-    in work`.
-    """
+    """By a signal that the process catches, unless it is stopped. Text: `File "x.py", line 3 in work`."""
     one = processes.process(pid)
     if one is None or one.state in "TtZ" or not processes.catches(pid, names.STACK_SIGNAL) or not _has_open(pid, path):
         return []

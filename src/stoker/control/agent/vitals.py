@@ -7,14 +7,15 @@ A rank that beats costs one look at shared memory twice a second. Only one that 
 from __future__ import annotations
 
 import itertools
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 from stoker.contract.beats import HAS_LOSS, Beat
+from stoker.contract.process import send
 from stoker.contract.shape import as_json
 from stoker.contract.shapes import Around
-from stoker.control.agent.memory import children
 from stoker.control.agent.spawn import Rank
 from stoker.control.machine import host, kernellog, processes
 from stoker.control.machine.nvml import Nvml
@@ -46,12 +47,8 @@ class Vitals:
             if rank.ended is not None:
                 continue
             if due:
-                rank.rss.append(
-                    (
-                        round(time.time(), 1),
-                        sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid))),
-                    )
-                )
+                resident = sum(processes.resident(pid) or 0 for pid in (rank.pid, *children(rank.pid)))
+                rank.rss.append((round(time.time(), 1), resident))
             if now - rank.beaten > QUIET_S:
                 one = processes.process(rank.pid)
                 state = one.state if one else "Z"
@@ -70,13 +67,8 @@ class Vitals:
             if rank.reader.torn:
                 rank.reader = None
                 self._say({"is": "beatless", "rank": rank.rank})
-                self._say(
-                    {
-                        "is": "note",
-                        "rank": rank.rank,
-                        "text": "its beats are unreadable (something wrote over them): it is watched without them",
-                    }
-                )
+                text = "its beats are unreadable (something wrote over them): it is watched without them"
+                self._say({"is": "note", "rank": rank.rank, "text": text})
             if not news:
                 continue
             first = rank.steps == 0
@@ -85,14 +77,9 @@ class Vitals:
             mine = [beat for beat in news if beat.optimizer == lead]
             rank.steps = max(1, rank.steps, *(beat.step for beat in mine))
             rank.beaten = time.monotonic()
-            fresh[str(rank.rank)] = [
-                rank.steps,
-                mine[-1].time_ns,
-                len(mine),
-                _longest(rank.beat_ns, mine),
-                _losses(mine),
-            ]
-            rank.beat_ns = mine[-1].time_ns
+            last, longest = mine[-1].time_ns, _longest(rank.beat_ns, mine)
+            fresh[str(rank.rank)] = [rank.steps, last, len(mine), longest, _losses(mine)]
+            rank.beat_ns = last
             if first:
                 first_step(rank, news[0].time_ns / 1e9)
         if fresh:
@@ -110,23 +97,13 @@ class Vitals:
 
     def around(self, rank: Rank, nvml: Nvml | None, run_id: str) -> dict[str, Any]:
         total, available, _ = host.memory()
-        shm = host.shared_memory()
-        if nvml is not None and rank.gpu and rank.pid not in self._holders:
+        free, whole = host.shared_memory()
+        if rank.pid not in self._holders:
             self.note_holders(rank, nvml, run_id)
-        card = nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None
-        found: dict[str, Any] = as_json(
-            Around(
-                rss=tuple(rank.rss),
-                host_available=available,
-                host_total=total,
-                kernel=_kernel_lines(rank),
-                holders=self._holders.get(rank.pid, ()),
-                gpu_used=card[0] if card else None,
-                gpu_total=card[1] if card else None,
-                shm_free=shm[0],
-                shm_total=shm[1],
-            )
-        )
+        used, size = (nvml.memory(rank.gpu) if nvml is not None and rank.gpu else None) or (None, None)
+        holders = self._holders.get(rank.pid, ())
+        seen = Around(tuple(rank.rss), available, total, _kernel_lines(rank), holders, used, size, free, whole)
+        found: dict[str, Any] = as_json(seen)
         return found
 
 
@@ -159,3 +136,58 @@ def _kernel_lines(rank: Rank) -> tuple[str, ...]:
         return kernellog.same_card(rank.pci, found[0]) if found else any(word in line for word in words)
 
     return tuple(line[:300] for line in kernellog.lines(rank.started) if concerns(line))[-12:]
+
+
+# ---- memory: the MEM lines' numbers, and the guard on resident memory ----
+#
+# Resident memory, never RLIMIT_AS: that limits address space, which a CUDA context alone fills with tens of gigabytes.
+
+
+def memory_now(pid: int, gpu: str | None, nvml: Nvml | None) -> dict[str, Any]:
+    total, available, _ = host.memory()
+    card = nvml.memory(gpu) if nvml is not None and gpu else None
+    of_host = {"host_used": total - available, "host_total": total}
+    return {"rss": processes.resident(pid), **of_host, "gpu": list(card) if card else None}
+
+
+class MemoryWatch:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def check(self, ranks: dict[int, Rank], say: Callable[[dict[str, Any]], None]) -> None:
+        if not self.limit:
+            return
+        for rank in ranks.values():
+            if rank.ended is not None or rank.over:
+                continue
+            family = [rank.pid, *children(rank.pid)]
+            if sum(processes.resident(pid) or 0 for pid in family) <= self.limit:
+                continue
+            # Forked workers share pages with the rank, which the sum counts twice. PSS is exact, and slow to read.
+            taken = sum(_proportional(pid) for pid in family)
+            if taken > self.limit:
+                rank.over = taken
+                rank.signalled = True
+                send(rank.me, signal.SIGSTOP)  # no further growth while the coordinator hears of it
+                say({"is": "ram", "rank": rank.rank, "bytes": taken, "limit": self.limit})
+
+
+def children(pid: int) -> list[int]:
+    """Its children, and theirs."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            direct = [int(child) for child in file.read().split()]
+    except OSError:
+        return []
+    return direct + [grandchild for child in direct for grandchild in children(child)]
+
+
+def _proportional(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("Pss:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # gone, or a kernel without it: resident memory is the next best
+    return processes.resident(pid) or 0

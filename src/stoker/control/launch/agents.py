@@ -14,9 +14,9 @@ from stoker.contract.shape import replace
 from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch.members import Member, Members, Unusable
-from stoker.control.launch.request import Request, taken, wanted_port
+from stoker.control.launch.request import taken, wanted_port
 from stoker.control.launch.runplace import RunPlace
-from stoker.control.launch.signals import Interrupted, Signals
+from stoker.control.launch.signals import Interrupted
 from stoker.control.machine.model import Machine, machine_from_json
 from stoker.control.machine.observe import packages_dir
 
@@ -24,29 +24,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # a run on one machine loads neither
     from stoker.control.cluster.asking import Asking
     from stoker.control.cluster.hosts import Host, Hosts
+    from stoker.control.launch.live import LiveRun
 
 MEET_S = 30.0
 _MOST_PROBES = 64  # different ones that a host which waits to join is asked
 
 
 class Agents:
-    """`link`: the local agent, already on its way; None where `hosts` are reached. `hear`: gets what those that take part
-    say, but for answers to questions.
-    """
+    """`link`: the local agent, already on its way; None where `hosts` are reached."""
 
-    def __init__(
-        self,
-        request: Request,
-        link: transport.Link | None,
-        hosts: Hosts | None,
-        signals: Signals,
-        say: Callable[[str], None],
-        hear: Callable[[str, protocol.Message, bytes], None],
-    ) -> None:
-        self._request = request
-        self._signals = signals
-        self._say = say
-        self._deliver = hear
+    def __init__(self, run: LiveRun, link: transport.Link | None, hosts: Hosts | None) -> None:
+        self._run = run
+        self._say = run.say
         self._place: RunPlace | None = None
         self._asking: Asking | None = None
         self.hosts = hosts
@@ -55,17 +44,13 @@ class Agents:
         self.members = Members([Member(one) for one in links], self._hear, self._complain)
 
     def reach(self, host: Host, again: bool = False) -> transport.Link:
-        """`again`: by a connection of its own, and soon given up: a shared one may be as dead as the agent that was
-        lost.
-        """
+        """`again`: by a connection of its own, soon given up: a shared one may be as dead as the lost agent."""
         assert self.hosts is not None
         try:
             return transport.reach(host, self.afresh if again else self.hosts)
         except FileNotFoundError as problem:
-            raise Refusal(
-                f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH",
-                EX_UNAVAILABLE,
-            ) from problem
+            line = f"several hosts need the program {problem.filename or 'ssh'}, and there is none on the PATH"
+            raise Refusal(line, EX_UNAVAILABLE) from problem
 
     @property
     def afresh(self) -> Hosts:
@@ -125,25 +110,22 @@ class Agents:
     def await_all(self, kind: str, seconds: float = MEET_S) -> None:
         """Until every agent has answered in this kind; those that can't are named together."""
         self._forget(kind)
-        deadline = time.monotonic() + seconds
-        while True:
-            waiting = [member for member in self.members.all if kind not in member.answers]
-            late = time.monotonic() > deadline
-            if all(member.gone or "refused" in member.answers or late for member in waiting):
-                break
-            self.members.pump(0.5)
-            self._heed_signals()
+        self._until(lambda: all(_answered(member, kind) for member in self.members.all), seconds)
+        waiting = [member for member in self.members.all if kind not in member.answers]
         if waiting:
             raise self._unusable(waiting, seconds)
+
+    def _until(self, done: Callable[[], bool], seconds: float) -> None:
+        """Or until the time is over."""
+        deadline = time.monotonic() + seconds
+        while not done() and time.monotonic() < deadline:
+            self.listen(0.5)
 
     def _unusable(self, waiting: list[Member], seconds: float) -> Refusal:
         refused = [member for member in waiting if "refused" in member.answers]
         if len(waiting) == 1 and refused:
-            told = refused[0].answers["refused"]
-            return Refusal(
-                told["line"] if not refused[0].host else f"host {refused[0].host}: {told['line']}",
-                _exit_code(told["code"]),
-            )
+            told, host = refused[0].answers["refused"], refused[0].host
+            return Refusal(f"host {host}: {told['line']}" if host else told["line"], _exit_code(told["code"]))
         slow = f"does not answer within {seconds:.0f} s: a sick driver, or a machine without memory"
         why = {one.host: f"is gone: {one.gone}" if one.gone else slow for one in waiting}
         why |= {one.host: one.answers["refused"]["line"] for one in waiting if one in refused}
@@ -172,17 +154,16 @@ class Agents:
     def pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.members.pump(left)
-            self._heed_signals()
+            self.listen(left)
 
     def listen(self, seconds: float) -> None:
-        """Until the next word of anybody, for at most so long."""
+        """Until the next word of anybody, for at most so long. Signals are heeded."""
         self.members.pump(seconds)
         self._heed_signals()
 
     def _heed_signals(self) -> None:
         """Before the start: a stop signal ends the launch, Ctrl-Z suspends it."""
-        while signum := self._signals.take():
+        while signum := self._run.signals.take():
             if signum != signal.SIGTSTP:
                 raise Interrupted(signum)
             self.suspend()
@@ -190,27 +171,22 @@ class Agents:
     def reserve(self, address: str, port: int | None = None) -> tuple[str, int]:
         """The store's, on the first host. `port`: that one and no other; None: what the options say."""
         first = self.members.all[0]
-        wanted, asked = wanted_port(self._request) if port is None else (port, bool(port))
+        wanted, asked = wanted_port(self._run.request) if port is None else (port, bool(port))
         for kind in ("port", "refused"):
             first.answers.pop(kind, None)
         first.say({"do": "reserve", "addr": address, "port": wanted, "soft": not asked})
-        deadline = time.monotonic() + 10.0
-        while "port" not in first.answers:
+        self._until(lambda: _answered(first, "port"), 10.0)
+        if "port" not in first.answers:
             if first.gone and self.by_name:
                 raise Unusable({first.host: f"is gone: {first.gone}"}, len(self.by_name))
-            if first.gone or "refused" in first.answers or time.monotonic() > deadline:
-                why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
-                raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
-            self.members.pump(0.5)
-            self._heed_signals()
+            why = first.gone or first.answers.get("refused", {}).get("line", "no answer")
+            raise Refusal(f"the agent did not reserve a port: {why}", EX_OSERR, cause="launch.port")
         answer = {"holder": "another program", **first.answers["port"]}
         if not 0 < answer["port"] < 1 << 16:
             raise taken({"wanted": 0, **answer})
         if answer.get("wanted"):
-            self._say(
-                f"stoker: MASTER_PORT={answer['wanted']} is in use by {printable(answer['holder'], 200)}; using port"
-                f" {answer['port']}"
-            )
+            holder = printable(answer["holder"], 200)
+            self._say(f"stoker: MASTER_PORT={answer['wanted']} is in use by {holder}; using port {answer['port']}")
         return address, answer["port"]
 
     def suspend(self) -> None:
@@ -218,9 +194,9 @@ class Agents:
         self._forget("suspended")
         self.members.say({"do": "suspend"})
         deadline = time.monotonic() + 2.0
-        while time.monotonic() < deadline and not all(
-            "suspended" in one.answers or one.gone for one in self.members.all
-        ):
+        while any("suspended" not in one.answers and not one.gone for one in self.members.all):
+            if time.monotonic() > deadline:
+                break
             self.members.pump(0.1)
         signal.raise_signal(signal.SIGSTOP)
         now = time.monotonic()
@@ -253,7 +229,11 @@ class Agents:
         if kind != "out":
             member.answers[kind] = message
         if not waiting:
-            self._deliver(member.host, message, payload)
+            self._run.hear(member.host, message, payload)
+
+
+def _answered(member: Member, kind: str) -> bool:
+    return kind in member.answers or bool(member.gone) or "refused" in member.answers
 
 
 def _exit_code(code: int) -> int:

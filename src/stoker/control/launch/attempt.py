@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from stoker.contract.checkpoints import SavedCheckpoint
-from stoker.contract.shape import fields_of, replace
+from stoker.contract.shape import fields_of, pick, replace
 from stoker.contract.shapes import Around, Evidence, RankEnd, RankError, Stall, Verdict
 from stoker.contract.typed import read_shape
 from stoker.control.launch.plan import RunPlan
@@ -68,6 +68,14 @@ class Attempt:
         )
         self.losses = Losses()
 
+    def label(self, rank: int | None) -> str:
+        return self.plan.place(rank).label if rank is not None else ""
+
+    @property
+    def fewest_steps(self) -> int:
+        """Of all ranks."""
+        return min((self.steps.get(rank, 0) for rank in self.plan.ranks), default=0)
+
     @property
     def expected(self) -> int:
         return len(self.plan.places)
@@ -98,8 +106,7 @@ class Attempt:
             return True
         if quiet:
             return False
-        # An echo: of a failure still to be reported, or of a rank that lives and stands still. The others are looked at
-        # for that.
+        # An echo: of a failure still to be reported, or of a rank that stands still. The others are looked at for that.
         if not self.unwatched:
             self.watch.failing()
         return now - self.first_failure >= (settle_s if self.unwatched or self.watch.looked else LOOK_S)
@@ -114,20 +121,17 @@ class Attempt:
         """What is known of a rank that stopped; of a run that somebody stopped, what was known by then."""
         if self.unwatched:
             return None
-        return (
-            self.watch.stall
-            if self.stop_signal
-            else self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
-        )
+        if self.stop_signal:
+            return self.watch.stall
+        return self.watch.last_word(any(is_mismatch(end) for end in self.ends.values()))
 
     def note_bad_numbers(self) -> None:
         """Of a run that is over: a last loss that is no number, though too few in a row to stop it for."""
         from stoker.control.verdict.rules.numbers import summary
 
-        self.notes += [
-            f"{summary(bad, self.plan.place(bad.rank).label, self.plan.world_size)}: the last one it had"
-            for bad in self.losses.unresolved()
-        ]
+        for bad in self.losses.unresolved():
+            said = summary(bad, self.label(bad.rank), self.plan.world_size)
+            self.notes.append(f"{said}: the last one it had")
 
     def detected_s(self, verdict: Verdict) -> float | None:
         """Seconds from what the verdict is about until it was noticed."""
@@ -145,16 +149,12 @@ class Attempt:
         return Evidence(
             self.expected,
             tuple(self.ends[rank] for rank in sorted(self.ends)),
-            self.stop_signal,
-            self.stop_now,
-            self.stopped_at,
-            self.steps_reached,
-            self._stall(),
-            tuple(self.trouble),
-            self.regrouping,
-            tuple(self.notes),
-            newest,
-            bool(self.stop_signal) and saved,
+            stall=self._stall(),
+            trouble=tuple(self.trouble),
+            notes=tuple(self.notes),
+            checkpoint=newest,
+            saved=bool(self.stop_signal) and saved,
+            **pick(self, "stop_signal", "stop_now", "stopped_at", "steps_reached", "regrouping"),
         )
 
 

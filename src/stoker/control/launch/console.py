@@ -14,9 +14,7 @@ from collections import deque
 from stoker.contract.untrusted import printable_lines
 
 ROOM = 24 << 20
-RESERVE = (
-    2 << 20
-)  # for small pieces: a flooding rank fills the room, and the others' lines and our own still get through
+RESERVE = 2 << 20  # for small pieces: others' lines, and our own, when a flooding rank has filled the room
 SMALL = 16 << 10
 EACH = 256  # what a queued piece costs beyond its bytes
 # What comes within this time of a write goes out together with the next: a thread that woke for every line of 512 ranks
@@ -32,9 +30,8 @@ class Console:
         self._dead: set[int] = set()
         self._terminal = {stream: os.isatty(handle) for stream, handle in self._handles.items()}
         self._target = {stream: _identity(handle) for stream, handle in self._handles.items()}
-        self._line: dict[
-            object, bytes
-        ] = {}  # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        # target -> the line under way there, as far as it matters: empty, text, or ending with or holding a \r
+        self._line: dict[object, bytes] = {}
         self._queue: deque[tuple[int, bytes, bool]] = deque()
         self._size = 0
         self._skipped = {1: 0, 2: 0}
@@ -50,9 +47,7 @@ class Console:
         return self._size > ROOM
 
     def put(self, stream: int, data: bytes, own: bool = False) -> None:
-        """Whole lines. Returns at once; drops them, counted, when the console is behind. `own`: Stoker's, which begin
-        on a fresh line.
-        """
+        """Whole lines, at once; when the console is behind they are dropped and counted. `own`: on a fresh line."""
         if not data or stream in self._dead:
             return
         with self._ready:
@@ -121,9 +116,7 @@ class Console:
         return b"".join(dressed)
 
     def _before(self, stream: int, under_way: bytes, own: bool) -> bytes:
-        """What the line under way needs before a piece. A terminal's progress bar is cleared: it will be drawn again,
-        or it is over.
-        """
+        """What the line under way needs before a piece. A terminal's progress bar, redrawn or over, is cleared."""
         at_start = not under_way or under_way.endswith(b"\r")
         if self._terminal[stream] and b"\r" in under_way and (own or at_start):
             return b"\x1b[K" if at_start else b"\r\x1b[K"
@@ -169,9 +162,8 @@ def _identity(handle: int) -> object:
 LONGEST = 32 << 20  # a line longer than this is shown in pieces: memory is finite
 _RECORD = re.compile(rb"[^\r\n]*(?:\r\n|\n|\r)")
 _OVERWRITTEN = re.compile(rb"[^\n]*\r(?!\n)")  # what stands before a line's last carriage return
-_CODES = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]"
-)  # colours, cursor moves, titles
+# Colours, cursor moves, titles.
+_CODES = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b\n]*(?:\x07|\x1b\\)|\x1b[@-Z\\-_]")
 
 
 class LineCutter:
@@ -209,9 +201,7 @@ class LineCutter:
         return b"".join(records)
 
     def flush(self) -> bytes:
-        """What is left when the rank has ended: shown with the newline it lacks. A progress bar that will not go on is
-        not drawn again.
-        """
+        """The rest when the rank has ended, with the newline it lacks. A bar that will not go on is not redrawn."""
         rest, self._rest = bytes(self._rest), bytearray()
         if self._in_bar:
             self.mid_line = False
@@ -235,9 +225,7 @@ class LineCutter:
 
 
 class LogLines:
-    """One rank's one stream, for its file: what a terminal would show in the end. Of a progress bar that is its last
-    state, of control codes nothing.
-    """
+    """One rank's one stream, for its file: as a terminal would show it in the end, without control codes."""
 
     def __init__(self) -> None:
         self._rest = b""

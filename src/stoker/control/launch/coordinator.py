@@ -39,11 +39,7 @@ class Coordinator:
     """`hosts`: those of a run with several; None: this machine, through `link`."""
 
     def __init__(
-        self,
-        request: Request,
-        link: transport.Link | None,
-        report: detach.Report | None = None,
-        hosts: Hosts | None = None,
+        self, request: Request, link: transport.Link | None, report: detach.Report | None, hosts: Hosts | None
     ) -> None:
         self.request = request
         self.options = request.options
@@ -101,10 +97,8 @@ class Coordinator:
     def _learn_secrets(self) -> None:
         """Those that came by a config file or a hosts file: the environment and the command line are known already."""
         told = dict(word.split("=", 1) for word in self.options.env if "=" in word)
-        redact.learn(
-            {**told, **(self._hosts.env if self._hosts is not None else {})},
-            (*self.request.args, self.options.notify or ""),
-        )
+        told |= self._hosts.env if self._hosts is not None else {}
+        redact.learn(told, (*self.request.args, self.options.notify or ""))
 
     def _run(self) -> Verdict | None:
         """None for a dry run."""
@@ -121,24 +115,20 @@ class Coordinator:
             return None
         try:
             verdict = self._live.run(plan, place)
-        except Refusal as refusal:
+        except (Refusal, OSError) as problem:
             from stoker.control.verdict import launch
 
-            verdict = replace(launch.refused(refusal), status="failed", run=place.id)
-        except OSError as problem:
-            from stoker.control.verdict import launch
-
-            verdict = launch.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
+            if isinstance(problem, Refusal):
+                verdict = replace(launch.refused(problem), status="failed", run=place.id)
+            else:
+                verdict = launch.broken("launch.system", f"the system refuses: {problem}", EX_OSERR)
         self._close_record(verdict, place)
         return verdict
 
     def _prepare(self, argv: list[str], place: RunPlace) -> RunPlan:
         """All that can be refused; ends with the record open. Nothing has been started."""
         live = self._live
-        if live.membership is not None:
-            live.membership.meet(place)
-        else:
-            live.agents.meet(place)
+        (live.membership or live.agents).meet(place)
         while True:
             try:
                 plan, warnings = self._make_ready(argv, place)
@@ -153,7 +143,7 @@ class Coordinator:
         if place.elsewhere:
             self._say(place.elsewhere)
         if self.options.quiet is False:
-            for line in [line for line in (place.notice, notice) if line] + list(plan.lines) + warnings:
+            for line in filter(None, (place.notice, notice, *plan.lines, *warnings)):
                 self._say(line)
         if self._report is not None:
             self._report.started(place.dir)
@@ -193,10 +183,8 @@ class Coordinator:
             import shlex
 
             fix = f"; {_inline(verdict.fix[0])}" if verdict.fix else ""
-            self._say(
-                f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; `stoker why"
-                f" {shlex.quote(place.id)}` says more"
-            )
+            why = f"`stoker why {shlex.quote(place.id)}` says more"
+            self._say(f"stoker: {verdict.status} after {took}, exit code {verdict.exit_code}{fix}; {why}")
             if resume:
                 self._say(f"stoker: {_purpose(place)}: {resume}")
         for line in (*missing, *self._not_written()):
@@ -211,12 +199,10 @@ class Coordinator:
             rows = [
                 f"  rank {p.rank}  {p.label}" + (f"  {p.gpu.name} {p.gpu.uuid}" if p.gpu else "") for p in plan.places
             ]
-            start = (
-                f"would start {counted(plan.world_size, 'rank')} of: {' '.join(redact.arguments(plan.roles[0].argv))}"
-            )
-            text = "\n".join(
-                map(printable, (*plan.lines, start, *rows, f"record: {os.path.relpath(place.dir, self._cwd)}"))
-            )
+            command = " ".join(redact.arguments(plan.roles[0].argv))
+            start = f"would start {counted(plan.world_size, 'rank')} of: {command}"
+            record = f"record: {os.path.relpath(place.dir, self._cwd)}"
+            text = "\n".join(map(printable, (*plan.lines, start, *rows, record)))
         self._console.say(1, text)
 
     # ---- the record ----

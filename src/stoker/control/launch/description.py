@@ -6,10 +6,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import Any
 
 from stoker.contract import layout, redact
-from stoker.contract.shape import as_json
+from stoker.contract.shape import as_json, pick
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import read_text
 from stoker.control.launch.plan import RunPlan
@@ -27,7 +27,9 @@ _GIT_FILE = 16 << 20  # bytes: packed-refs of a repository with 200,000 branches
 def describe(
     request: Request, plan: RunPlan, place: RunPlace, machines: Mapping[str, Machine], began: float
 ) -> dict[str, Any]:
-    me = process(os.getpid())
+    from stoker import __version__
+
+    me, host = process(os.getpid()), os.uname().nodename
     told = as_json(request.options)
     options = {key: redact.arguments(told[key]) if isinstance(told[key], list) else told[key] for key in request.given}
     return {
@@ -35,23 +37,17 @@ def describe(
         "name": place.name,
         "started": began,
         "cwd": os.getcwd(),
-        "launcher": {
-            "pid": os.getpid(),
-            "start": me.start if me else 0,
-            "host": os.uname().nodename,
-            "uid": os.getuid(),
-        },
+        "launcher": {"pid": os.getpid(), "start": me.start if me else 0, "host": host, "uid": os.getuid()},
         "command": redact.arguments([os.path.basename(sys.argv[0]), *sys.argv[1:]]),
         "request": options,
         "script": request.script,
         "args": redact.arguments(list(request.args)),
         "plan": _planned(plan),
-        "hosts": {host or os.uname().nodename: machine.to_json() for host, machine in machines.items()},
-        "versions": {"stoker": _own_version(), "python": sys.version.split()[0]},
+        "hosts": {name or host: machine.to_json() for name, machine in machines.items()},
+        "versions": {"stoker": __version__, "python": sys.version.split()[0]},
         "environment": redact.environment(os.environ),
-        **(
-            {"config_hash": config_hash(request)} if request.options.name else {}
-        ),  # a full disk may keep `enrich` from writing it
+        # A full disk may keep `enrich` from writing it.
+        **({"config_hash": config_hash(request)} if request.options.name else {}),
     }
 
 
@@ -77,35 +73,18 @@ def _planned(plan: RunPlan) -> dict[str, Any]:
             {"name": role.name, "world_size": role.world, "argv": redact.arguments(role.argv)} for role in plan.roles
         ],
         "ranks": [
-            {
-                "rank": p.rank,
-                "role": p.role,
-                "role_rank": p.role_rank,
-                "local_rank": p.local_rank,
-                "host": p.host,
-                "label": p.label,
-                "gpu": p.gpu and p.gpu.uuid,
-            }
+            {**pick(p, "rank", "role", "role_rank", "local_rank", "host", "label"), "gpu": p.gpu and p.gpu.uuid}
             for p in plan.places
         ],
     }
 
 
-def _own_version() -> str:
-    from stoker import __version__
-
-    return __version__
-
-
 def enrich(run_dir: str, request: Request, plan: RunPlan) -> dict[str, Any]:
-    """Versions and revision, looked up once the ranks are on their way: nobody waits for it. And the plan of this very
-    attempt.
-    """
+    """Versions, revision and this attempt's plan, looked up when the ranks are on their way: nobody waits."""
     data: dict[str, Any] = read_json(os.path.join(run_dir, layout.RUN)) or {}
     data["plan"] = _planned(plan)
-    data.setdefault("versions", {}).update(
-        _package_versions(("torch", "transformers", "numpy", "lightning", "accelerate"))
-    )
+    packages = ("torch", "transformers", "numpy", "lightning", "accelerate")
+    data.setdefault("versions", {}).update(_package_versions(packages))
     data["git"] = git_revision(os.getcwd())
     data["config_hash"] = config_hash(request)
     return data
@@ -127,9 +106,7 @@ def _package_versions(wanted: tuple[str, ...]) -> dict[str, str]:
 
 
 def git_revision(folder: str) -> str | None:
-    """The commit checked out here, read from the files. A folder above the working directory may be anybody's:
-    /tmp/.git is for all to make.
-    """
+    """The commit checked out here, read from the files. A folder above may be anybody's: /tmp/.git, say."""
     while not os.path.exists(dot := os.path.join(folder, ".git")):
         parent = os.path.dirname(folder)
         if parent == folder:
@@ -137,8 +114,8 @@ def git_revision(folder: str) -> str | None:
         folder = parent
     try:
         if not os.path.isdir(dot):  # a worktree
-            dot = os.path.join(folder, _git_text(dot).partition("gitdir:")[2].strip())
-        head = _git_text(os.path.join(dot, "HEAD")).strip()
+            dot = os.path.join(folder, read_text(dot, _GIT_FILE).partition("gitdir:")[2].strip())
+        head = read_text(os.path.join(dot, "HEAD"), _GIT_FILE).strip()
         return _commit(_resolved(dot, head[5:]) if head.startswith("ref: ") else head)
     except (OSError, ValueError):
         return None
@@ -151,14 +128,9 @@ def _resolved(dot: str, ref: str) -> str:
     for base in (dot, common):
         path = os.path.join(base, ref)
         if os.path.exists(path):
-            return _git_text(path)
-    return next(
-        (line for line in _git_text(os.path.join(common, "packed-refs")).splitlines() if line.endswith(f" {ref}")), ""
-    )
-
-
-def _git_text(path: str) -> str:
-    return read_text(path, _GIT_FILE)
+            return read_text(path, _GIT_FILE)
+    packed = read_text(os.path.join(common, "packed-refs"), _GIT_FILE).splitlines()
+    return next((line for line in packed if line.endswith(f" {ref}")), "")
 
 
 def _commit(text: str) -> str | None:
@@ -168,16 +140,17 @@ def _commit(text: str) -> str | None:
 
 
 def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str], None], wait: bool) -> None:
-    """The user's own command, with the verdict on its stdin. `wait` at the end of a run; a restart does not wait for
-    it.
-    """
+    """The user's own command, with the verdict on its stdin. `wait`: at the end of a run, not at a restart."""
     if not command:
         return
     import subprocess
 
     env = {**os.environ, "STOKER_NOTIFY": what, "STOKER_RUN_ID": verdict.run}
     try:
-        with _in_memory(json.dumps(redact.data(verdict.to_json(), OURS)).encode()) as text:
+        # Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full just then.
+        with os.fdopen(os.memfd_create("verdict"), "w+b") as text:
+            text.write(json.dumps(redact.data(verdict.to_json(), OURS)).encode())
+            text.seek(0)
             child = subprocess.Popen(
                 ["/bin/sh", "-c", command],
                 stdin=text,
@@ -190,25 +163,9 @@ def notify(command: str | None, verdict: Verdict, what: str, say: Callable[[str]
             return
         _, complaint = child.communicate(timeout=NOTIFY_S)
         if child.returncode:
-            say(
-                f"stoker: --notify ended with {child.returncode}: {complaint.decode('utf-8', 'replace').strip()[-200:]}"
-            )
+            last = complaint.decode("utf-8", "replace").strip()[-200:]
+            say(f"stoker: --notify ended with {child.returncode}: {last}")
     except subprocess.TimeoutExpired:
         say(f"stoker: --notify did not end within {NOTIFY_S:.0f} s; it is left running")
     except OSError as problem:
         say(f"stoker: --notify failed: {problem}")
-
-
-def _in_memory(data: bytes) -> IO[bytes]:
-    """A file to read from. Not a pipe, which blocks the writer until somebody reads; not on a disk, which may be full
-    just then.
-    """
-    if hasattr(os, "memfd_create"):
-        file: IO[bytes] = os.fdopen(os.memfd_create("verdict"), "w+b")
-    else:
-        import tempfile
-
-        file = tempfile.TemporaryFile()  # noqa: SIM115  the caller closes it
-    file.write(data)
-    file.seek(0)
-    return file

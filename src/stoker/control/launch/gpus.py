@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stoker.contract.names import EX_UNAVAILABLE, EX_USAGE, Refusal
-from stoker.contract.quantities import gb
-from stoker.contract.shape import shape
+from stoker.contract.quantities import counted, gb
+from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
-from stoker.control.launch.options import RunOptions
+from stoker.control.launch.options import RANK_VARIABLES, RunOptions, hides_all
 from stoker.control.machine.model import Gpu, Machine
 
 CONTEXT = 10**9  # a bare context takes 0.5-0.7 GB: a card with less than this free can't take another process
@@ -31,24 +31,17 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     """`held`: GPUs that other runs have locked, uuid -> who."""
     count, source = _count(options, environment)
     hidden = environment.get("CUDA_VISIBLE_DEVICES")
-    all_hidden = hidden is not None and hidden.strip() in ("", "-1", "NoDevFiles")
+    all_hidden = hides_all(hidden)
     if count == "cpu":
         return _cpu(machine.cores, machine, "as asked for")
     if machine.gpu_error and not all_hidden:
-        raise Refusal(
-            f"the NVIDIA driver does not answer: {machine.gpu_error}; `stoker run --nproc-per-node cpu` trains"
-            " without it",
-            EX_UNAVAILABLE,
-            cause="gpu.driver",
-        )
+        without = "`stoker run --nproc-per-node cpu` trains without it"
+        line = f"the NVIDIA driver does not answer: {machine.gpu_error}; {without}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="gpu.driver")
     if not machine.gpus or all_hidden:
         if options.gpus or options.gpu or count == "gpu":
-            raise Refusal(
-                "GPUs are asked for and"
-                f" {'CUDA_VISIBLE_DEVICES hides them all' if machine.gpus else 'this machine has none'}",
-                EX_UNAVAILABLE,
-                cause="gpu.too-few",
-            )
+            why = "CUDA_VISIBLE_DEVICES hides them all" if machine.gpus else "this machine has none"
+            raise Refusal(f"GPUs are asked for and {why}", EX_UNAVAILABLE, cause="gpu.too-few")
         ranks = count if isinstance(count, int) else 1
         if count == "auto":
             ranks = machine.cores
@@ -60,22 +53,16 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     reasons = {gpu.uuid: why for gpu in pool if (why := _unusable(gpu, options, held))}
     usable = [gpu for gpu in pool if gpu.uuid not in reasons]
     found = len(machine.gpus)
-    if wanted is not None:
-        if reasons:
-            raise NotFree(
-                _sentence(next(gpu for gpu in wanted if gpu.uuid in reasons), reasons), EX_UNAVAILABLE, cause="gpu.busy"
-            )
-        need = count if isinstance(count, int) else len(usable)
-    elif any_of is not None:
+    need = count if isinstance(count, int) else len(usable)
+    if wanted is not None and reasons:
+        unusable = next(gpu for gpu in wanted if gpu.uuid in reasons)
+        raise NotFree(_sentence(unusable, reasons), EX_UNAVAILABLE, cause="gpu.busy")
+    if wanted is None and any_of is not None:
         need = any_of
         usable.sort(key=_room, reverse=True)
-    else:
-        need = count if isinstance(count, int) else len(usable)
     if isinstance(count, int) and any_of is not None and count != any_of:
         raise Refusal(f"--gpus any:{any_of} and {source} {count} contradict each other", EX_USAGE)
-    if need > len(usable) and not (options.share_gpus and usable):
-        raise _too_few(need, usable, pool, reasons, found, hidden)
-    if not usable:
+    if not usable or (need > len(usable) and not options.share_gpus):
         raise _too_few(max(need, 1), usable, pool, reasons, found, hidden)
     chosen = [usable[n % len(usable)] for n in range(need)]
     if any_of is not None:
@@ -90,11 +77,17 @@ def choose(options: RunOptions, environment: Mapping[str, str], machine: Machine
     return Choice(tuple(chosen), need, line + (f"; left out: {left_out}" if left_out else ""))
 
 
+def marked(machine: Machine, bad: Mapping[str, str]) -> Machine:
+    """With these GPUs, uuid -> why, as ones that do not answer."""
+    gpus = tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus)
+    return replace(machine, gpus=gpus)
+
+
 def _count(options: RunOptions, environment: Mapping[str, str]) -> tuple[int | str | None, str]:
     """(number, gpu, cpu, auto or None for 'find out'; where it was said). Flag before environment before detection."""
     if options.nproc_per_node is not None:
         return _number(options.nproc_per_node, "--nproc-per-node"), "--nproc-per-node"
-    for name in ("NPROC_PER_NODE", "NUM_GPUS"):
+    for name in RANK_VARIABLES:
         if environment.get(name):
             return _number(environment[name], name), name
     return None, ""
@@ -114,29 +107,21 @@ def _cpu(ranks: int, machine: Machine, why: str) -> Choice:
     if most is not None and ranks >= most:
         raise Refusal(f"{ranks} ranks: this machine allows {most} processes", EX_UNAVAILABLE, cause="host.processes")
     if machine.max_files is not None and ranks * 4 + 64 > machine.max_files:
-        raise Refusal(
-            f"{ranks} ranks need {ranks * 4 + 64} open files; the limit here is {machine.max_files} (ulimit -n)",
-            EX_UNAVAILABLE,
-            cause="host.files",
-        )
-    return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {ranks} CPU rank{'s' if ranks != 1 else ''}, gloo")
+        line = f"{ranks} ranks need {ranks * 4 + 64} open files; the limit here is {machine.max_files} (ulimit -n)"
+        raise Refusal(line, EX_UNAVAILABLE, cause="host.files")
+    return Choice((), ranks, f"✓ {why[0].upper()}{why[1:]}: {counted(ranks, 'CPU rank')}, gloo")
 
 
 def _visible(hidden: str | None, gpus: tuple[Gpu, ...]) -> list[Gpu]:
-    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA drops everything after a bad entry without a word; we refuse
-    it.
-    """
+    """CUDA_VISIBLE_DEVICES in its three spellings. CUDA silently drops all after a bad entry; we refuse it."""
     if hidden is None:
         return list(gpus)
     found: list[Gpu] = []
     for word in (part.strip() for part in hidden.split(",")):
         match = _by_id(word, gpus)
         if not match:
-            raise Refusal(
-                f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {word!r} here; there are {_list(gpus)}",
-                EX_UNAVAILABLE,
-                cause="gpu.ordinal",
-            )
+            line = f"CUDA_VISIBLE_DEVICES={hidden}: no GPU {word!r} here; there are {_list(gpus)}"
+            raise Refusal(line, EX_UNAVAILABLE, cause="gpu.ordinal")
         found += [gpu for gpu in match if gpu not in found]
     return found
 
@@ -148,14 +133,10 @@ def _by_id(word: str, gpus: tuple[Gpu, ...] | list[Gpu]) -> list[Gpu]:
         return [gpu for gpu in gpus if gpu.label == f"GPU{word}"]
     if not word.upper().startswith(("GPU-", "MIG-")):
         return []
-    match = [
-        gpu
-        for gpu in gpus
-        if gpu.uuid.lower().startswith(word.lower()) or (gpu.mig_parent or "").lower() == word.lower()
-    ]
-    return (
-        match if len({gpu.mig_parent or gpu.uuid for gpu in match}) == 1 else []
-    )  # CUDA takes a prefix if it fits one card
+    word = word.lower()
+    match = [gpu for gpu in gpus if gpu.uuid.lower().startswith(word) or (gpu.mig_parent or "").lower() == word]
+    # CUDA takes a prefix if it fits one card.
+    return match if len({gpu.mig_parent or gpu.uuid for gpu in match}) == 1 else []
 
 
 def _any(options: RunOptions) -> int | None:
@@ -179,11 +160,8 @@ def _asked(options: RunOptions, visible: list[Gpu], hidden: str | None) -> list[
         match = _by_id(word, visible)
         if not match:
             behind = f" behind CUDA_VISIBLE_DEVICES={hidden}" if hidden is not None else ""
-            raise Refusal(
-                f"{flag} {text}: no GPU {word!r}{behind}; there are {_list(visible)}",
-                EX_UNAVAILABLE,
-                cause="gpu.ordinal",
-            )
+            line = f"{flag} {text}: no GPU {word!r}{behind}; there are {_list(visible)}"
+            raise Refusal(line, EX_UNAVAILABLE, cause="gpu.ordinal")
         if any(gpu in found for gpu in match):
             raise Refusal(f"{flag} {text}: GPU {word} is named twice", EX_USAGE)
         found += match
@@ -208,11 +186,8 @@ def _unusable(gpu: Gpu, options: RunOptions, held: Mapping[str, str]) -> str:
 
 def _by(gpu: Gpu) -> str:
     if not gpu.holders:
-        return (
-            "; held from outside this container"
-            if gpu.memory_used and gpu.memory_used > 2 * CONTEXT and gpu.holders is not None
-            else ""
-        )
+        hidden = gpu.holders is not None and (gpu.memory_used or 0) > 2 * CONTEXT
+        return "; held from outside this container" if hidden else ""
     top = max(gpu.holders, key=lambda holder: holder.memory or 0)
     if top.command is None:
         return f", by pid {top.pid} outside this container"
@@ -225,9 +200,8 @@ def _sentence(gpu: Gpu, reasons: Mapping[str, str]) -> str:
 
 def _room(gpu: Gpu) -> tuple[int, int, int, int]:
     """Most free memory, then fewest holders, then least busy, then the lower number."""
-    free = (
-        -1 if gpu.memory_free is None else gpu.memory_free // 10**8
-    )  # a few MB of driver bookkeeping are no difference
+    # A few MB of driver bookkeeping are no difference.
+    free = -1 if gpu.memory_free is None else gpu.memory_free // 10**8
     return free, -len(gpu.holders or ()), -(gpu.utilization or 0), -gpu.index
 
 
@@ -238,18 +212,13 @@ def _list(gpus: tuple[Gpu, ...] | list[Gpu]) -> str:
 def _too_few(
     need: int, usable: list[Gpu], pool: list[Gpu], reasons: Mapping[str, str], found: int, hidden: str | None
 ) -> Refusal:
-    there = f"{found} GPU{'s' if found != 1 else ''} here"
+    there = f"{counted(found, 'GPU')} here"
     if hidden is not None:
         there += f", {len(pool)} of them in CUDA_VISIBLE_DEVICES={hidden}"
     busy = "; ".join(_sentence(gpu, reasons) for gpu in pool if gpu.uuid in reasons)
-    text = (
-        f"{need} rank{'s' if need != 1 else ''} asked for and {len(usable)} GPU{'s' if len(usable) != 1 else ''}"
-        f" usable: {there}" + (f"; {busy}" if busy else "")
-    )
-    advice = (
-        "--wait 10m waits for them"
-        if need <= len(pool)
-        else "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
-    )
-    kind = NotFree if need <= len(pool) else Refusal
-    return kind(f"{text}; {advice}", EX_UNAVAILABLE, cause="gpu.busy" if need <= len(pool) else "gpu.too-few")
+    text = f"{counted(need, 'rank')} asked for and {counted(len(usable), 'GPU')} usable: {there}"
+    text += f"; {busy}" if busy else ""
+    if need <= len(pool):
+        return NotFree(f"{text}; --wait 10m waits for them", EX_UNAVAILABLE, cause="gpu.busy")
+    advice = "--nproc-per-node cpu runs without GPUs, --share-gpus lets ranks share one"
+    return Refusal(f"{text}; {advice}", EX_UNAVAILABLE, cause="gpu.too-few")

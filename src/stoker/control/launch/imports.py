@@ -83,13 +83,9 @@ def imports_of(source: bytes | str) -> tuple[Import, ...]:
     """
     found: dict[str, Import] = {}
     for name, line, statement, optional in _imports(ast.parse(source).body, ""):
-        known = found.get(name)
-        if known is None:
-            found[name] = Import(name, line, (statement,), optional)
-        else:
-            found[name] = Import(
-                name, known.line, tuple(dict.fromkeys((*known.statements, statement))), known.optional and optional
-            )
+        known = found.get(name, Import(name, line, (), optional))
+        statements = tuple(dict.fromkeys((*known.statements, statement)))
+        found[name] = Import(name, known.line, statements, known.optional and optional)
     return tuple(found.values())
 
 
@@ -124,15 +120,8 @@ def find_imports(request: Request, say: Callable[[str], None]) -> tuple[tuple[Im
     if request.options.module:
         folder = os.getcwd()
         bases = [os.path.join(entry, *script.split(".")) for entry in (folder, *sys.path)]
-        path = next(
-            (
-                file
-                for base in bases
-                for file in (base + ".py", os.path.join(base, "__main__.py"))
-                if os.path.isfile(file)
-            ),
-            "",
-        )
+        files = (file for base in bases for file in (base + ".py", os.path.join(base, "__main__.py")))
+        path = next(filter(os.path.isfile, files), "")
     elif os.path.isdir(script):
         path, folder = os.path.join(script, "__main__.py"), os.path.realpath(script)
     try:
@@ -154,13 +143,8 @@ def try_imports(
     if not wanted:
         return None
     say(f"imports: {len(wanted)} of {path}, one by one in a process of their own")
-    env = {
-        **os.environ,
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-    }  # for modules that read them
+    # For modules that read them.
+    env = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     env |= {name: value for name, equals, value in (word.partition("=") for word in request.options.env) if equals}
     answers, pipe = os.pipe()
     told = {
@@ -178,9 +162,8 @@ def try_imports(
         finally:
             os.close(pipe)
         try:
-            under_way, late, verdict = _listen(
-                child, answers, {one.name: one for one in wanted}, path, done, say, stopped
-            )
+            named = {one.name: one for one in wanted}
+            under_way, late, verdict = _listen(child, answers, named, path, done, say, stopped)
         finally:
             # With whatever it left in its session: it is not reaped yet, so the number is still its own.
             send_to_group(child.pid, signal.SIGKILL)
@@ -205,9 +188,8 @@ def _listen(
     rest, rss, under_way = b"", 0, None
     deadline = time.monotonic() + IMPORT_S
     while not stopped():
-        over = (
-            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        )  # asked before the last read
+        # Asked before the last read.
+        over = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         data = os.read(answers, 65536) if select.select([answers], [], [], 0.0 if over else 0.1)[0] else b""
         *lines, rest = (rest + data).split(b"\n")
         for answer in (json.loads(line) for line in lines):
@@ -230,55 +212,35 @@ def _listen(
 
 def import_line(done: Imported, one: Import) -> str:
     if done.problem:
-        return (
-            f"  {done.name:<32} not there, and that may be meant: {one.optional}"
-            f" ({done.problem.partition(chr(10))[0][:120]})"
-        )
+        problem = done.problem.partition("\n")[0][:120]
+        return f"  {done.name:<32} not there, and that may be meant: {one.optional} ({problem})"
     return f"  {done.name:<32} {done.seconds:>7.2f} s {done.grew / 1e6:>+9.1f} MB {done.rss / 1e6:>9.1f} MB"
 
 
 def _failed_import(one: Import, path: str, answer: dict[str, Any], problem: str) -> Verdict:
     missing = answer["missing"].partition(".")[0]
-    fix = (f"pip install {missing}   # the package may have another name",) if missing else ()
-    return Verdict(
-        "failed",
-        "env.import",
-        f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}",
-        1,
-        evidence=tuple(answer["traceback"].strip().splitlines()[-6:]),
-        fix=(*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python"),
-    )
+    fix: tuple[str, ...] = (f"pip install {missing}   # the package may have another name",) if missing else ()
+    fix = (*fix, "is it the right Python environment? the ranks use the one that runs Stoker, or --python")
+    summary = f"import {one.name} fails at {path}:{one.line}: {problem.partition(chr(10))[0]}"
+    return _failed(summary, 1, answer["traceback"].strip().splitlines()[-6:], fix)
+
+
+def _failed(summary: str, code: int, evidence: list[str], fix: tuple[str, ...]) -> Verdict:
+    return Verdict("failed", "env.import", summary, code, evidence=tuple(evidence), fix=fix)
 
 
 def _died(one: Import | None, path: str, code: int, late: bool, tail: list[str]) -> Verdict:
     what = f"import {one.name} at {path}:{one.line}" if one else f"the process for the imports of {path}"
-    fix: tuple[str, ...] = (
-        f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}",
-    )
+    alone = f'python -X faulthandler -c "{one.statements[0]}"   # shows it alone' if one else f"python {path}"
+    fix: tuple[str, ...] = (alone,)
     if late:
-        return Verdict(
-            "failed",
-            "env.import",
-            f"{what} is not through after {IMPORT_S:.0f} s",
-            EX_SOFTWARE,
-            evidence=tuple(tail),
-            fix=fix,
-        )
+        return _failed(f"{what} is not through after {IMPORT_S:.0f} s", EX_SOFTWARE, tail, fix)
     if code >= 0:
-        return Verdict(
-            "failed",
-            "env.import",
-            f"{what} ends the process with exit code {code}",
-            code or EX_SOFTWARE,
-            evidence=tuple(tail),
-            fix=fix,
-        )
+        return _failed(f"{what} ends the process with exit code {code}", code or EX_SOFTWARE, tail, fix)
     name = signal.Signals(-code).name
     if -code == signal.SIGKILL:
         fix = ("was it the OOM killer? dmesg knows, and free -h what is left", *fix)
-    return Verdict(
-        "failed", "env.import", f"{what} kills the process: {name}", 128 - code, evidence=tuple(tail), fix=fix
-    )
+    return _failed(f"{what} kills the process: {name}", 128 - code, tail, fix)
 
 
 def start(

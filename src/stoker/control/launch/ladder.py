@@ -18,7 +18,7 @@ from typing import Any
 
 from stoker.contract import layout
 from stoker.contract.names import EX_USAGE, Refusal
-from stoker.contract.quantities import gb
+from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import options_of, shape
 from stoker.contract.shapes import Verdict
 from stoker.control.cluster.transport import ROOT
@@ -26,6 +26,7 @@ from stoker.control.launch.imports import Import, Imported, find_imports, start,
 from stoker.control.launch.options import TORCHRUN_VARIABLES, RunOptions
 from stoker.control.launch.plan import default_name
 from stoker.control.launch.request import Request, program, python_flags
+from stoker.control.launch.signals import STOPS, handled
 from stoker.control.record import reader
 from stoker.control.verdict.launch import lost
 
@@ -35,23 +36,9 @@ SCALES = 0.8  # of a lone rank's steps/s: what is below, more ranks do not pay f
 # told to a rung's ranks; also makes a rung a run with other settings, so that it never goes on with an older one
 MARK = "STOKER_LADDER"
 _TESTS = {"RUN_IMPORT_TEST": IMPORTS, "RUN_SINGLE_GPU_TEST": SINGLE}
-# Options of the run that a rung decides itself, or that would make it something other than a short run in the
-# foreground.
-_NOT_PASSED = {
-    "config",
-    "detach",
-    "dry_run",
-    "gpu",
-    "gpus",
-    "json",
-    "ladder",
-    "max_restarts",
-    "name",
-    "notify",
-    "nproc_per_node",
-    "quiet",
-    "show",
-}
+# Options that a rung decides itself, or that would make it something other than a short run in the foreground.
+_NOT_PASSED = {"config", "detach", "dry_run", "gpu", "gpus", "json", "ladder", "max_restarts", "name", "notify", "nproc_per_node", "quiet",
+               "show"}  # fmt: skip
 # Not `-m stoker`: that puts the working directory first, and a user's queue.py there would be Stoker's.
 _STOKER = (
     "import sys\nif not sys.flags.safe_path: del sys.path[0]\nsys.path.append({root!r})\nsys.argv[0] = 'stoker'\nfrom"
@@ -105,7 +92,6 @@ class Plan:
     world_size: int
     uuids: tuple[str, ...]  # of each rank's GPU; empty for CPU ranks
     hidden: bool  # CPU ranks on a machine with GPUs
-    lines: tuple[str, ...]
 
 
 # ---- planning ----
@@ -145,23 +131,16 @@ def rung_words(request: Request, plan: Plan, ranks: int, steps: int, stamp: str)
     """The `stoker run` of one rung: on the cards the whole run would use, so that the rungs compare."""
     options = request.options
     values = {name: getattr(options, name) for name in request.given - _NOT_PASSED}
-    values |= {
-        "nproc_per_node": ranks,
-        "stop_after_steps": steps,
-        "name": f"{(options.name or default_name(request))[:80]}-ladder-{ranks}",
-        "show": "none",
-        "quiet": True,
-        "env": (*options.env, f"{MARK}={stamp}"),
-    }
+    name = f"{(options.name or default_name(request))[:80]}-ladder-{ranks}"
+    values |= {"nproc_per_node": ranks, "stop_after_steps": steps, "name": name, "show": "none", "quiet": True}
+    values["env"] = (*options.env, f"{MARK}={stamp}")
     if plan.uuids:
         values["gpus"] = ",".join(dict.fromkeys(plan.uuids[:ranks]))
     return command_words(values, request.script, request.args)
 
 
 def scaling(climbed: Sequence[Climbed], world: int) -> Scaling:
-    """Throughput of the highest rung against one rank's; memory of all ranks, foretold from the highest rung that was
-    measured.
-    """
+    """Throughput of the highest rung against one rank's; memory of all ranks, from the highest rung measured."""
     passed = [rung for rung in climbed if rung.exit_code == 0]
     found = Scaling()
     rates = [rung for rung in passed if rung.steps_per_s]
@@ -183,11 +162,8 @@ def memory_line(found: Scaling, world: int) -> str:
     if found.memory_needed is None or found.memory_total is None:
         return ""
     room = "" if found.memory == "scales" else f", and {gb(found.memory_others)} of it is in use by others"
-    ranks = f"{world} rank{'s' if world != 1 else ''}"
-    return (
-        f"memory {found.memory}: {ranks} will need {gb(found.memory_needed)} of {gb(found.memory_total)} host"
-        f" memory{room}"
-    )
+    need = f"will need {gb(found.memory_needed)} of {gb(found.memory_total)} host memory"
+    return f"memory {found.memory}: {counted(world, 'rank')} {need}{room}"
 
 
 # ---- the record of a rung ----
@@ -214,25 +190,22 @@ def measure(ranks: int, exit_code: int, run: reader.Run | None) -> Climbed:
             host_used, host_total = event["host_used"], event["host_total"]
             if event["gpu"]:
                 cards.append((event["gpu"][0], event["gpu"][1]))
-    rates = [
-        (steps - 1) / (end - first[rank])
-        for rank, (end, steps) in ends.items()
-        if rank in first and steps > 1 and end > first[rank]
-    ]
+    timed = [(first[rank], end, steps) for rank, (end, steps) in ends.items() if rank in first]
+    rates = [(steps - 1) / (end - start) for start, end, steps in timed if steps > 1 and end > start]
     whole = len(rss) == ranks  # a rank that never said leaves a sum that means nothing
     return Climbed(
         ranks,
         exit_code,
         run.id,
         run.dir,
-        min((steps for _, steps in ends.values()), default=0),
-        max(first.values()) - began if len(first) == ranks else None,
-        min(rates) if len(rates) == ranks else None,
-        max(rss.values()) if whole else None,
-        sum(rss.values()) if whole else None,
-        max(cards, default=None),
-        host_used,
-        host_total,
+        steps=min((steps for _, steps in ends.values()), default=0),
+        first_step_s=max(first.values()) - began if len(first) == ranks else None,
+        steps_per_s=min(rates) if len(rates) == ranks else None,
+        rss=max(rss.values()) if whole else None,
+        rss_all=sum(rss.values()) if whole else None,
+        gpu=max(cards, default=None),
+        host_used=host_used,
+        host_total=host_total,
     )
 
 
@@ -247,11 +220,8 @@ class Ladder:
         if steps < 1:
             raise Refusal(f"--steps {steps}: give a number from 1 up", EX_USAGE)
         if request.options.hosts is not None:
-            raise Refusal(
-                "the ladder climbs on one machine: leave --hosts out and start it on each of them",
-                EX_USAGE,
-                cause="launch.nodes",
-            )
+            line = "the ladder climbs on one machine: leave --hosts out and start it on each of them"
+            raise Refusal(line, EX_USAGE, cause="launch.nodes")
         self._request = request
         self._steps = min(steps, limit) if limit > 0 else steps
         self._say = say
@@ -260,16 +230,12 @@ class Ladder:
         self._stop = 0
         self._imported: list[Imported] = []
         self._climbed: list[Climbed] = []
-        self._plan = Plan(0, (), False, ())
+        self._plan = Plan(0, (), False)
 
     def climb(self, wanted: Collection[str]) -> Climb:
         """Up to the first rung that fails. What can't start at all is refused before anything does."""
         program(self._request)
-        before = {}
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
-            if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
-                before[signum] = signal.signal(signum, self._on_signal)
-        try:
+        with handled((*STOPS, signal.SIGTSTP), self._on_signal):
             rungs_: tuple[int, ...] = ()
             verdict = None if {SINGLE, ALL}.isdisjoint(wanted) else self._look()
             if verdict is None and self._plan.world_size:
@@ -278,14 +244,10 @@ class Ladder:
                 verdict = try_imports(self._request, self._flags, self._imported, self._say, lambda: self._stop)
             for number, ranks in enumerate(rungs_, 1):
                 verdict = verdict or self._stopped() or self._rung(ranks, f"rung {number} of {len(rungs_)}")
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
         verdict = verdict or self._stopped()
         code = verdict.exit_code if verdict else 0
-        return Climb(
-            self._plan.world_size, rungs_, self._steps, tuple(self._imported), tuple(self._climbed), verdict, code
-        )
+        imported, climbed = tuple(self._imported), tuple(self._climbed)
+        return Climb(self._plan.world_size, rungs_, self._steps, imported, climbed, verdict, code)
 
     def foresee(self) -> tuple[tuple[Import, ...], tuple[int, ...]]:
         """For --dry-run: the imports and the rungs."""
@@ -296,11 +258,10 @@ class Ladder:
         return find_imports(self._request, self._say)[0], rungs(self._plan.world_size)
 
     def _stopped(self) -> Verdict | None:
-        return (
-            Verdict("stopped", "launch.stopped", f"stopped by {signal.Signals(self._stop).name}", 128 + self._stop)
-            if self._stop
-            else None
-        )
+        if not self._stop:
+            return None
+        summary = f"stopped by {signal.Signals(self._stop).name}"
+        return Verdict("stopped", "launch.stopped", summary, 128 + self._stop)
 
     def _on_signal(self, signum: int, _frame: object) -> None:
         """The rung has a session of its own: a terminal's Ctrl-C comes here alone and is passed on, once."""
@@ -319,20 +280,15 @@ class Ladder:
     def _look(self) -> Verdict | None:
         """The plan `stoker run` would make."""
         request = self._request
-        values = {
-            name: getattr(request.options, name) for name in request.given - {"config", "detach", "ladder", "name"}
-        }
-        code, out, said = self._stoker(
-            command_words({**values, "dry_run": True, "json": True}, request.script, request.args), False
-        )[:3]
+        passed = request.given - {"config", "detach", "ladder", "name"}
+        values = {name: getattr(request.options, name) for name in passed} | {"dry_run": True, "json": True}
+        code, out, said, _ = self._stoker(command_words(values, request.script, request.args), False)
         if code:
             return self._stopped() or Verdict("refused", "launch.refused", said, code)
         data = json.loads(out)
         uuids = tuple(place["gpu"]["uuid"] for place in data["places"] if place["gpu"])
-        self._plan = Plan(
-            len(data["places"]), uuids, not uuids and "" in data["visible"].values(), tuple(data["lines"])
-        )
-        for line in self._plan.lines:
+        self._plan = Plan(len(data["places"]), uuids, not uuids and "" in data["visible"].values())
+        for line in data["lines"]:
             self._say(line)
         return None
 
@@ -341,19 +297,12 @@ class Ladder:
         found = scaling(self._climbed, ranks)
         if found.memory == "does not scale":
             self._say(memory_line(found, ranks))
-        self._say(f"{which}: {ranks} rank{'s' if ranks != 1 else ''}, {self._steps} steps or the script's end")
-        code, _, said, pid = self._stoker(
-            rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S")), True, hide=plan.hidden
-        )
-        root = layout.runs_root(request.options.runs_dir, os.environ)
-        run = next(
-            (
-                one
-                for one in reversed(reader.all_runs(root))
-                if one.launcher[0] == pid and one.name.endswith(f"-ladder-{ranks}")
-            ),
-            None,
-        )
+        self._say(f"{which}: {counted(ranks, 'rank')}, {self._steps} steps or the script's end")
+        words = rung_words(request, plan, ranks, self._steps, time.strftime("%Y%m%d-%H%M%S"))
+        code, _, said, pid = self._stoker(words, True, hide=plan.hidden)
+        runs = reader.all_runs(layout.runs_root(request.options.runs_dir, os.environ))
+        ours = [run for run in runs if run.launcher[0] == pid and run.name.endswith(f"-ladder-{ranks}")]
+        run = ours[-1] if ours else None
         self._climbed.append(measure(ranks, code, run))
         if code == 0:
             return None

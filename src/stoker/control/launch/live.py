@@ -12,22 +12,25 @@ import time
 from collections.abc import Callable
 
 from stoker.contract import checkpoints, layout, protocol
-from stoker.contract.names import Refusal
-from stoker.contract.shape import replace
+from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, Refusal
+from stoker.contract.quantities import span
+from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import Verdict
+from stoker.contract.untrusted import printable
 from stoker.control.cluster import transport
 from stoker.control.launch import description, orders
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.attempt import Attempt
-from stoker.control.launch.members import Unusable
-from stoker.control.launch.output import Output
-from stoker.control.launch.plan import Role, RunPlan, common_environment
-from stoker.control.launch.planner import Planner
+from stoker.control.launch.gpus import NotFree, marked
+from stoker.control.launch.members import Member, Unusable
+from stoker.control.launch.output import Output, wants_split
+from stoker.control.launch.plan import Role, RunPlan, common_environment, make_plan
 from stoker.control.launch.reports import Reports
 from stoker.control.launch.request import Request, by_hand
 from stoker.control.launch.runplace import RunPlace
 from stoker.control.launch.signals import Interrupted, Signals
-from stoker.control.launch.supervision import Supervision
+from stoker.control.machine.model import Gpu, Machine
+from stoker.control.machine.origin import gpu_lender, run_we_are_in
 from stoker.control.record.writer import RunRecord
 
 TYPE_CHECKING = False
@@ -35,6 +38,8 @@ if TYPE_CHECKING:  # a run on one machine loads none of these
     from stoker.control.cluster.hosts import Hosts
     from stoker.control.launch.membership import Membership
     from stoker.control.launch.network import Network
+
+_MOST_RACES = 20  # lost for a GPU's lock
 
 
 class LiveRun:
@@ -59,8 +64,8 @@ class LiveRun:
         self.signals = signals
         self.say = say
         self.tell = tell
-        self.agents = Agents(request, link, hosts, signals, say, self._hear)
-        self.planner = Planner(request, self.agents, say)
+        self.agents = Agents(self, link, hosts)
+        self.planner = Planner(self)
         self.network: Network | None = None
         self.membership: Membership | None = None
         if hosts is not None:
@@ -75,25 +80,22 @@ class LiveRun:
         self._interface = ""  # towards the other machines, where those are started by hand
         self._common: dict[str, dict[str, dict[str, str]]] = {}  # by host and role
 
-    def _hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
+    def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
         if self._reports is not None:
             self._reports.hear(host, message, payload)
 
     # ---- before each attempt ----
 
     def reserve(self, plan: RunPlan) -> RunPlan:
-        """The store's address and port, for the attempt to come. Where other machines are started by hand, the plan
-        gets its numbers here.
-        """
+        """The next attempt's store address and port. With machines started by hand the plan gets its numbers here."""
         if by_hand(self.options):
             from stoker.control.launch.nodes import join
 
             plan, self._endpoint, self._interface = join(self.agents, self.request, plan, self.say)
             self.output.replan(plan)
         else:
-            self._endpoint = self.agents.reserve(
-                self.network.master if self.network else self.options.master_addr or "127.0.0.1"
-            )
+            here = self.options.master_addr or "127.0.0.1"
+            self._endpoint = self.agents.reserve(self.network.master if self.network else here)
         return plan
 
     def equip(self, plan: RunPlan, place: RunPlace) -> None:
@@ -125,19 +127,14 @@ class LiveRun:
                     self.membership.settle()
                     verdict = self.membership.too_few(verdict)
                 verdict, decided = restarts.decide(verdict, attempt, time.monotonic() - began)
-                if decided is None or (
-                    self.membership is None and any(member.gone for member in self.agents.members.all)
-                ):
+                alone_and_gone = self.membership is None and any(member.gone for member in self.agents.members.all)
+                if decided is None or alone_and_gone:
                     return self._diagnosed(verdict, plan) if verdict.cause == "gpu.busy" else verdict
                 again, env = decided, decided.env
             number += 1
+            variables = [name for name, _ in env]
             self.record.event(
-                "restart",
-                attempt=number,
-                cause=verdict.cause,
-                rank=verdict.rank,
-                wait_s=again.wait_s,
-                env=[name for name, _ in env],
+                "restart", attempt=number, **pick(verdict, "cause", "rank"), wait_s=again.wait_s, env=variables
             )
             self.say(f"stoker: {again.line}")
             description.notify(self.options.notify, verdict, "restarting", self.say, wait=False)
@@ -150,15 +147,9 @@ class LiveRun:
                     plan = self.reserve(plan)
             except Interrupted as stop:
                 name = signal.Signals(stop.signum).name
-                return Verdict(
-                    "stopped",
-                    "launch.stopped",
-                    f"stopped by {name} between two attempts; the last one: {verdict.summary}",
-                    128 + stop.signum,
-                    evidence=verdict.evidence,
-                    run=place.id,
-                    attempt=verdict.attempt,
-                )
+                summary = f"stopped by {name} between two attempts; the last one: {verdict.summary}"
+                stopped = Verdict("stopped", "launch.stopped", summary, 128 + stop.signum, evidence=verdict.evidence)
+                return replace(stopped, run=place.id, attempt=verdict.attempt)
             if bad is not None:
                 return bad
 
@@ -195,9 +186,13 @@ class LiveRun:
             self.say(line)
         return plan
 
+    def _card(self, verdict: Verdict, plan: RunPlan) -> Gpu | None:
+        """The guilty rank's, on this machine."""
+        return plan.place(verdict.rank).gpu if verdict.rank is not None and "" in self.agents.machines else None
+
     def _diagnosed(self, verdict: Verdict, plan: RunPlan) -> Verdict:
-        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
-        if card is None or "" not in self.agents.machines:
+        card = self._card(verdict, plan)
+        if card is None:
             return verdict
         from stoker.control.launch import preflight
 
@@ -208,11 +203,9 @@ class LiveRun:
         return replace(verdict, evidence=(*verdict.evidence, *preflight.diagnosis(self.agents.machines[""], card)))
 
     def _without_failed_card(self, plan: RunPlan, place: RunPlace, verdict: Verdict) -> tuple[RunPlan, Verdict | None]:
-        """The guilty rank's card is proved; a bad one is left out of the next attempt. A verdict where that leaves too
-        few.
-        """
-        card = plan.place(verdict.rank).gpu if verdict.rank is not None else None
-        if card is None or "" not in self.agents.machines:
+        """The guilty rank's card is proved; the next attempt omits a bad one. A verdict where too few are left."""
+        card = self._card(verdict, plan)
+        if card is None:
             return plan, None
         from stoker.control.launch import preflight
 
@@ -239,15 +232,11 @@ class LiveRun:
         (address, port), self._endpoint = self._endpoint, None
         # Not sooner: what an agent still says of the attempt before belongs to that one.
         self._reports = Reports(self, attempt)
-        self.record.event(
-            "attempt",
-            attempt=number,
-            world_size=plan.world_size,
-            master_addr=address,
-            master_port=port,
-            hosts=list(plan.hosts),
-        )
+        store = {"master_addr": address, "master_port": port}
+        self.record.event("attempt", attempt=number, world_size=plan.world_size, **store, hosts=list(plan.hosts))
         self._start(plan, place, number, address, port, dict(env))
+        from stoker.control.launch.supervision import Supervision
+
         attempt.begin_watch(self.options.hang_timeout)
         supervision = Supervision(self, attempt)
         supervision.follow()
@@ -258,28 +247,115 @@ class LiveRun:
         attempt.note_bad_numbers()
         verdict = judge(attempt.evidence(checkpoints.newest(place.dir)))
         seen = None if verdict.cause == "host.lost" else attempt.detected_s(verdict)  # when a host was lost nobody saw
-        return replace(
-            verdict, run=place.id, attempt=number, detected_s=seen, evidence=(*verdict.evidence, *attempt.notes)
-        )
+        evidence = (*verdict.evidence, *attempt.notes)
+        return replace(verdict, run=place.id, attempt=number, detected_s=seen, evidence=evidence)
 
     def all_up(self, plan: RunPlan) -> None:
         """Every rank is on its way: time for what nobody should wait for."""
-        self.record.save(
-            os.path.join(self.record.dir, layout.RUN),
-            description.enrich(self.record.dir, self.request, plan),
-            durable=False,
-        )
+        data = description.enrich(self.record.dir, self.request, plan)
+        self.record.save(os.path.join(self.record.dir, layout.RUN), data, durable=False)
 
     def _start(
         self, plan: RunPlan, place: RunPlace, number: int, address: str, port: int, more: dict[str, str]
     ) -> None:
-        own = {
-            **more,
-            "MASTER_ADDR": address,
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_RESTART_COUNT": str(number - place.first_attempt),
-        }
+        own = {**more, "MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        own["TORCHELASTIC_RESTART_COUNT"] = str(number - place.first_attempt)
         here = orders.Towards(workdir=self._cwd, interface=self._interface)
         for member in self.agents.members.all:
             to = self.network.towards(member.host) if self.network else here
             member.say(orders.start(plan, self.options, number, to, os.environ, self._common[member.host], own))
+
+
+# ---- the plan, of what the agents found: look, choose, lock, and look again where another was quicker ----
+
+
+class Planner:
+    def __init__(self, run: LiveRun) -> None:
+        self._request = run.request
+        self._options = run.options
+        self._agents = run.agents
+        self._say = run.say
+        self._noticed: set[str] = set()
+        self._argv: list[str] = []
+        self.left_out: dict[str, str] = {}  # GPUs that failed in this run: uuid -> how
+
+    def plan(self, argv: list[str]) -> RunPlan:
+        """With --wait it looks again until there is room; a lost race for a lock is a look again, too."""
+        self._argv = argv
+        deadline = time.monotonic() + self._options.wait
+        announced = ""
+        races = 0
+        while True:
+            held = {member.host: self._held(member) for member in self._agents.members.all}
+            try:
+                machines, split = self._sound_machines(), wants_split(self._options)
+                plan = make_plan(self._request, argv, os.environ, machines, held, split, self._agents.by_name)
+                lost = {} if self._options.dry_run or self._options.share_gpus else self._lock(plan)
+                if not lost:
+                    return plan
+                races += 1
+                if races > _MOST_RACES:
+                    who = "; ".join(f"GPU {uuid} by {holder}" for uuid, holder in lost.items())
+                    raise NotFree(f"the GPUs are in use: {who}", EX_UNAVAILABLE, cause="gpu.busy")
+            except NotFree as busy:
+                if not self._options.wait:
+                    raise
+                if time.monotonic() > deadline:
+                    line = f"waited {span(self._options.wait)}: {busy.line}"
+                    raise Refusal(line, EX_TEMPFAIL, cause="gpu.busy") from busy
+                if busy.line != announced:
+                    announced = busy.line
+                    self._say(f"stoker: waiting for up to {span(deadline - time.monotonic())}: {busy.line}")
+                self._agents.pause(1.0)
+            self._agents.look()
+
+    def plan_again(self) -> RunPlan:
+        """With a fresh look: a card was left out, its holder may be gone, or other hosts take part."""
+        self._agents.look()
+        plan = self.plan(self._argv)
+        if not self._options.no_preflight:
+            from stoker.control.launch.preflight import check_legal
+
+            check_legal(self._options, plan)
+        return plan
+
+    def _lent(self, member: Member) -> list[str]:
+        """GPUs held by ourselves, by the run we are a rank of or the chain we are a stage of: not to lock again."""
+        ours = tuple(f"run {run} (agent pid " for run in (self._agents.run_id, run_we_are_in(os.environ)) if run)
+        lender = gpu_lender(os.environ)
+        lent = f" (agent pid {lender})"
+        held = member.answers["host"]["held"]
+        return [uuid for uuid, who in held.items() if who.startswith(ours) or (lender and who.endswith(lent))]
+
+    def _held(self, member: Member) -> dict[str, str]:
+        lent = self._lent(member)
+        return {uuid: who for uuid, who in member.answers["host"]["held"].items() if uuid not in lent}
+
+    def _sound_machines(self) -> dict[str, Machine]:
+        """With --exclude-bad a GPU that fails its proof does not answer. Here only: a probe does not travel yet."""
+        machines = self._agents.machines
+        if self._options.exclude_bad and "" in machines:
+            from stoker.control.launch.preflight import without_bad
+
+            machines[""] = without_bad(machines[""])
+        if self.left_out:
+            return {host: marked(machine, self.left_out) for host, machine in machines.items()}
+        return machines
+
+    def _lock(self, plan: RunPlan) -> dict[str, str]:
+        if not any(place.gpu for place in plan.places):
+            return {}
+        members = self._agents.members.all
+        for member in members:
+            mine = {place.gpu.uuid for place in plan.places if place.gpu and place.host == member.host}
+            member.say({"do": "lock", "gpus": sorted(mine - set(self._lent(member)))})
+        self._agents.await_all("locked")
+        for member in members:
+            for notice in member.answers["locked"]["notices"]:
+                line = f"stoker: {f'host {member.host}: ' if member.host else ''}{printable(notice, 1000)}"
+                if line not in self._noticed:
+                    self._noticed.add(line)
+                    self._say(line)
+        return {
+            uuid: printable(who, 300) for member in members for uuid, who in member.answers["locked"]["refused"].items()
+        }

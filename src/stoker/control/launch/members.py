@@ -28,15 +28,8 @@ _GATHER_S = 0.02
 _PREAMBLE = 1 << 16  # bytes kept of what a login prints
 # What handling a message that lies may raise. Of an agent on this machine, which is our own, it is a mistake of ours.
 _UNREADABLE = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    StopIteration,
-    TypeError,
-    ValueError,
-)
+    ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, StopIteration, TypeError, ValueError,
+)  # fmt: skip
 QUIET_S = 1.5  # somebody who speaks every second and has not for this long may be lost
 
 
@@ -97,9 +90,7 @@ class Member:
             os.close(self.link.orders)
 
     def cut_off(self) -> None:
-        """A lost one's connection goes, so that its old words can't come later. The agent there ends by its own silence
-        rule.
-        """
+        """Closes a lost one's connection: no old words come later. Its agent ends by its own silence rule."""
         self.retire()
         if not self.link.local:  # our own child, the ssh client; a guardian on this machine is left to sweep
             send_to_child(self.link.pid, signal.SIGKILL)
@@ -129,8 +120,7 @@ class Members:
         os.set_blocking(self._wake_write, False)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
-        # A thread of its own: a log file on a stalled NFS holds the main loop up, and the agents must not take that for
-        # death.
+        # In a thread: a log file on a stalled NFS holds the main loop up, and the agents must not take that for death.
         self._closing = threading.Event()
         threading.Thread(target=self._ping, name="ping", daemon=True).start()
 
@@ -149,9 +139,7 @@ class Members:
         member.cut_off()
 
     def join(self, ready: list[str], order: list[str]) -> list[str]:
-        """Those of the waiting that are ready take part from now on. `order`: of the hosts, by name. Returns who
-        joined.
-        """
+        """Those waiting that are ready take part from now on. `order`: of the hosts. Returns who joined."""
         joined = [member for member in self.waiting if not member.gone and member.host in ready]
         self.waiting = [member for member in self.waiting if member not in joined]
         self.all = sorted([*self.all, *joined], key=lambda member: order.index(member.host))
@@ -186,12 +174,8 @@ class Members:
         for member in [*self.all, *self.waiting]:
             patience = protocol.SILENCE_S if member.decoder.greeted else GREETING_S
             if not member.gone and now - member.heard > patience:
-                self._lose(
-                    member,
-                    f"silent for {patience:.0f} s"
-                    if member.decoder.greeted or member.link.local
-                    else _why_unmet(member),
-                )
+                met = member.decoder.greeted or member.link.local
+                self._lose(member, f"silent for {patience:.0f} s" if met else _why_unmet(member))
 
     def _read(self, member: Member) -> None:
         try:
@@ -201,17 +185,15 @@ class Members:
         if not data:
             self._read_errors(member)
             if not member.decoder.greeted and not member.link.local:
-                # A shared connection's process writes its stderr by itself: what it says may come after its stdout is
-                # closed.
+                # A shared connection's process writes its stderr by itself, perhaps after its stdout is closed.
                 deadline = time.monotonic() + 0.5
                 while member.link.errors in self._selector.get_map() and time.monotonic() < deadline:
                     self._read_errors(member)
                     time.sleep(0.002)
                 self._lose(member, _why_unmet(member))
                 return
-            before = (
-                b"" if member.decoder.greeted else member.decoder.greeting
-            )  # a login's chatter is no agent's last word
+            # A login's chatter is no agent's last word.
+            before = b"" if member.decoder.greeted else member.decoder.greeting
             last = member.complaint or printable(before.decode("utf-8", "replace").strip().rpartition("\n")[2], 1000)
             self._lose(member, f"it ended: {last}" if last else _how_ended(member))
             return
@@ -250,9 +232,7 @@ class Members:
             self._selector.unregister(member.link.answers)
 
     def close(self) -> None:
-        """Tells every agent to end and waits for it; an agent that does not is left to its guardian, which sees the
-        pipe close.
-        """
+        """Tells every agent to end and waits. One that does not is left to its guardian, which sees the pipe close."""
         self._closing.set()
         everybody = [*self.all, *self.waiting]
         for member in everybody:
@@ -290,9 +270,8 @@ def _why_unmet(member: Member) -> str:
     """ssh ended, or went silent, before any agent spoke."""
     from stoker.control.cluster.ssh import explain
 
-    return explain(
-        member.host, member.preamble + member.decoder.greeting.decode("utf-8", "replace"), _exit_code(member)
-    )
+    said = member.preamble + member.decoder.greeting.decode("utf-8", "replace")
+    return explain(member.host, said, _exit_code(member))
 
 
 def _how_ended(member: Member) -> str:
@@ -300,22 +279,18 @@ def _how_ended(member: Member) -> str:
     if member.link.local:
         return "it ended"
     code = _exit_code(member)
-    return (
-        f"its agent ended with exit code {code}"
-        if code not in (None, 0, 255)
-        else "its agent, or the connection to it, ended without a word"
-    )
+    if code in (None, 0, 255):
+        return "its agent, or the connection to it, ended without a word"
+    return f"its agent ended with exit code {code}"
 
 
 def _exit_code(member: Member) -> int | None:
     """Of the client that leads there. It stays for whoever waits for it."""
     deadline = time.monotonic() + 0.5
-    while (
-        ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    ) is None and time.monotonic() < deadline:
+    while (ended := os.waitid(os.P_PID, member.link.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+        if time.monotonic() > deadline:
+            return None
         time.sleep(0.005)  # its stdout is closed: it is on its way out
-    if ended is None:
-        return None
     return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
@@ -330,13 +305,11 @@ class Unusable(Refusal):
         (first, why), *more = self.hosts.items()
         if total == 1:
             line = f"the agent on {f'host {first}' if first else 'this machine'} {why}"
+        elif not more:
+            line = f"host {first} can't be used: {short(why)}"
         else:
             said = "; ".join(f"{name}: {short(told)}" for name, told in self.hosts.items())
-            line = (
-                f"{len(hosts)} of {total} hosts can't be used: {said}"
-                if more
-                else f"host {first} can't be used: {short(why)}"
-            )
+            line = f"{len(hosts)} of {total} hosts can't be used: {said}"
         super().__init__(line, code, cause="host.agent" if total == 1 else "launch.hosts")
 
 

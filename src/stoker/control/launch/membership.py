@@ -19,9 +19,8 @@ from stoker.control.launch.runplace import RunPlace
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.cluster.copying import Late
-    from stoker.control.launch.copies import Copies
     from stoker.control.launch.live import LiveRun
-    from stoker.control.launch.network import Network
+    from stoker.control.launch.network import Copies, Network
 
 AGAIN_S = 3.0
 LONGEST_S = 60.0
@@ -42,6 +41,10 @@ class Lost:
         self.asked = False
         self.back = False  # it has answered, and is fit
         self.unfit = ""  # what was last wrong with it
+
+    @property
+    def ready(self) -> bool:
+        return self.back and self.member is not None and not self.member.gone
 
     def part(self, next_try: float) -> None:
         """From its new life, which was none."""
@@ -93,26 +96,20 @@ class Membership:
 
     @property
     def enough(self) -> bool:
-        ready = [one for one in self.lost.values() if one.back and one.member is not None and not one.member.gone]
-        return len([member for member in self._members.all if not member.gone]) + len(ready) >= (
-            self._least or len(self._order)
-        )
+        there = sum(not member.gone for member in self._members.all)
+        return there + sum(one.ready for one in self.lost.values()) >= (self._least or len(self._order))
 
     @property
     def returned(self) -> str:
         """A host that waits to join; empty where there is none."""
-        return next(
-            (name for name, one in self.lost.items() if one.back and one.member is not None and not one.member.gone), ""
-        )
+        return next((name for name, one in self.lost.items() if one.ready), "")
 
     @property
     def here(self) -> str:
         return f"{len(self._members.all)} of {len(self._order)} hosts"
 
     def settle(self) -> bool:
-        """Between two attempts: who is gone is out, who is back is in. Whether anything changed. `joined` are those
-        that came now.
-        """
+        """Between attempts: who is gone is out, who is back is in (`joined`). Whether anything changed."""
         before = list(self._members.all)
         self.joined = []
         for member in before:
@@ -125,9 +122,7 @@ class Membership:
         return before != self._members.all
 
     def send_back(self, why: str) -> None:
-        """Those that joined just now: with them there is no plan. A run that works without a host must not end because
-        it is back.
-        """
+        """Who joined just now: with them there is no plan. A returning host must not end a run that works without."""
         for member in [one for one in self._members.all if one.host in self.joined]:
             self.lost[member.host] = Lost(why, member.selves)
             self.lost[member.host].next_try = time.monotonic() + LONGEST_S
@@ -152,7 +147,7 @@ class Membership:
         if verdict.cause == "launch.regroup":
             return Again(f"starting again with host {attempt.regrouping}")
         if verdict.cause == "host.lost" and self.enough:
-            left = sum(1 for member in self._members.all if not member.gone)
+            left = sum(not member.gone for member in self._members.all)
             hosts = f"{left} of {len(self._order)} hosts"
             return Again(f"{verdict.summary}; going on with {hosts}, from the last checkpoint")
         return None
@@ -199,9 +194,7 @@ class Membership:
         one.member.say(self._agents.open_order(name, one.former))
 
     def _examine(self, name: str, one: Lost, member: Member) -> None:
-        """It answers: has it what the others have? A host that came back without its disk must not end a run that works
-        without it.
-        """
+        """It answers: has it what the others have? Back without its disk, it must not end a run that works."""
         copies = self._network.copies
         if copies is not None and not self._carried(name, one, copies):
             return

@@ -1,26 +1,26 @@
-"""A run with several hosts, before any of its ranks starts: where they reach each other, and whether each has what its
-ranks need.
-"""
+"""A run with several hosts before any rank starts: do they reach each other, has each what its ranks need?"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
-from stoker.control.cluster import ssh, transport
-from stoker.control.cluster.hosts import Host
+from stoker.contract.shape import replace
+from stoker.control.cluster import copying, ssh, transport
+from stoker.control.cluster.hosts import Host, is_address
 from stoker.control.launch.agents import Agents
 from stoker.control.launch.members import Unusable
+from stoker.control.launch.options import RunOptions
 from stoker.control.launch.orders import Towards
 from stoker.control.launch.plan import RunPlan
 from stoker.control.launch.preflight import check_legal
 from stoker.control.launch.runplace import RunPlace
+from stoker.control.launch.signals import STOPS, Interrupted, handled
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from stoker.control.launch.copies import Copies
     from stoker.control.launch.live import LiveRun
 
 ROUTE_S = 10.0
@@ -33,11 +33,8 @@ class Network:
         self._run = run
         self._agents = run.agents
         self._options = run.options
-        self.copies: Copies | None = None
-        if run.options.sync or run.options.stage:
-            from stoker.control.launch.copies import Copies
-
-            self.copies = Copies(run.agents, run.options, run.say)
+        copies = bool(run.options.sync or run.options.stage)
+        self.copies = Copies(run.agents, run.options, run.say) if copies else None
         self._addresses: dict[str, str] = {}
         self._interfaces: dict[str, str] = {}
         self._ready: dict[str, Any] = {}  # what the hosts were asked, but for what is each one's own
@@ -96,9 +93,7 @@ class Network:
         return Towards(host, one.here, one.workdir or os.getcwd(), self._interfaces.get(host, ""), agents.hosts.env)
 
     def check_ready(self, plan: RunPlan, place: RunPlace) -> list[str]:
-        """Workdir, interpreter and run directory on each host. What is wrong is refused together; lines to say
-        otherwise.
-        """
+        """Workdir, interpreter and run directory on each host: problems are refused together; else lines to print."""
         agents = self._agents
         token = f".shared-{os.urandom(8).hex()}"  # nobody on another host can have guessed it
         path = os.path.join(place.dir, token)
@@ -111,24 +106,19 @@ class Network:
         finally:
             os.unlink(path)
         _refuse_errors(answers, agents)
-        wrong = {host: "; ".join(answer["problems"]) for host, answer in answers.items() if answer["problems"]}
+        wrong = [f"host {host}: {'; '.join(one['problems'])}" for host, one in answers.items() if one["problems"]]
         if wrong:
-            raise Refusal(
-                "; ".join(f"host {host}: {why}" for host, why in wrong.items()), EX_UNAVAILABLE, cause="launch.hosts"
-            )
+            raise _refusal("; ".join(wrong))
         lines = []
         unwritable = [f"{host} ({answer['unwritable']})" for host, answer in answers.items() if answer["unwritable"]]
         if unwritable:
-            lines.append(
-                f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: logs come home all the"
-                " same, checkpoints there don't"
-            )
+            home = "logs come home all the same, checkpoints there don't"
+            lines.append(f"! the run directory {place.dir} can't be made on {', '.join(unwritable)}: {home}")
         apart = [host for host, answer in answers.items() if not answer["shared"]]
         if apart:
-            lines.append(
-                f"! {', '.join(apart)}: the run directory is not the same folder as here: checkpoints stay on the host"
-                " that writes them; resuming needs a shared folder, or the same host for rank 0"
-            )
+            stay = "checkpoints stay on the host that writes them"
+            need = "resuming needs a shared folder, or the same host for rank 0"
+            lines.append(f"! {', '.join(apart)}: the run directory is not the same folder as here: {stay}; {need}")
         return lines
 
     def check_program(self, plan: RunPlan) -> None:
@@ -143,20 +133,15 @@ class Network:
         _refuse_lost(agents)
         wrong = disagreements(answers, request.script, remedy(request.script, os.getcwd(), options.sync))
         if wrong:
-            raise Refusal("; ".join(wrong), EX_UNAVAILABLE, cause="launch.hosts")
+            raise _refusal("; ".join(wrong))
         self._program = answers[plan.hosts[0]]["package"]
 
     def _ask_ready(self, host: str) -> dict[str, Any]:
         return {"workdir": self.towards(host).workdir, "program": self._pythons[host], **self._ready}
 
     def _ask_files(self, host: str) -> dict[str, Any]:
-        request = self._run.request
-        return {
-            "workdir": self.towards(host).workdir,
-            "script": request.script,
-            "module": request.options.module,
-            "python": self._pythons[host],
-        }
+        program = {"script": self._run.request.script, "module": self._options.module, "python": self._pythons[host]}
+        return {"workdir": self.towards(host).workdir, **program}
 
     def fitness(self, host: str) -> dict[str, dict[str, Any]]:
         """What a host that is back must show before it may join."""
@@ -170,17 +155,12 @@ class Network:
         if self._program and answers["files"]["package"] != self._program:
             named = self._run.request.script
             changed = ": has it changed here since the run began?" if self._options.sync else ""
-            wrong.append(
-                f"{named} is not the same there as on the others{changed}"
-                if answers["files"]["names"]
-                else f"{named} is not there"
-            )
+            differs = f"is not the same there as on the others{changed}"
+            wrong.append(f"{named} {differs if answers['files']['names'] else 'is not there'}")
         return "; ".join(wrong)
 
     def check_each_other(self) -> list[str]:
-        """Builds, ports in both directions, names, clocks. What can't work is refused, all of it together; lines to say
-        otherwise.
-        """
+        """Builds, ports both ways, names, clocks: what can't work is refused, all together; else lines to print."""
         agents = self._agents
         if len(agents.members.all) < 2:
             return []
@@ -193,8 +173,12 @@ class Network:
         bad = [line for one, line in said if one.level == "fail"]
         if bad:
             more = "(--no-preflight starts all the same; `stoker cluster check` shows all of it)"
-            raise Refusal(f"{'; '.join(bad)} {more}", EX_UNAVAILABLE, cause="launch.hosts")
+            raise _refusal(f"{'; '.join(bad)} {more}")
         return [f"! {line}" for one, line in said if one.level == "warn"]
+
+
+def _refusal(line: str) -> Refusal:
+    return Refusal(line, EX_UNAVAILABLE, cause="launch.hosts")
 
 
 def _refuse_lost(agents: Agents) -> None:
@@ -215,14 +199,12 @@ def _refuse_errors(answers: dict[str, Any], agents: Agents) -> None:
 # gloo takes the address of the host's own name unless it is told an interface, and NCCL the first interface that is up:
 # both are wrong where hosts share a name, where it means loopback, or where a bridge of Docker comes first.
 
-VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-
 
 def known(hosts: Sequence[Host]) -> dict[str, str]:
     """What can be said of a host before anybody is asked. Not of `here`: its own loopback is no address for others."""
     found = {host.name: host.address for host in hosts if host.address}
     return found | {
-        host.name: host.target for host in hosts if host.name not in found and _literal(host.target) and not host.here
+        host.name: host.target for host in hosts if host.name not in found and is_address(host.target) and not host.here
     }
 
 
@@ -242,17 +224,10 @@ def complete(
     for host in hosts:
         if host.name in whole:
             continue
-        ways = [
-            way
-            for target, way in routes[host.name].get("routes", {}).items()
-            if way.get("source") and target != whole.get(host.name)
-        ]
+        ways = [way for way in routes[host.name].get("routes", {}).values() if way.get("source")]
         if not ways:
-            raise Refusal(
-                f"no address is known by which the others reach host {host.name}: say it in the hosts file (address:)",
-                EX_UNAVAILABLE,
-                cause="launch.hosts",
-            )
+            where = "say it in the hosts file (address:)"
+            raise _refusal(f"no address is known by which the others reach host {host.name}: {where}")
         whole[host.name] = ways[0]["source"]
     return whole
 
@@ -260,9 +235,7 @@ def complete(
 def interfaces(
     hosts: Sequence[Host], routes: Mapping[str, Mapping[str, Any]], where: Mapping[str, str]
 ) -> dict[str, str]:
-    """Host -> the interface towards the first of its peers: rank 0's host for all but that one. One without a way is
-    refused, all such together.
-    """
+    """Host -> the interface towards the first of its peers. Hosts without one are refused, all together."""
     found: dict[str, str] = {}
     cut: list[str] = []
     for host in hosts:
@@ -275,10 +248,46 @@ def interfaces(
         else:
             cut.append(f"{host.name} has no way to {where[peer]} ({way.get('error', 'no interface has its address')})")
     if cut:
-        raise Refusal(f"hosts can't reach each other: {'; '.join(cut)}", EX_UNAVAILABLE, cause="launch.hosts")
+        raise _refusal(f"hosts can't reach each other: {'; '.join(cut)}")
     return found
 
 
-def _literal(text: str) -> bool:
-    """An address, not a name."""
-    return ":" in text or (text.count(".") == 3 and text.replace(".", "").isdigit())
+# ---- copies to the hosts (--sync, --stage) ----
+
+
+class Copies:
+    def __init__(self, agents: Agents, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._agents = agents
+        self._options = options
+        self._say = say
+        self._loads: list[copying.Load] = []
+
+    def to_all(self) -> None:
+        """Hosts that can't take it are Unusable: with --min-hosts the run may begin without them."""
+        agents = self._agents
+        assert agents.hosts is not None
+        there = {member.host for member in agents.members.all if not member.gone}
+        hosts = replace(agents.hosts, hosts=tuple(host for host in agents.hosts.hosts if host.name in there))
+        try:
+            with handled(STOPS, _interrupt):  # a signal ends it at once
+                self._loads = self._loads or self._read()
+                for load in self._loads:
+                    copying.copy(hosts, load, self._say)
+        except copying.NotCopied as failed:
+            if not self._options.min_hosts:
+                raise
+            raise Unusable(failed.hosts, len(agents.by_name)) from failed
+
+    def _read(self) -> list[copying.Load]:
+        """For all hosts of the file, those that are not there included."""
+        hosts, options = self._agents.hosts, self._options
+        assert hosts is not None
+        working = [copying.sync_load(hosts, os.getcwd(), self._say)] if options.sync else []
+        return working + [copying.stage_load(hosts, told, self._say) for told in options.stage]
+
+    def to_late(self, host: str) -> copying.Late:
+        return copying.Late(self._agents.by_name[host], self._agents.afresh, self._loads)
+
+
+def _interrupt(signum: int, _frame: object) -> None:
+    raise Interrupted(signum)

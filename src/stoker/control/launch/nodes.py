@@ -16,8 +16,9 @@ from stoker.contract.shape import replace, shape
 from stoker.contract.untrusted import is_count
 from stoker.control.cluster.hosts import Hosts, read
 from stoker.control.launch.agents import Agents
+from stoker.control.launch.options import ranks_asked
 from stoker.control.launch.plan import RunPlan
-from stoker.control.launch.request import Request, by_hand
+from stoker.control.launch.request import Request, by_hand, endpoint
 
 DEFAULT_PORT = 29500  # torchrun's
 LAST_CALL_S = 30.0  # torchrun's, too
@@ -54,53 +55,34 @@ def meeting(request: Request, environment: Mapping[str, str]) -> Meeting | None:
     count, most = span_of(options.nnodes)
     if options.hosts is not None:
         if count > 1 or "node_rank" in request.given:
-            raise Refusal(
-                "--hosts says which machines: leave --nnodes and --node-rank out", EX_USAGE, cause="launch.nodes"
-            )
+            raise _refusal("--hosts says which machines: leave --nnodes and --node-rank out")
         return None
     if not by_hand(options):
         if options.node_rank != 0:
-            raise Refusal(
-                f"--node-rank {options.node_rank} with one machine: it has number 0", EX_USAGE, cause="launch.nodes"
-            )
+            raise _refusal(f"--node-rank {options.node_rank} with one machine: it has number 0")
         return None
     if options.standalone:
-        raise Refusal(
-            f"--standalone and --nnodes {options.nnodes} contradict each other", EX_USAGE, cause="launch.nodes"
-        )
+        raise _refusal(f"--standalone and --nnodes {options.nnodes} contradict each other")
     address, port = _where(request, environment)
     numbered = "node_rank" in request.given or options.rdzv_backend == "static"
     if not address:
-        raise Refusal(
-            f"--nnodes {options.nnodes}: say where the machines meet (--master-addr of machine 0, the same on all), or"
-            " name them with --hosts a,b,c and start it on one of them",
-            EX_USAGE,
-            cause="launch.nodes",
-        )
+        meet = "say where the machines meet (--master-addr of machine 0, the same on all)"
+        named = "name them with --hosts a,b,c and start it on one of them"
+        raise _refusal(f"--nnodes {options.nnodes}: {meet}, or {named}")
     if not numbered and not options.rdzv_endpoint:
-        raise Refusal(
-            f"--nnodes {options.nnodes} with --master-addr: say which machine this is with --node-rank 0 to"
-            f" {count - 1}",
-            EX_USAGE,
-            cause="launch.nodes",
-        )
+        flag = f"--node-rank 0 to {count - 1}"
+        raise _refusal(f"--nnodes {options.nnodes} with --master-addr: say which machine this is with {flag}")
     if most > count and numbered:
-        raise Refusal(f"--nnodes {options.nnodes} with --node-rank: give one number", EX_USAGE, cause="launch.nodes")
+        raise _refusal(f"--nnodes {options.nnodes} with --node-rank: give one number")
     if not 0 <= options.node_rank < count:
-        raise Refusal(
-            f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}",
-            EX_USAGE,
-            cause="launch.nodes",
-        )
-    return Meeting(
-        count,
-        options.node_rank if numbered else None,
-        address,
-        port or DEFAULT_PORT,
-        options.rdzv_id or "",
-        most,
-        _last_call(options.rdzv_conf),
-    )
+        raise _refusal(f"--node-rank {options.node_rank}: {count} machines have the numbers 0 to {count - 1}")
+    rank = options.node_rank if numbered else None
+    last_call = _last_call(options.rdzv_conf)
+    return Meeting(count, rank, address, port or DEFAULT_PORT, options.rdzv_id or "", most, last_call)
+
+
+def _refusal(line: str) -> Refusal:
+    return Refusal(line, EX_USAGE, cause="launch.nodes")
 
 
 def span_of(nnodes: str) -> tuple[int, int]:
@@ -128,29 +110,20 @@ def _last_call(told: str | None) -> float:
 def _where(request: Request, environment: Mapping[str, str]) -> tuple[str, int]:
     options = request.options
     if options.rdzv_endpoint:
-        address, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not is_count(port):
-            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
-        return (address.strip("[]"), int(port)) if colon else (port, options.master_port or 0)
+        address, port = endpoint(options.rdzv_endpoint)
+        return address, port if port is not None else options.master_port or 0
     asked = environment.get("MASTER_PORT", "")
-    return options.master_addr or environment.get("MASTER_ADDR", ""), options.master_port or (
-        int(asked) if is_count(asked) else 0
-    )
+    found = options.master_port or (int(asked) if is_count(asked) else 0)
+    return options.master_addr or environment.get("MASTER_ADDR", ""), found
 
 
 def numbered(plan: RunPlan, nodes: Nodes) -> RunPlan:
     """The plan of this machine's ranks with the numbers they have in the whole job."""
-    first = nodes.first
-    places = tuple(
-        replace(place, rank=first + place.local_rank, role_rank=first + place.local_rank, group_rank=nodes.rank)
-        for place in plan.places
-    )
+    ranked = enumerate(plan.places, nodes.first)
+    places = tuple(replace(place, rank=rank, role_rank=rank, group_rank=nodes.rank) for rank, place in ranked)
     roles = tuple(replace(role, world=nodes.world) for role in plan.roles)
-    last = nodes.first + len(places) - 1
-    line = (
-        f"machine {nodes.rank} of {nodes.count}: ranks {nodes.first} to {last} of {nodes.world}, store at"
-        f" {nodes.address}:{nodes.port}"
-    )
+    ranks = f"ranks {nodes.first} to {nodes.first + len(places) - 1} of {nodes.world}"
+    line = f"machine {nodes.rank} of {nodes.count}: {ranks}, store at {nodes.address}:{nodes.port}"
     return replace(plan, places=places, roles=roles, nodes=nodes, lines=(*plan.lines, line))
 
 
@@ -196,16 +169,12 @@ def _interface(agents: Agents, address: str) -> str:
 
 
 def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request, Hosts | None]:
-    """The request, as what was found fills it in, and its hosts; None: this machine. Refuses what does not add up,
-    before anything is started.
-    """
+    """The request, filled in, and its hosts (None: this machine). Refuses what does not add up."""
     options = request.options
     meeting(request, environment)
     hosts: Hosts | None = None
     if options.hosts is not None:
-        hosts = read(options.hosts, options.ssh_option)
-        if options.python is not None:
-            hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
+        hosts = _with_python(read(options.hosts, options.ssh_option), options.python)
     elif options.nnodes == "1" and (scheduler := schedulers.found(environment)) is not None:
         # What the user names (--hosts, --nnodes by hand) wins over the job's nodes.
         from stoker.control.scheduler import engine
@@ -214,11 +183,8 @@ def hosts_of(request: Request, environment: Mapping[str, str]) -> tuple[Request,
     if hosts is None and (options.min_hosts or options.sync or options.stage):
         raise Refusal("--min-hosts, --sync and --stage are for several hosts: name them with --hosts", EX_USAGE)
     if hosts is not None and options.min_hosts and not 1 <= options.min_hosts <= len(hosts.hosts):
-        raise Refusal(
-            f"--min-hosts {options.min_hosts}: the run has {counted(len(hosts.hosts), 'host')}; give a number from 1 to"
-            " that",
-            EX_USAGE,
-        )
+        there = counted(len(hosts.hosts), "host")
+        raise Refusal(f"--min-hosts {options.min_hosts}: the run has {there}; give a number from 1 to that", EX_USAGE)
     return request, hosts
 
 
@@ -227,16 +193,17 @@ def _given(request: Request, hosts: Hosts | None, environment: Mapping[str, str]
     options = request.options
     if hosts is None:
         return request, None
-    by_number = options.nproc_per_node is not None or any(
-        environment.get(name) for name in ("NPROC_PER_NODE", "NUM_GPUS")
-    )
-    if by_number:  # a number that was asked for, and not the job's number of tasks
+    if ranks_asked(options.nproc_per_node, environment):  # a number, and not the job's number of tasks
         hosts = replace(hosts, hosts=tuple(replace(host, slots=None) for host in hosts.hosts))
     only = hosts.hosts[0]
     if len(hosts.hosts) == 1 and only.here:  # one node, and we are on it: a pipe will do
         if only.slots and only.slots > 1:
             request = replace(request, options=replace(options, nproc_per_node=str(only.slots)))
         return request, None
-    if options.python is not None:
-        hosts = replace(hosts, hosts=tuple(replace(host, python=options.python) for host in hosts.hosts))
-    return request, hosts
+    return request, _with_python(hosts, options.python)
+
+
+def _with_python(hosts: Hosts, python: str | None) -> Hosts:
+    if python is None:
+        return hosts
+    return replace(hosts, hosts=tuple(replace(host, python=python) for host in hosts.hosts))

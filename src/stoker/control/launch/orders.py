@@ -1,6 +1,4 @@
-"""What each host's agent is told to start: the ranks' commands, and their environment in the order in which one thing
-overrides another. Pure.
-"""
+"""What each host's agent is told to start: commands, and environment in the order in which it overrides. Pure."""
 
 from __future__ import annotations
 
@@ -43,9 +41,8 @@ def start(
     here or by --env, wins over what was found.
     """
     only = plan.roles[0] if len(plan.roles) == 1 else None
-    ours = dict(to.env)
-    if to.interface:
-        ours = {"NCCL_SOCKET_IFNAME": to.interface, "GLOO_SOCKET_IFNAME": to.interface, **ours}
+    found = {name: to.interface for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME") if to.interface}
+    ours = {**found, **to.env}
     told = travelling(environment)
     env = {
         **{name: value for name, value in ours.items() if name not in told},

@@ -12,7 +12,7 @@ from stoker.contract.names import EX_USAGE, Refusal
 from stoker.control.launch.console import SMALL, Console, LineCutter, LogLines
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import Place, RunPlan
-from stoker.control.launch.torchfiles import TorchrunLogs
+from stoker.control.launch.torchfiles import TorchrunLogs, rank_report
 from stoker.control.record.writer import RunRecord
 
 _TAIL = 8192
@@ -68,9 +68,8 @@ class Output:
         self._options = options
         wanted = options.log_dir not in (None, "", os.devnull)
         self._logs = TorchrunLogs(options.log_dir or "", options.rdzv_id or run_id) if wanted else None
-        self._own_stdout = (
-            not options.detach and not os.isatty(1) and _kept_apart()
-        )  # nobody but the ranks writes there
+        # Nobody but the ranks writes there.
+        self._own_stdout = not options.detach and not os.isatty(1) and _kept_apart()
         self._cutters: dict[tuple[int, int], LineCutter] = {}
         self._tails: dict[int, bytes] = {}
         self._lines: dict[tuple[int, int], LogLines] = {}
@@ -83,11 +82,9 @@ class Output:
         options = self._options
         self._locals = {place.rank: place.local_rank for place in plan.places}
         # torchrun's own flags count local ranks, ours the whole job's.
-        redirects, tee = (
-            std_map(told, tuple(sorted(set(self._locals.values())))) for told in (options.redirects, options.tee)
-        )
+        maps = [std_map(told, set(self._locals.values())) for told in (options.redirects, options.tee)]
         self._redirects, self._tee = (
-            {rank: of.get(local, 0) for rank, local in self._locals.items()} for of in (redirects, tee)
+            {rank: streams.get(local, 0) for rank, local in self._locals.items()} for streams in maps
         )
         show = options.show
         self._only_errors = show == "errors"
@@ -100,25 +97,20 @@ class Output:
         self._shown = frozenset(shown)
         self._several = len({place.host for place in plan.places}) > 1
         self._alone = len(plan.places) == 1
-        self._prefixes = (
-            {} if options.prefix == "never" else {place.rank: line_prefix(options, place) for place in plan.places}
-        )
-        # A single rank's stdout that goes to a pipe or a file of its own is data (`| jq`): byte for byte, unless a
-        # prefix is asked for.
+        prefixed = plan.places if options.prefix != "never" else ()
+        self._prefixes = {place.rank: line_prefix(options, place) for place in prefixed}
+        # A single rank's stdout that goes to a pipe or file of its own is data (`| jq`): as it is, unless prefixed.
         clean = options.prefix == "never" or (options.prefix == "auto" and not self._tee.get(plan.ranks.start, 0) & 1)
         self._raw = self._alone and self._own_stdout and clean
 
     def begin(self, attempt: int) -> None:
         self._attempt = attempt
-        self._cutters.clear()
-        self._tails.clear()
-        self._lines.clear()
-        self._since.clear()
+        for state in (self._cutters, self._tails, self._lines, self._since):
+            state.clear()
         if self._logs is not None:
             folders = {rank: str(rank if self._several else local) for rank, local in self._locals.items()}
-            self._logs.begin(
-                folders, {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals}
-            )
+            streams = {rank: self._redirects.get(rank, 0) | self._tee.get(rank, 0) for rank in self._locals}
+            self._logs.begin(folders, streams)
 
     def shows(self, rank: int) -> bool:
         return rank in self._shown
@@ -131,9 +123,7 @@ class Output:
             self._show(rank, fd, data)
 
     def _keep(self, record: RunRecord, rank: int, fd: int, data: bytes) -> None:
-        """To the rank's file. Where its streams come apart they join there line by line: an unfinished one waits a
-        moment for its end.
-        """
+        """To the rank's file. Separate streams join there by lines: an unfinished one waits a moment for its end."""
         lines = self._lines.get((rank, fd))
         if lines is None:
             lines = self._lines[rank, fd] = LogLines()
@@ -160,8 +150,6 @@ class Output:
 
     def keep_error(self, record: RunRecord, rank: int, kept: dict[str, Any]) -> None:
         """`kept`: what the record holds of the rank's exception."""
-        from stoker.control.launch.torchfiles import rank_report
-
         report = rank_report(kept) if self._logs is not None else None
         if self._logs is not None and report is not None:
             self._logs.error(record, rank, report)
@@ -201,9 +189,7 @@ class Output:
                 self._console.put(2 if fd == 2 else 1, cutter.flush())
 
     def tail(self, rank: int) -> str:
-        """What it printed last, for verdicts to quote: without secrets. Of a line that is cut the rest goes: half a
-        token is not known by its shape.
-        """
+        """What it printed last, for verdicts, without secrets. A cut line goes: half a token has no known shape."""
         last = self._tails.get(rank, b"")
         if len(last) == _TAIL:
             last = last[max(last.find(b"\n"), last.find(b"\r")) + 1 :]

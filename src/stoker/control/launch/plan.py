@@ -92,10 +92,8 @@ class RunPlan:
     def to_json(self) -> dict[str, Any]:
         """Without secrets. `argv` and `shim` are the first role's."""
         made: dict[str, Any] = as_json(self)
-        roles = [
-            {**as_json(role), "argv": redact.arguments(role.argv), "env": redact.environment(role.env)}
-            for role in self.roles
-        ]
+        shown = [(role, redact.arguments(role.argv), redact.environment(role.env)) for role in self.roles]
+        roles = [{**as_json(role), "argv": argv, "env": env} for role, argv, env in shown]
         return {**made, "roles": roles, "argv": roles[0]["argv"], "shim": roles[0]["shim"]}
 
 
@@ -114,10 +112,8 @@ def make_plan(
     options = request.options
     lines = notices(request)
     isolate = options.isolate or options.virtual_local_rank
-    choices = {
-        host: _choose(options, environment, machine, held[host], hosts[host] if hosts else None)
-        for host, machine in machines.items()
-    }
+    about = {host: hosts[host] if hosts else None for host in machines}
+    choices = {host: _choose(options, environment, machines[host], held[host], about[host]) for host in machines}
     if any(gpu.mig is not None for choice in choices.values() for gpu in choice.gpus) and not isolate:
         isolate = True
         lines.append(
@@ -125,17 +121,11 @@ def make_plan(
         )
     if any(len(choice.gpus) > len(set(choice.gpus)) for choice in choices.values()) and not isolate:
         isolate = True
-        lines.append(
-            "several ranks share a GPU: each sees its own as device 0 (--isolate); NCCL refuses two ranks on one GPU,"
-            " gloo works"
-        )
-    kinds = {bool(choice.gpus) for choice in choices.values()}
-    if len(kinds) > 1:
-        raise Refusal(
-            "some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere",
-            names.EX_UNAVAILABLE,
-            cause="gpu.too-few",
-        )
+        nccl = "NCCL refuses two ranks on one GPU, gloo works"
+        lines.append(f"several ranks share a GPU: each sees its own as device 0 (--isolate); {nccl}")
+    if len({bool(choice.gpus) for choice in choices.values()}) > 1:
+        line = "some hosts have GPUs and some have none: --nproc-per-node cpu uses none anywhere"
+        raise Refusal(line, names.EX_UNAVAILABLE, cause="gpu.too-few")
     places: list[Place] = []
     slots: dict[str, int] = {}
     visible: dict[str, str | None] = {}
@@ -148,28 +138,15 @@ def make_plan(
             rank = len(places)
             places.append(Place(rank, local, choice.ranks, group, host, gpu, label, options.role, rank))
         slots[host] = _slots(options.init_slots, choice, machines[host])
-        visible[host] = _visible(choice, machines[host], _seen_there(environment, hosts[host] if hosts else None))
+        visible[host] = _visible(choice, machines[host], _seen_there(environment, about[host]))
     show = options.local_ranks_filter if options.show == "all" and options.local_ranks_filter else options.show
     if show not in ("all", "none", "errors"):
         _check_ranks(show, len(places))
-    role = Role(
-        options.role,
-        tuple(argv),
-        len(places),
-        not options.no_python,
-        options.max_restarts,
-        _asked_for(options, environment),
-    )
+    asked = _asked_for(options, environment)
+    role = Role(options.role, tuple(argv), len(places), not options.no_python, options.max_restarts, asked)
+    pythons = _pythons(options, argv, hosts)
     return RunPlan(
-        tuple(places),
-        (role,),
-        tuple(machines),
-        isolate,
-        split,
-        slots,
-        tuple(lines),
-        visible,
-        _pythons(options, argv, hosts),
+        tuple(places), (role,), tuple(machines), isolate, split, slots, tuple(lines), visible, pythons=pythons
     )
 
 
@@ -185,9 +162,8 @@ def _choose(
     try:
         return gpus.choose(options, _seen_there(environment, host), machine, held)
     except Refusal as refusal:
-        raise type(refusal)(
-            f"host {host.name}: {refusal.line}", refusal.code, cause=refusal.cause, fix=refusal.fix
-        ) from refusal
+        line = f"host {host.name}: {refusal.line}"
+        raise type(refusal)(line, refusal.code, cause=refusal.cause, fix=refusal.fix) from refusal
 
 
 def _seen_there(environment: Mapping[str, str], host: Host | None) -> Mapping[str, str]:
@@ -307,9 +283,6 @@ def rank_argv(place: Place, plan: RunPlan) -> list[str]:
 
 
 def default_name(request: Request) -> str:
-    base = (
-        request.script.rstrip("/").rsplit(".", 1)[-1]
-        if request.options.module
-        else os.path.splitext(os.path.basename(request.script.rstrip("/")))[0]
-    )
+    base = request.script.rstrip("/")
+    base = base.rsplit(".", 1)[-1] if request.options.module else os.path.splitext(os.path.basename(base))[0]
     return "".join(char if char.isalnum() or char in "-_" else "-" for char in base)[:40] or "run"

@@ -11,6 +11,7 @@ from stoker.contract.quantities import counted, gb
 from stoker.contract.shape import replace
 from stoker.contract.untrusted import is_count, read_json
 from stoker.control.doctor import check
+from stoker.control.launch.gpus import marked
 from stoker.control.launch.options import RunOptions
 from stoker.control.launch.plan import RunPlan
 from stoker.control.machine.facts import KNOWN, Examination, Probe, examination_from_json
@@ -57,24 +58,16 @@ def diagnosis(machine: Machine, card: Gpu) -> list[str]:
         return [f"{card.label}: NVML does not answer for it any more{': ' + now.error if now and now.error else ''}"]
     lines = []
     if now.compute_mode not in (None, "default"):
-        lines.append(
-            f"{card.label} is in {now.compute_mode} mode: a second process is refused; nvidia-smi -i {now.index} -c"
-            " DEFAULT"
-        )
+        fix = f"nvidia-smi -i {now.index} -c DEFAULT"
+        lines.append(f"{card.label} is in {now.compute_mode} mode: a second process is refused; {fix}")
     for one in now.holders or ():
-        lines.append(
-            f"{card.label} is held by pid {one.pid}"
-            f" ({one.command or 'outside this container'}{', ' + one.user if one.user else ''})"
-        )
+        who = (one.command or "outside this container") + (f", {one.user}" if one.user else "")
+        lines.append(f"{card.label} is held by pid {one.pid} ({who})")
     if now.memory_free is not None and now.memory_total is not None:
         lines.append(f"{card.label} has {gb(now.memory_free)} of {gb(now.memory_total)} free")
     broken = proof(machine, card)
-    lines.append(
-        f"{card.label} fails its proof: {broken}"
-        if broken
-        else f"{card.label} passes its proof now: it was busy for a while"
-    )
-    return lines
+    outcome = f"fails its proof: {broken}" if broken else "passes its proof now: it was busy for a while"
+    return [*lines, f"{card.label} {outcome}"]
 
 
 def without_bad(machine: Machine) -> Machine:
@@ -84,9 +77,7 @@ def without_bad(machine: Machine) -> Machine:
 
     probes = _recorded() or probe_cards(cards)
     bad = {uuid: f"{probe.outcome}: {probe.detail}" for uuid, probe in probes.items() if probe.outcome in _BAD}
-    return replace(
-        machine, gpus=tuple(replace(gpu, error=bad[gpu.uuid]) if gpu.uuid in bad else gpu for gpu in machine.gpus)
-    )
+    return marked(machine, bad)
 
 
 def _recorded() -> Mapping[str, Probe] | None:
@@ -107,8 +98,5 @@ def check_legal(options: RunOptions, plan: RunPlan) -> None:
     if plan.world_size not in legal:
         fits = [count for count in legal if count <= plan.world_size]
         hint = f"--nproc-per-node {fits[-1]} would do" if fits else "too few GPUs for any of them"
-        raise Refusal(
-            f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}",
-            EX_UNAVAILABLE,
-            cause="gpu.legal",
-        )
+        line = f"{counted(plan.world_size, 'rank')}, and the job takes {', '.join(map(str, legal))}; {hint}"
+        raise Refusal(line, EX_UNAVAILABLE, cause="gpu.legal")

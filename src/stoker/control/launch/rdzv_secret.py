@@ -31,37 +31,32 @@ class Secret:
         return secrets.token_hex(16)
 
     def proof(self, side: str, said: Mapping[str, Any], challenge: str) -> str:
-        """`side`: whose proof it is, so that nobody's can be sent back as one's own. `said`: everything both sides must
-        agree on.
-        """
-        text = json.dumps(
-            ["stoker-rdzv-1", side, challenge, {name: said[name] for name in sorted(said)}], separators=(",", ":")
-        )
+        """`side`: whose proof, so that none can be sent back as one's own. `said`: all that both must agree on."""
+        text = json.dumps(["stoker-rdzv-1", side, challenge, dict(said)], sort_keys=True, separators=(",", ":"))
         return hmac.new(self._key, text.encode(), hashlib.sha256).hexdigest()
 
     def fits(self, proof: Any, side: str, said: Mapping[str, Any], challenge: str) -> bool:
-        return (
-            isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, self.proof(side, said, challenge))
-        )
+        right = self.proof(side, said, challenge)
+        return isinstance(proof, str) and proof.isascii() and hmac.compare_digest(proof, right)
 
 
 def find(environment: Mapping[str, str]) -> Secret | None:
     """From the variable, or the file that the other variable names. Never from the command line: others can read that."""
     given, path = environment.get(RDZV_SECRET, ""), environment.get(RDZV_SECRET_FILE, "")
     if given and path:
-        raise Refusal(
-            f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them", EX_CONFIG, cause="launch.nodes"
-        )
+        raise _refusal(f"{RDZV_SECRET} and {RDZV_SECRET_FILE} are both set: give one of them")
     where = RDZV_SECRET_FILE if path else RDZV_SECRET
     key = (_read(path) if path else given).strip()
     if not key:
         return None
     if len(key) < _SHORTEST:
-        line = (
-            f"{where}: {len(key)} characters can be guessed; give {_SHORTEST} or more, as from `openssl rand -hex 32`"
-        )
-        raise Refusal(line, EX_CONFIG, cause="launch.nodes")
+        better = f"give {_SHORTEST} or more, as from `openssl rand -hex 32`"
+        raise _refusal(f"{where}: {len(key)} characters can be guessed; {better}")
     return Secret(key.encode("utf-8", "surrogateescape"))
+
+
+def _refusal(line: str) -> Refusal:
+    return Refusal(line, EX_CONFIG, cause="launch.nodes")
 
 
 def _read(path: str) -> str:
@@ -71,15 +66,9 @@ def _read(path: str) -> str:
             about = os.fstat(file.fileno())
             data = file.read(_LONGEST)
     except OSError as problem:
-        raise Refusal(
-            f"{RDZV_SECRET_FILE}={path} can't be read: {problem.strerror}", EX_CONFIG, cause="launch.nodes"
-        ) from problem
+        raise _refusal(f"{RDZV_SECRET_FILE}={path} can't be read: {problem.strerror}") from problem
     if about.st_uid not in (0, os.getuid()) or about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise Refusal(
-            f"{RDZV_SECRET_FILE}={path}: others can read it, or it is not yours; `chmod 600 {path}`",
-            EX_CONFIG,
-            cause="launch.nodes",
-        )
+        raise _refusal(f"{RDZV_SECRET_FILE}={path}: others can read it, or it is not yours; `chmod 600 {path}`")
     if not data.strip():
-        raise Refusal(f"{RDZV_SECRET_FILE}={path} is empty", EX_CONFIG, cause="launch.nodes")
+        raise _refusal(f"{RDZV_SECRET_FILE}={path} is empty")
     return data.decode("utf-8", "surrogateescape")

@@ -11,6 +11,7 @@ guest has its own few seconds to introduce itself. With a secret (rdzv_secret.py
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -22,13 +23,20 @@ from typing import Any
 from stoker.contract import typed
 from stoker.contract.names import EX_TEMPFAIL, EX_UNAVAILABLE, RDZV_SECRET, RDZV_SECRET_FILE, Refusal
 from stoker.contract.quantities import span
+from stoker.contract.untrusted import parse_json, printable
 from stoker.control.launch.nodes import Meeting, Nodes
-from stoker.control.launch.rdzv_guest import GUEST, HOST, LONGEST, MOST_RANKS, PATIENCE_S, POLL_S, Asking, read_line
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from stoker.control.launch.rdzv_secret import Secret
 
+PATIENCE_S = 600.0  # torchrun's
+AGAIN_S = 0.5
+POLL_S = 0.1
+LONGEST = 4096  # bytes of a line
+MOST_RANKS = 1 << 16  # of one machine; more processes than any kernel starts
+GUEST, HOST = "guest", "host"  # whose proof
+_ANSWER = {"rank": "int", "first": "int", "world": "int", "port": "int", "nodes": "int"}
 _HELLO_S = 5.0
 _MOST_STRANGERS = 64  # connections that have not introduced themselves, or not proved that they know the secret
 _MOST_LINES = 10  # about who was turned away
@@ -39,9 +47,7 @@ _HELLO = {"job": "str", "count": "int", "ranks": "int", "nonce?": "str"}
 def meet(
     told: Meeting, ranks: int, store_port: Callable[[], int], rest: Callable[[], None], say: Callable[[str], None]
 ) -> Nodes:
-    """`store_port`: reserves the port of rank 0's store, called on the machine that becomes number 0. `rest`: called
-    while waiting; may raise to stop it.
-    """
+    """`store_port`: reserves rank 0's store port, on the machine that becomes 0. `rest`: called while waiting."""
     deadline = time.monotonic() + PATIENCE_S
     secret = _secret()
     family, kind, _, _, where = _resolve(told)
@@ -70,9 +76,11 @@ def _resolve(told: Meeting) -> Any:
     try:
         return socket.getaddrinfo(told.address, told.port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
-        raise Refusal(
-            f"--rdzv-endpoint {told.address}:{told.port}: {problem.strerror}", EX_UNAVAILABLE, cause="launch.nodes"
-        ) from problem
+        raise _refusal(told, str(problem.strerror)) from problem
+
+
+def _refusal(told: Meeting, why: str, code: int = EX_UNAVAILABLE) -> Refusal:
+    return Refusal(f"--rdzv-endpoint {told.address}:{told.port}: {why}", code, cause="launch.nodes")
 
 
 def _more(told: Meeting) -> str:
@@ -104,9 +112,7 @@ def _network(address: str) -> str:
 
 
 def _least_wanted(strangers: list[_Guest]) -> _Guest:
-    """One of the address with the most; there one that has not said hello; of those the oldest: who means it says it at
-    once, and comes again.
-    """
+    """Of the address with the most the oldest, without a hello first: who means it says it at once, and returns."""
     networks = [guest.network for guest in strangers]
     return min(strangers, key=lambda guest: (-networks.count(guest.network), bool(guest.hello)))
 
@@ -145,11 +151,8 @@ class _Receiving:
             elif now > last_call:
                 return
             if not last_call and now > deadline:
-                line = (
-                    f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port} within"
-                    f" {span(PATIENCE_S)}"
-                )
-                raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+                came = f"{len(self._accepted) + 1} of {told.count} machines came to {told.address}:{told.port}"
+                raise Refusal(f"{came} within {span(PATIENCE_S)}", EX_TEMPFAIL, cause="launch.nodes")
             for key, _ in self._selector.select(POLL_S):
                 if key.fileobj is self._own:
                     self._welcome()
@@ -180,8 +183,7 @@ class _Receiving:
         except OSError:
             data = b""
         guest.data += data
-        # Gone (stopped, and started again: it comes a second time), too long, or one that goes on talking when it has
-        # nothing more to say.
+        # Gone (stopped and started again: it comes a second time), too long, or with nothing more to say, and talking.
         if not data or guest.accepted or len(guest.data) > LONGEST:
             self._drop(guest)
             return
@@ -205,19 +207,16 @@ class _Receiving:
             return
         told, hello = self._told, guest.hello
         if hello["job"] != told.name or hello["count"] != told.count:
-            self._turn_away(
-                guest, f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}", tell=False
-            )
+            other = f"another job meets there: {told.count} machines, --rdzv-id {told.name or 'none'}"
+            self._turn_away(guest, other, tell=False)
         elif not 1 <= hello["ranks"] <= MOST_RANKS:
             self._turn_away(guest, f"{hello['ranks']} ranks: a machine has 1 to {MOST_RANKS}", tell=True)
         elif self._secret is None and "nonce" in hello:
-            self._turn_away(
-                guest, "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none", tell=True
-            )
+            alone = "it has a secret (STOKER_RDZV_SECRET) and the machine at the endpoint has none"
+            self._turn_away(guest, alone, tell=True)
         elif self._secret is not None and "nonce" not in hello:
-            self._turn_away(
-                guest, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none", tell=True
-            )
+            without = "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and it has none"
+            self._turn_away(guest, without, tell=True)
         elif self._secret is not None:
             guest.challenge = self._secret.nonce()
             self._send(guest, {"challenge": guest.challenge})
@@ -263,10 +262,130 @@ class _Receiving:
             if self._secret is not None:
                 word["proof"] = self._secret.proof(HOST, {**guest.hello, **word}, guest.challenge)
             if not self._send(guest, word):
-                line = (
-                    f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered; start all"
-                    " of them again"
-                )
-                raise Refusal(line, EX_TEMPFAIL, cause="launch.nodes")
+                left = f"machine {guest.address} left {told.address}:{told.port} while the ranks were numbered"
+                raise Refusal(f"{left}; start all of them again", EX_TEMPFAIL, cause="launch.nodes")
             first += guest.hello["ranks"]
         return Nodes(nodes, 0, 0, world, told.address, port)
+
+
+# ---- the machine that comes: says who it is, and gets its number ----
+
+
+class Asking:
+    def __init__(self, told: Meeting, ranks: int, secret: Secret | None, rest: Callable[[], None]) -> None:
+        self._told, self._ranks, self._secret, self._rest = told, ranks, secret, rest
+
+    def ask(self, where: Any, family: int, deadline: float, say: Callable[[str], None]) -> Nodes:
+        told, said = self._told, False
+        while True:
+            problem = "it closes the connection"
+            with socket.socket(family, socket.SOCK_STREAM) as way:
+                way.settimeout(2.0)
+                try:
+                    way.connect(where)
+                    found = self._talk(way, deadline)
+                except OSError as refused:
+                    found, problem = None, refused.strerror or str(refused)
+                except ValueError as wrong:
+                    found, problem = None, f"what answers there is not a Stoker: {wrong}"
+            if found is not None:
+                return found
+            if not said:
+                said = True
+                nobody = f"nobody answers at {told.address}:{told.port} yet ({problem})"
+                say(f"stoker: {nobody}; trying for up to {span(PATIENCE_S)}")
+            if time.monotonic() > deadline:
+                raise _refusal(self._told, f"nobody answered within {span(PATIENCE_S)}: {problem}", EX_TEMPFAIL)
+            until = time.monotonic() + AGAIN_S
+            while time.monotonic() < until:
+                self._rest()
+
+    def _talk(self, way: socket.socket, deadline: float) -> Nodes | None:
+        """None: the other side is gone. It may come back, or another one in its place."""
+        told = self._told
+        hello: dict[str, Any] = {"job": told.name, "count": told.count, "ranks": self._ranks}
+        if self._secret is not None:
+            hello["nonce"] = self._secret.nonce()
+        _send(way, hello)
+        word = self._listen(way, deadline)
+        challenge = ""
+        if self._secret is not None and word:
+            challenge = word["challenge"] if isinstance(word.get("challenge"), str) else ""
+            if not challenge:
+                alone = "this machine has a secret (STOKER_RDZV_SECRET) and the one at the endpoint has none"
+                raise _refusal(told, f"{alone}: give all the same, or none")
+            _send(way, {"proof": self._secret.proof(GUEST, hello, challenge)})
+            word = self._listen(way, deadline)
+        if not word:
+            return None
+        if self._secret is None and "challenge" in word:
+            raise _refusal(
+                self._told, "the machine at the endpoint has a secret (STOKER_RDZV_SECRET), and this one has none"
+            )
+        answer = self._checked(word)
+        if self._secret is not None and not self._secret.fits(word.get("proof"), HOST, {**hello, **answer}, challenge):
+            unknown = "the machine at the endpoint does not know the secret (STOKER_RDZV_SECRET)"
+            raise _refusal(told, f"{unknown}: the secrets differ, or it is a stranger")
+        return Nodes(answer["nodes"], answer["rank"], answer["first"], answer["world"], told.address, answer["port"])
+
+    def _listen(self, way: socket.socket, deadline: float) -> dict[str, Any]:
+        line = _wait_line(way, deadline, self._rest)
+        if not line:
+            return {}
+        word = read_line(line)
+        if not word:
+            raise ValueError(f"it says {line[:60]!a}")
+        if "refused" in word:
+            raise _refusal(self._told, printable(str(word["refused"]), 500))
+        return word
+
+    def _checked(self, word: dict[str, Any]) -> dict[str, Any]:
+        told = self._told
+        try:
+            answer = typed.read_fields(_ANSWER, word)
+        except ValueError as problem:
+            raise _refusal(self._told, f"its answer can't be used: {problem}") from None
+        most = max(told.most, told.count)
+        fits = (
+            told.count <= answer["nodes"] <= most
+            and 1 <= answer["rank"] < answer["nodes"]
+            and answer["first"] >= 1
+            and answer["first"] + self._ranks <= answer["world"] <= answer["nodes"] * MOST_RANKS
+            and 1 <= answer["port"] < 1 << 16
+        )
+        if not fits:
+            wanted = f"{self._ranks} rank(s) of {told.count} to {most} machines"
+            raise _refusal(told, f"its answer can't be used: {json.dumps(answer)}, for {wanted}")
+        return answer
+
+
+def _wait_line(way: socket.socket, deadline: float, rest: Callable[[], None]) -> bytes:
+    """In pieces: signals and pings get their turn for minutes. Empty: the other side, or the time, is gone."""
+    way.settimeout(POLL_S)
+    data = b""
+    while b"\n" not in data and time.monotonic() < deadline:
+        rest()
+        try:
+            more = way.recv(LONGEST)
+        except TimeoutError:
+            continue
+        except OSError:
+            return b""
+        data += more
+        if len(data) > LONGEST:
+            raise ValueError(f"it says {data[:60]!a}")
+        if not more:
+            return b""
+    return data.partition(b"\n")[0]
+
+
+def read_line(line: bytes) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        found = parse_json(line)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _send(way: socket.socket, word: dict[str, Any]) -> None:
+    way.sendall(json.dumps(word).encode() + b"\n")

@@ -1,6 +1,4 @@
-"""What agents report during an attempt: into the attempt's state, the record and the console. Adding a kind of report is
-adding a method.
-"""
+"""What agents report, into the attempt, the record and the console. A new kind of report is a new method."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any
 
 from stoker.contract import layout, protocol, redact
 from stoker.contract.quantities import gb, span
-from stoker.contract.shape import replace
+from stoker.contract.shape import pick, replace
 from stoker.contract.shapes import BadNumber, RankEnd, RankError
 from stoker.contract.stacktext import threads_of
 from stoker.contract.untrusted import printable, within
@@ -21,12 +19,9 @@ if TYPE_CHECKING:
     from stoker.control.launch.live import LiveRun
 
 _LONGEST_S = 1e8  # three years
-_ROOM = (
-    1 << 19
-)  # characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds
-_TELLING = frozenset(
-    ("mem", "lock", "mark", "phase", "note", "error", "exit", "finished")
-)  # kinds whose texts are recorded
+# Characters of what is recorded of one field: a rank's traceback has up to 100,000. Redacting a megabyte takes seconds.
+_ROOM = 1 << 19
+_TELLING = frozenset(("mem", "lock", "mark", "phase", "note", "error", "exit", "finished"))  # texts that are recorded
 _MOST_MARKS, _LONGEST_MARK = 1000, 200  # different ones that are remembered, and their characters
 
 
@@ -55,9 +50,7 @@ class Reports:
         }
 
     def hear(self, host: str, message: protocol.Message, payload: bytes) -> None:
-        """`message` has the fields of its kind, of the right types (contract/protocol.py); whether it may say that is
-        decided here.
-        """
+        """`message` has its kind's fields and types (contract/protocol.py); whether it may say that is decided here."""
         self._check_ranks(host, message)
         if message["is"] == "out":
             rank, stream = message["rank"], message["fd"]
@@ -71,9 +64,7 @@ class Reports:
             return
         if message["is"] in _TELLING:
             message = {name: within(value, _ROOM) for name, value in message.items()}
-        handler: Callable[[str, protocol.Message], None] | None = getattr(
-            self, "_on_" + message["is"].replace("-", "_"), None
-        )
+        handler = getattr(self, "_on_" + message["is"].replace("-", "_"), None)
         if handler is not None:
             handler(host, message)
 
@@ -111,7 +102,7 @@ class Reports:
         try:
             tell()
         except Exception as problem:
-            from stoker.control.launch.alarms import give_up
+            from stoker.control.launch.supervision import give_up
 
             give_up(self._attempt, self._record, self._say, problem)
 
@@ -120,21 +111,11 @@ class Reports:
         for bad in self._attempt.losses.read(rank, payload):
             self._bad_number(bad)
 
-    def _label(self, rank: int) -> str:
-        return self._attempt.plan.place(rank).label
-
     def _on_up(self, host: str, message: protocol.Message) -> None:
         attempt, record = self._attempt, self._record
         attempt.up[message["rank"]] = message["pid"]
-        record.event(
-            "rank-up",
-            rank=message["rank"],
-            role=attempt.plan.place(message["rank"]).role,
-            label=self._label(message["rank"]),
-            pid=message["pid"],
-            attempt=attempt.number,
-            on=host or None,
-        )
+        place = pick(attempt.plan.place(message["rank"]), "rank", "role", "label")
+        record.event("rank-up", **place, pid=message["pid"], attempt=attempt.number, on=host or None)
         # A rank that prints nothing has an empty log. After the event: who sees the log finds its label.
         record.output(layout.rank_log(record.dir, attempt.number, message["rank"]), b"")
         if len(attempt.up) == attempt.expected:
@@ -151,9 +132,8 @@ class Reports:
             self._attempt.trouble.append(trouble)
 
     def _on_error(self, _host: str, message: protocol.Message) -> None:
-        error = read_error(
-            redact.data(message["error"])
-        )  # before a verdict quotes a part of it: half a token is not known by its shape
+        # Redacted before a verdict quotes a part of it: half a token is not known by its shape.
+        error = read_error(redact.data(message["error"]))
         if error is not None:
             self._attempt.errors[message["rank"]] = error
             self._record.event("exception", rank=message["rank"], type=error.type, at=f"{error.file}:{error.line}")
@@ -169,34 +149,26 @@ class Reports:
         if error is not None and error.late and code != 1:
             error = None
         stack = redact.whole(message["stack"])
-        end = RankEnd(
+        end = attempt.ends[rank] = RankEnd(
             rank,
             host,
-            self._label(rank),
+            attempt.label(rank),
             attempt.up.get(rank, 0),
-            code,
-            message["time"],
-            message["ours"],
-            error,
-            output.tail(rank),
-            message["steps"],
-            stack,
-            message["oom_killed"],
-            message["core"],
-            read_around(message["around"]),
+            error=error,
+            tail=output.tail(rank),
+            stack=stack,
+            around=read_around(message["around"]),
+            **{name: message[name] for name in ("code", "time", "ours", "steps", "oom_killed", "core")},
         )
-        attempt.ends[rank] = end
         self._feed(lambda: attempt.watch.ended(rank, code))
         if error is not None or stack:
-            collectives, frames = (
-                (error.collectives, place_in(error)) if error is not None else ((), main_thread(stack))
-            )
+            collectives = error.collectives if error is not None else ()
+            frames = place_in(error) if error is not None else main_thread(stack)
             self._feed(lambda: attempt.watch.failed(rank, collectives, frames))
         record.event("rank-exit", rank=rank, code=end.code, steps=end.steps, ours=end.ours, attempt=attempt.number)
         if error is not None or message["elastic"]:
-            kept = redact.data(
-                {**(message["error"] if isinstance(message["error"], dict) else {}), "torchelastic": message["elastic"]}
-            )
+            reported = message["error"] if isinstance(message["error"], dict) else {}
+            kept = redact.data({**reported, "torchelastic": message["elastic"]})
             record.save(layout.rank_error(record.dir, attempt.number, rank), kept)
             output.keep_error(record, rank, kept)
         if stack:
@@ -209,40 +181,24 @@ class Reports:
         self._attempt.finished.add(host)
         if message["stopped"]:
             self._record.event("leftovers", stopped=message["stopped"])
-            self._say(
-                f"stoker: stopped {len(message['stopped'])} helper process(es) the ranks left behind:"
-                f" {_listed(message['stopped'])}"
-            )
+            count, helpers = len(message["stopped"]), _listed(message["stopped"])
+            self._say(f"stoker: stopped {count} helper process(es) the ranks left behind: {helpers}")
         for one in message["stuck"]:
-            line = (
-                f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}: do not use"
-                " its GPU until it is gone"
-            )
-            self._say(printable(line, 1000))
+            stuck = f"stoker: pid {one['pid']} ({one['name']}) can't be killed, it is in state {one['state']}"
+            self._say(printable(f"{stuck}: do not use its GPU until it is gone", 1000))
         for card in message["gpus_held"]:
             self._say(f"stoker: {printable(card, 100)} still shows memory of a rank that is gone")
 
     def _on_helpers(self, _host: str, message: protocol.Message) -> None:
-        self._say(
-            f"stoker: the ranks are done; waiting up to {span(message['seconds'])} for what they left running:"
-            f" {_listed(message['names'])}"
-        )
+        limit, names = span(message["seconds"]), _listed(message["names"])
+        self._say(f"stoker: the ranks are done; waiting up to {limit} for what they left running: {names}")
 
     def _on_mem(self, _host: str, message: protocol.Message) -> None:
         rank, where = message["rank"], message["at"]
-        self._record.event(
-            "mem",
-            rank=rank,
-            at=where,
-            rss=message["rss"],
-            host_used=message["host_used"],
-            host_total=message["host_total"],
-            gpu=message["gpu"],
-        )
-        line = (
-            f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank)"
-            f" {message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
-        )
+        fields = ("rank", "at", "rss", "host_used", "host_total", "gpu")
+        self._record.event("mem", **{name: message[name] for name in fields})
+        of_host = f"{message['host_used'] / 1e9:.1f}/{gb(message['host_total'])} (host)"
+        line = f"[Rank {rank}] MEM:{where} RAM {gb(message['rss'] or 0)} (rank) {of_host}"
         if message["gpu"]:
             line += f" GPU {message['gpu'][0] / 1e9:.1f}/{gb(message['gpu'][1])}"
         self._aside(rank, line + (f" ({message['note']})" if message["note"] else ""))
@@ -259,9 +215,8 @@ class Reports:
         elif what == "acquired":
             line = "LOCK: acquired! Starting initialization..."
         else:
-            line = "LOCK: released" + (
-                f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else ""
-            )
+            late = f" (deadline of {span(self._options.init_timeout)} over)" if message.get("why") == "deadline" else ""
+            line = f"LOCK: released{late}"
         self._aside(rank, f"[Rank {rank}] {line}")
 
     def _aside(self, rank: int, line: str) -> None:
@@ -275,7 +230,7 @@ class Reports:
         from stoker.control.verdict import launch
 
         rank = message["rank"]
-        self._trouble(launch.over_ram_limit(rank, self._label(rank), message["bytes"], message["limit"]))
+        self._trouble(launch.over_ram_limit(rank, self._attempt.label(rank), message["bytes"], message["limit"]))
 
     def _on_first_step(self, _host: str, message: protocol.Message) -> None:
         self._record.event("first-step", rank=message["rank"], at=message["time"])
@@ -311,26 +266,15 @@ class Reports:
     def _bad_number(self, bad: BadNumber) -> None:
         from stoker.control.verdict.rules import numbers
 
-        label, world = self._label(bad.rank), self._attempt.plan.world_size
+        label, world = self._attempt.label(bad.rank), self._attempt.plan.world_size
         if not bad.step:  # the line has none: the optimizer's count, as of the last beat
             bad = replace(bad, step=self._attempt.steps.get(bad.rank, 0), counted=True)
         said = numbers.summary(bad, label, world)
-        self._record.event(
-            "numbers",
-            cause=f"nan.{bad.kind}",
-            rank=bad.rank,
-            step=bad.step,
-            value=bad.value,
-            source=bad.source,
-            firm=bad.firm,
-            summary=said,
-        )
+        fields = pick(bad, "rank", "step", "value", "source", "firm")
+        self._record.event("numbers", cause=f"nan.{bad.kind}", summary=said, **fields)
         if not bad.firm:
-            self._say(
-                f"stoker: {said}; if it stays so the job is stopped"
-                if self._options.on_nan == "stop" and bad.stops
-                else f"stoker: {said}"
-            )
+            stops = self._options.on_nan == "stop" and bad.stops
+            self._say(f"stoker: {said}" + ("; if it stays so the job is stopped" if stops else ""))
         elif self._options.on_nan == "stop":
             self._attempt.trouble.append(numbers.trouble(bad, label, world))
         else:

@@ -12,20 +12,14 @@ from stoker.contract.spelling import suggest_file
 from stoker.contract.untrusted import is_count, open_regular
 from stoker.control.launch.options import RunOptions
 
-# Flags that are taken and change nothing, with the reason that is printed.
 _RECIPES = "stoker.training.recipes."
 _LONGEST_SCRIPT = 16 << 20
-_NO_EFFECT = {
-    "monitor_interval": "a rank's end is seen at once", "start_method": "ranks are always fresh processes",
-    "run_path": "the script always runs as __main__", "local_addr": "the address is that of the route to the others",
-    "event_log_handler": "events are in the run directory", "logs_specs": "logs are in the run directory",
-    "duplicate_stdout_filters": "grep the rank's log instead", "duplicate_stderr_filters": "grep the rank's log instead",
-    "rdzv_conf": "ranks meet in torch's own store",
-}  # fmt: skip
-_ALONE = {
-    "rdzv_backend": "ranks meet in torch's own store",
-    "node_rank": "one machine has number 0",
-}  # the same, where there is one machine
+# Flags that are taken and change nothing, with the reason that is printed.
+_HELPS = {name: spec.help.partition("not needed: ") for name, spec in options_of(RunOptions).items()}
+_NO_EFFECT = {name: why for name, (_, not_needed, why) in _HELPS.items() if not_needed}
+_NO_EFFECT["rdzv_conf"] = "ranks meet in torch's own store"
+# The same, where there is one machine.
+_ALONE = {"rdzv_backend": "ranks meet in torch's own store", "node_rank": "one machine has number 0"}
 
 
 @shape
@@ -34,9 +28,8 @@ class Request:
     script: str
     args: tuple[str, ...]
     given: frozenset[str]  # options given as flags, in the config file or in PET_*: not defaults
-    identity: tuple[str, ...] | None = (
-        None  # of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments
-    )
+    # Of a program that goes on with any number of ranks: what makes it the same run, instead of its arguments.
+    identity: tuple[str, ...] | None = None
 
 
 def how_to_run(options: RunOptions) -> RunOptions:
@@ -44,9 +37,8 @@ def how_to_run(options: RunOptions) -> RunOptions:
     if options.run_path:
         return replace(options, no_python=False, module=False)
     if options.no_python and options.module:
-        raise Refusal(
-            "--no-python and --module contradict each other: a module is run by Python; leave one of them out", EX_USAGE
-        )
+        line = "--no-python and --module contradict each other: a module is run by Python; leave one of them out"
+        raise Refusal(line, EX_USAGE)
     return options
 
 
@@ -59,27 +51,20 @@ def by_hand(options: RunOptions) -> bool:
 
 
 def notices(request: Request) -> list[str]:
-    colon = ":" in request.options.nnodes
-    several = by_hand(request.options)
+    options = request.options
+    colon, several = ":" in options.nnodes, by_hand(options)
     useless = dict(_NO_EFFECT) if several else {**_NO_EFFECT, **_ALONE}
     if several and colon:
         del useless["rdzv_conf"]
-    found = [
-        f"--{name.replace('_', '-')} has no effect here: {why}"
-        for name, why in useless.items()
-        if name in request.given
-    ]
-    if several and request.options.rdzv_backend not in (None, "c10d", "static"):
-        found.append(
-            f"--rdzv-backend {request.options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint"
-        )
+    given = {name.replace("_", "-"): why for name, why in useless.items() if name in request.given}
+    found = [f"--{flag} has no effect here: {why}" for flag, why in given.items()]
+    if several and options.rdzv_backend not in (None, "c10d", "static"):
+        found.append(f"--rdzv-backend {options.rdzv_backend} is taken as c10d: the machines meet at --rdzv-endpoint")
     if colon and not several:
-        found.append(f"--nnodes {request.options.nnodes}: one machine here, so it runs with one")
-    if request.options.numa_binding not in (None, "node"):
-        found.append(
-            f"--numa-binding {request.options.numa_binding} is taken as node: each rank on the CPUs of its GPU's NUMA"
-            " node"
-        )
+        found.append(f"--nnodes {options.nnodes}: one machine here, so it runs with one")
+    if options.numa_binding not in (None, "node"):
+        node = "node: each rank on the CPUs of its GPU's NUMA node"
+        found.append(f"--numa-binding {options.numa_binding} is taken as {node}")
     found += _misplaced(request)
     dropped = python_flags(sys.orig_argv)[1]
     if dropped:
@@ -88,9 +73,7 @@ def notices(request: Request) -> list[str]:
 
 
 def _misplaced(request: Request) -> list[str]:
-    """Flags of ours that stand after the script, where torchrun too leaves them to it. Not those whose name the
-    script's own text has.
-    """
+    """Our flags after the script, which torchrun too leaves to it. Not those that the script's own text names."""
     if request.identity is not None:
         return []  # nobody typed its arguments
     ours = {
@@ -98,14 +81,11 @@ def _misplaced(request: Request) -> list[str]:
     }
     text = None if request.options.module or request.options.no_python else _text(request.script)
     flags = dict.fromkeys(flag for word in request.args if (flag := word.partition("=")[0]) in ours)
-    meant = [
-        flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])
-    ]  # many programs have a --name or --config
+    # Many programs have a --name or --config.
+    meant = [flag for flag in flags if (ours[flag] not in text if text is not None else "_" in ours[flag])]
     script = os.path.basename(request.script)
-    return [
-        f"{flag} stands after {script}, so it is the script's: put it before {script} if it is for stoker run"
-        for flag in meant
-    ]
+    fix = f"put it before {script} if it is for stoker run"
+    return [f"{flag} stands after {script}, so it is the script's: {fix}" for flag in meant]
 
 
 def _text(path: str) -> str | None:
@@ -155,13 +135,12 @@ def program(request: Request) -> list[str]:
         import shutil
 
         if not remote and shutil.which(script) is None:
-            raise Refusal(f"--no-python: no program {script!r} on the PATH", EX_NOINPUT, cause="launch.script-missing")
+            raise _missing(f"--no-python: no program {script!r} on the PATH")
         return [script, *request.args]
     if options.module:
         if not remote and not options.no_preflight and other_python is None:  # another Python has other modules
             _check_module(script)
-        # Our recipes import nothing of the user's: not the json.py of a downloaded model's folder, if that is the
-        # working directory.
+        # Our recipes import nothing from the working directory: not the json.py of a downloaded model's folder.
         closed = ["-P"] if script.startswith(_RECIPES) else []
         return [python, *flags, *closed, "-m", script, *request.args]
     if not remote and not options.no_preflight:
@@ -169,34 +148,29 @@ def program(request: Request) -> list[str]:
     return [python, *flags, script, *request.args]
 
 
+def _missing(line: str) -> Refusal:
+    return Refusal(line, EX_NOINPUT, cause="launch.script-missing")
+
+
 def _check_script(path: str, own_python: bool) -> None:
     if os.path.isdir(path) and not os.path.exists(os.path.join(path, "__main__.py")):
-        raise Refusal(f"{path} is a folder, not a script", EX_NOINPUT, cause="launch.script-missing")
+        raise _missing(f"{path} is a folder, not a script")
     if not os.path.exists(path):
-        raise Refusal(f"no script {path}{_near(path)}", EX_NOINPUT, cause="launch.script-missing")
+        raise _missing(f"no script {path}{_near(path)}")
     if os.path.isdir(path) or not path.endswith(".py") or not own_python:
         return
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             source = file.read(_LONGEST_SCRIPT + 1)
     except OSError as problem:
-        raise Refusal(
-            f"{path} can't be read: {problem.strerror}", EX_NOINPUT, cause="launch.script-missing"
-        ) from problem
+        raise _missing(f"{path} can't be read: {problem.strerror}") from problem
     if len(source) > _LONGEST_SCRIPT:
-        raise Refusal(
-            f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script",
-            EX_DATAERR,
-            cause="launch.syntax-error",
-        )
+        line = f"{path} is larger than {_LONGEST_SCRIPT >> 20} MiB: not a Python script"
+        raise Refusal(line, EX_DATAERR, cause="launch.syntax-error")
     try:
         compile(source, path, "exec", dont_inherit=True)
-    except (
-        SyntaxError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as problem:  # the last two: nested too deeply for Python's own parser
+    # The last two: nested too deeply for Python's own parser.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
         import traceback
 
         shown = "".join(traceback.format_exception_only(problem)).rstrip().splitlines()
@@ -229,17 +203,21 @@ def _check_module(name: str) -> None:
             found = (finder.find_spec(full, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
             spec = next((one for one in found if one is not None), None)
             if spec is None:
-                raise Refusal(
-                    f"no module {name} (looked in {here} and in {sys.prefix})",
-                    EX_NOINPUT,
-                    cause="launch.script-missing",
-                )
+                raise _missing(f"no module {name} (looked in {here} and in {sys.prefix})")
             path = list(spec.submodule_search_locations or [])
     finally:
         sys.path.remove(here)
 
 
 # ---- the port of rank 0's store ----
+
+
+def endpoint(text: str) -> tuple[str, int | None]:
+    """--rdzv-endpoint's address and port; None: it has none."""
+    address, colon, port = text.rpartition(":")
+    if colon and not is_count(port):
+        raise Refusal(f"--rdzv-endpoint {text}: write HOST:PORT", EX_USAGE)
+    return (address.strip("[]"), int(port)) if colon else (port, None)
 
 
 def wanted_port(request: Request) -> tuple[int, bool]:
@@ -250,10 +228,8 @@ def wanted_port(request: Request) -> tuple[int, bool]:
     if options.master_port is not None:
         return options.master_port, True
     if options.rdzv_endpoint:
-        _, colon, port = options.rdzv_endpoint.rpartition(":")
-        if colon and not is_count(port):
-            raise Refusal(f"--rdzv-endpoint {options.rdzv_endpoint}: write HOST:PORT", EX_USAGE)
-        return (int(port), True) if colon else (0, False)
+        port = endpoint(options.rdzv_endpoint)[1]
+        return (port, True) if port is not None else (0, False)
     asked = os.environ.get("MASTER_PORT", "")
     return (int(asked), False) if is_count(asked) and 1024 <= int(asked) <= 65535 else (0, False)
 
@@ -264,14 +240,10 @@ def check_numbers(request: Request) -> None:
         raise Refusal(f"--max-restarts {options.max_restarts}: give a number from 0 up", EX_USAGE)
     port = wanted_port(request)[0]
     if port and not 1024 <= port <= 65535:
-        told = (
-            f"--master-port {port}" if options.master_port is not None else f"--rdzv-endpoint {options.rdzv_endpoint}"
-        )
-        raise Refusal(
-            f"{told}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one",
-            EX_USAGE,
-            cause="launch.port",
-        )
+        endpoint = f"--rdzv-endpoint {options.rdzv_endpoint}"
+        flag = f"--master-port {port}" if options.master_port is not None else endpoint
+        line = f"{flag}: ports from 1024 to 65535 can be used; 0 or no flag takes a free one"
+        raise Refusal(line, EX_USAGE, cause="launch.port")
 
 
 def taken(answer: dict[str, Any]) -> Refusal:

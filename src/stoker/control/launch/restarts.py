@@ -19,17 +19,8 @@ HALVINGS = 6
 CAN_HALVE = "CAN-HALVE-MICRO-BATCH"  # a recipe's mark: it keeps the global batch when told to halve the micro-batch
 _ASYNCHRONOUS = ("gpu.assert", "gpu.illegal-access", "gpu.launch-failure")
 _PROBED = (
-    "gpu.busy",
-    "gpu.lost",
-    "gpu.ecc",
-    "gpu.xid",
-    "gpu.illegal-access",
-    "gpu.launch-failure",
-    "gpu.timeout",
-    "nccl.cuda",
-    "hang.gpu-kernel",
-    "hang.disk",
-)
+    "gpu.busy", "gpu.lost", "gpu.ecc", "gpu.xid", "gpu.illegal-access", "gpu.launch-failure", "gpu.timeout", "nccl.cuda", "hang.gpu-kernel", "hang.disk",
+)  # fmt: skip
 
 
 @shape
@@ -64,17 +55,14 @@ class Restarts:
         if special is not None:
             return verdict, special
         if blocking and verdict.cause in _ASYNCHRONOUS:
-            said = "with blocking launches (CUDA_LAUNCH_BLOCKING=1): this line is the true one"
-            return replace(verdict, retryable=False, evidence=(*verdict.evidence, said)), None
+            return _final(verdict, "with blocking launches (CUDA_LAUNCH_BLOCKING=1): this line is the true one")
         if deterministic:
-            said = "the attempt before failed in the same way at the same place: deterministic"
-            summary = f"{verdict.summary}; twice at the same place: deterministic"
-            return replace(verdict, retryable=False, summary=summary, evidence=(*verdict.evidence, said)), None
+            verdict = replace(verdict, summary=f"{verdict.summary}; twice at the same place: deterministic")
+            return _final(verdict, "the attempt before failed in the same way at the same place: deterministic")
         if verdict.cause == "gpu.busy":
             self._busy += 1
             if self._busy > 1:
-                said = f"it was waited out once, for {BUSY_WAIT_S:.0f} s"
-                return replace(verdict, retryable=False, evidence=(*verdict.evidence, said)), None
+                return _final(verdict, f"it was waited out once, for {BUSY_WAIT_S:.0f} s")
         role = attempt.plan.role_of(verdict.rank)
         made = self._made.get(role.name, 0) + 1
         if not verdict.retryable or made > role.max_restarts:
@@ -96,17 +84,13 @@ class Restarts:
 
     def _halve(self, verdict: Verdict, attempt: Attempt) -> Again | None:
         """Out of GPU memory in a recipe that can do with a smaller micro-batch: that, and the same global batch."""
-        if (
-            verdict.cause not in ("oom.gpu", "oom.gpu-fragmentation")
-            or CAN_HALVE not in attempt.can
-            or self._halvings >= HALVINGS
-        ):
+        full = verdict.cause in ("oom.gpu", "oom.gpu-fragmentation")
+        if not full or CAN_HALVE not in attempt.can or self._halvings >= HALVINGS:
             return None
         self._halvings += 1
         self._before = ()
-        return Again(
-            f"{verdict.summary}; starting again with the micro-batch halved and the same global batch", env=self.env()
-        )
+        line = f"{verdict.summary}; starting again with the micro-batch halved and the same global batch"
+        return Again(line, env=self.env())
 
     def _debug(self, verdict: Verdict) -> Again | None:
         if not self._options.debug_retry or self._debugged or verdict.cause not in _ASYNCHRONOUS:
@@ -117,10 +101,12 @@ class Restarts:
         return Again(line, env=self.env(("CUDA_LAUNCH_BLOCKING", "1")))
 
 
+def _final(verdict: Verdict, why: str) -> tuple[Verdict, None]:
+    return replace(verdict, retryable=False, evidence=(*verdict.evidence, why)), None
+
+
 def signature(verdict: Verdict, attempt: Attempt) -> tuple[Any, ...]:
-    """What makes two failures the same one: cause, place, step; not the rank, all of which may fail alike. A kill from
-    outside never is.
-    """
+    """What makes two failures the same: cause, place, step; not the rank. A kill from outside never is."""
     if verdict.rank is None or verdict.cause in ("rank.killed", "rank.signal", "hang.stopped", "gpu.busy"):
         return (time.monotonic_ns(),)
     told = next((entry for entry in attempt.trouble if entry.get("rank") == verdict.rank), None)

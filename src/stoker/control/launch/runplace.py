@@ -38,25 +38,17 @@ class RunPlace:
 
 
 class Complete(Exception):
-    """A run of this name with these settings has ended well: starting it again is nothing to do, and no error (a
-    container that restarts its command).
-    """
+    """A run of this name and settings is complete: nothing to do, no error (a container restarts its command)."""
 
 
 def config_hash(request: Request) -> str:
-    passing = (
-        _VOLATILE
-        if request.identity is None
-        else _VOLATILE | {"nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus"}
-    )
-    told = {key: value for key, value in as_json(request.options).items() if key not in passing}
     import hashlib  # loads OpenSSL: 8 ms, and only a named run needs it before the start
 
-    text = json.dumps(
-        [told, request.script, list(request.args if request.identity is None else request.identity)],
-        sort_keys=True,
-        default=str,
-    )
+    passing, program = _VOLATILE, request.args
+    if request.identity is not None:
+        passing, program = passing | {"nproc_per_node", "nnodes", "hosts", "isolate", "share_gpus"}, request.identity
+    told = {key: value for key, value in as_json(request.options).items() if key not in passing}
+    text = json.dumps([told, request.script, list(program)], sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -86,33 +78,23 @@ def _find(request: Request, environment: dict[str, str] | os._Environ[str], root
         if same:
             last = same[-1]
             if reader.alive(last) is None and last.verdict is None and not _requeued(last, environment):
-                raise Refusal(
-                    f"run {name} was started on host {printable(last.launcher[2])} and may be running there: stop it"
-                    " there first",
-                    EX_UNAVAILABLE,
-                )
+                host = printable(last.launcher[2])
+                line = f"run {name} was started on host {host} and may be running there: stop it there first"
+                raise Refusal(line, EX_UNAVAILABLE)
             if reader.alive(last):
                 import shlex
 
                 word = shlex.quote(name)
-                raise Refusal(
-                    f"run {name} is running (pid {last.launcher[0]}): `stoker attach {word}` shows it, `stoker stop"
-                    f" {word}` ends it",
-                    EX_UNAVAILABLE,
-                )
+                how = f"`stoker attach {word}` shows it, `stoker stop {word}` ends it"
+                raise Refusal(f"run {name} is running (pid {last.launcher[0]}): {how}", EX_UNAVAILABLE)
             if last.verdict is not None and last.verdict.status == "completed":
                 if not request.options.again and last.data.get("config_hash") == config_hash(request):
-                    raise Complete(
-                        f"run {name} ({last.id}) is complete: {last.verdict.summary}; nothing to do (--again runs it"
-                        " again)"
-                    )
+                    done = f"run {name} ({last.id}) is complete: {last.verdict.summary}"
+                    raise Complete(f"{done}; nothing to do (--again runs it again)")
                 notice = _joined(notice, f"run {name} ({last.id}) is complete: this is a new run of that name")
             elif last.data.get("config_hash") != config_hash(request):
-                notice = _joined(
-                    notice,
-                    f"run {name} ({last.id}) is unfinished but was started with other settings: this is a new run of"
-                    " that name",
-                )
+                other = f"run {name} ({last.id}) is unfinished but was started with other settings"
+                notice = _joined(notice, f"{other}: this is a new run of that name")
                 if request.identity is not None and os.path.isdir(os.path.join(last.dir, layout.CHECKPOINTS)):
                     notice += f"; --checkpoint.resume {os.path.relpath(last.dir)} starts from its weights"
             else:
@@ -132,10 +114,8 @@ def _reopening(last: reader.Run, recipe: bool) -> str:
         return f"starting run {last.id} again from the beginning: it is unfinished and has no checkpoint in {folder}"
     if recipe:
         return f"resuming run {last.id} from {os.path.relpath(saved.path)}"
-    return (
-        f"starting run {last.id} again; its newest checkpoint, {os.path.relpath(saved.path)}, is what stoker.resume()"
-        " gives the script"
-    )
+    given = f"{os.path.relpath(saved.path)}, is what stoker.resume() gives the script"
+    return f"starting run {last.id} again; its newest checkpoint, {given}"
 
 
 def _joined(*notices: str) -> str:
@@ -143,9 +123,7 @@ def _joined(*notices: str) -> str:
 
 
 def _requeued(last: reader.Run, environment: Mapping[str, str]) -> bool:
-    """A scheduler's job that was put back in the queue keeps its number, and runs in one place at a time: its former
-    start, on whichever node, is over.
-    """
+    """A scheduler's job that was requeued keeps its number and runs once at a time: its former start is over."""
     job = schedulers.job(environment)
     return bool(job) and schedulers.job(last.data.get("environment") or {}) == job
 

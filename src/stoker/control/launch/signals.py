@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from stoker.contract.names import DETACH_SIGNAL, EX_NOPERM, EX_UNAVAILABLE, EX_USAGE, STOP_NOW_SIGNAL, Refusal
 from stoker.contract.process import process, send
@@ -14,6 +16,20 @@ from stoker.control.machine import processes
 from stoker.control.record.reader import Run, alive
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # the signals that stop a run
+
+
+@contextlib.contextmanager
+def handled(signums: Iterable[int], handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within it these signals go to `handler`; those that were ignored (nohup) stay ignored."""
+    before = {signum: signal.getsignal(signum) for signum in signums}
+    heard = {signum: former for signum, former in before.items() if former is not signal.SIG_IGN}
+    for signum in heard:
+        signal.signal(signum, handler)
+    try:
+        yield
+    finally:
+        for signum, former in heard.items():
+            signal.signal(signum, former)
 
 
 class Interrupted(Exception):
@@ -35,9 +51,7 @@ class Signals:
         self._stays_after_hangup = options.on_hangup == "detach"
 
     def catch(self) -> None:
-        """Those of --signals-to-handle, and always the four that stop a run: unhandled, one would end the launcher and
-        take the ranks' chance to save.
-        """
+        """--signals-to-handle and the four that stop a run: unhandled, one would cost the ranks their last save."""
         for signum in dict.fromkeys((*STOPS, *_named(self._options.signals_to_handle))):
             if signum == signal.SIGHUP and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
                 continue  # nohup
@@ -51,9 +65,7 @@ class Signals:
         self._pending.append(signum)
 
     def take(self) -> int:
-        """The oldest that the run must act on; 0: none. `stoker detach` and the hangup of a run that outlives its
-        terminal change nothing for the ranks.
-        """
+        """The oldest to act on; 0: none. A detach, or the hangup of a run that outlives its terminal, is none."""
         while self._pending:
             signum = self._pending.pop(0)
             if signum == DETACH_SIGNAL:
@@ -82,15 +94,7 @@ def _named(text: str) -> list[signal.Signals]:
 # ---- telling the launcher of a run, another process: only if it is that process ----
 
 
-def ask_to_stop(run: Run, now: bool) -> None:
-    _tell(run, STOP_NOW_SIGNAL if now else signal.SIGTERM)
-
-
-def ask_to_detach(run: Run) -> None:
-    _tell(run, DETACH_SIGNAL)
-
-
-def _tell(run: Run, signum: int) -> None:
+def tell_launcher(run: Run, signum: int) -> None:
     pid, _, host = run.launcher
     shown = printable(run.id)
     if not run.mine:
@@ -99,16 +103,10 @@ def _tell(run: Run, signum: int) -> None:
         raise Refusal(f"run {shown} runs on host {printable(host)}: do this there", EX_UNAVAILABLE)
     launcher = process(pid)
     if launcher is not None and alive(run) is None:
-        raise Refusal(
-            f"run {shown}: pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher, so it is"
-            " not signalled",
-            EX_UNAVAILABLE,
-        )
+        unknown = f"pid {pid} ({printable(launcher.name)}) does not show whether it is the launcher"
+        raise Refusal(f"run {shown}: {unknown}, so it is not signalled", EX_UNAVAILABLE)
     if signum == DETACH_SIGNAL and launcher is not None and alive(run) and not processes.catches(pid, signum):
-        raise Refusal(
-            f"run {shown} was started by a Stoker that can't detach; in its terminal: Ctrl-Z, then `bg` and"
-            " `disown -h`",
-            EX_UNAVAILABLE,
-        )
+        how = "in its terminal: Ctrl-Z, then `bg` and `disown -h`"
+        raise Refusal(f"run {shown} was started by a Stoker that can't detach; {how}", EX_UNAVAILABLE)
     if launcher is None or not send(launcher, signum, lambda: alive(run) is True):
         raise Refusal(f"run {shown}: its launcher (pid {pid}) is gone", EX_UNAVAILABLE)

@@ -1,16 +1,22 @@
 """Follows one attempt until every rank has ended and all is swept: passes signals on, stops the rest when one fails or
-a host is lost.
+a host is lost, and carries out what the watch decides. Loaded when the ranks are on their way: no launch waits for it.
 """
 
 from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 
-from stoker.contract import checkpoints
-from stoker.contract.shapes import RankEnd
+from stoker.contract import checkpoints, layout
+from stoker.contract.quantities import span
+from stoker.contract.shape import pick
+from stoker.contract.shapes import RankEnd, Stall
 from stoker.control.launch.attempt import Attempt
 from stoker.control.launch.members import Member
+from stoker.control.record.writer import RunRecord
+from stoker.control.verdict import hang, launch
+from stoker.control.watch.watcher import Inspect, Relieve, Suspect
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,11 +27,10 @@ GRACE_STOP_S = 30.0
 UNKILLABLE_S = 60.0  # from the end of the grace: a driver may take long to give eight cards' memory back
 SETTLE_S = 1.0
 TWICE_S = 1.0
-HASTY = (
-    signal.SIGINT,
-    signal.SIGQUIT,
-    signal.SIGKILL,
-)  # two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`
+# Two of these at once are meant: Ctrl-C, Ctrl-\\ and `stoker stop --now`.
+HASTY = (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL)
+EARLY_S = 10.0
+PAUSE_S = 0.1  # between two looks: each goes over every rank, and hundreds of ranks wake us hundreds of times a second
 
 
 class Supervision:
@@ -45,9 +50,6 @@ class Supervision:
 
     def follow(self) -> None:
         """Until every rank has ended."""
-        # What the launch does not wait for is loaded when the ranks are on their way.
-        from stoker.control.launch.alarms import Alarms
-
         attempt, alarms = self._attempt, Alarms(self._run, self._attempt)
         while not attempt.all_ended:
             self._members.pump(0.25)
@@ -64,11 +66,7 @@ class Supervision:
                 attempt.stopping, attempt.stopped_at = True, now
                 self._stop_rest()
             wanted = self._options.stop_after_steps
-            if (
-                wanted
-                and not attempt.stopping
-                and min((attempt.steps.get(rank, 0) for rank in attempt.plan.ranks), default=0) >= wanted
-            ):
+            if wanted and not attempt.stopping and attempt.fewest_steps >= wanted:
                 attempt.stopping, attempt.steps_reached, attempt.stopped_at = True, wanted, now
                 self._stop(signal.SIGTERM, GRACE_FAILURE_S)
             if self._killed_by and time.monotonic() > self._killed_by:
@@ -78,9 +76,7 @@ class Supervision:
                 self._make_room(self._membership.returned)
 
     def _go_on_without(self) -> None:
-        """SIGKILL has had its time: a rank that is stuck in a driver or on a dead disk ends when the machine does. The
-        rest must not wait for it.
-        """
+        """SIGKILL has had its time: a rank stuck in a driver or on a dead disk must not hold up the rest."""
         attempt = self._attempt
         left = [rank for rank in attempt.up if rank not in attempt.ends]
         names = ", ".join(f"rank {rank} ({attempt.plan.place(rank).label}, pid {attempt.up[rank]})" for rank in left)
@@ -91,16 +87,11 @@ class Supervision:
 
     def _stop_rest(self) -> None:
         trouble = self._attempt.trouble
-        if any(
-            entry["cause"] == "host.lost" for entry in trouble
-        ):  # their collectives are dead: nothing can be saved any more
-            self._kill()
+        if any(entry["cause"] == "host.lost" for entry in trouble):
+            self._kill()  # their collectives are dead: nothing can be saved any more
             return
-        self._stop(
-            signal.SIGTERM,
-            GRACE_FAILURE_S,
-            [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None],
-        )
+        at_once = [entry["rank"] for entry in trouble if entry.get("at_once") and entry["rank"] is not None]
+        self._stop(signal.SIGTERM, GRACE_FAILURE_S, at_once)
 
     def _make_room(self, host: str) -> None:
         """A host is back, and a checkpoint has been saved since: the ranks end, the next attempt has everybody."""
@@ -142,14 +133,10 @@ class Supervision:
         self._members.say({"do": "stop", "signal": int(signal.SIGKILL), "grace": 0.0})
 
     def _lost(self, member: Member) -> None:
-        """Its ranks are gone with it: the guardian there sees to that. What ended the job before it is still what ended
-        it.
-        """
+        """Its ranks are gone with it: its guardian sees to that. What ended the job before is still the cause."""
         attempt = self._attempt
         mine = [place for place in attempt.plan.places if place.host == member.host]
         if not attempt.stopping and not any(entry.get("host") == member.host for entry in attempt.trouble):
-            from stoker.control.verdict import launch
-
             several = self._membership is not None and len(self._run.agents.by_name) > 1
             attempt.trouble.append(
                 (launch.host_lost if several else launch.agent_lost)(member.host, member.gone, member.complaint)
@@ -190,3 +177,94 @@ class Supervision:
             else:
                 self._say(f"stoker: {name}: asking the ranks to save and end; a second signal kills them")
                 self._stop(signum, GRACE_STOP_S)
+
+
+# ---- what the watch decides ----
+
+
+class Alarms:
+    """Of one attempt."""
+
+    def __init__(self, run: LiveRun, attempt: Attempt) -> None:
+        self._run, self._attempt, self._record, self._say = run, attempt, run.record, run.say
+        self._early: set[int] = set()
+        self._looked = 0.0
+
+    def look(self) -> None:
+        now = time.monotonic()
+        if self._attempt.stopping or self._attempt.unwatched or now - self._looked < PAUSE_S:
+            return
+        self._looked = now
+        try:
+            self._look()
+        except Exception as problem:
+            give_up(self._attempt, self._record, self._say, problem)
+
+    def _look(self) -> None:
+        attempt = self._attempt
+        for action in attempt.watch.look(time.monotonic()):
+            if isinstance(action, Inspect):
+                self._run.agents.members.say(dict(action.order))
+            elif isinstance(action, Suspect):
+                self._suspect(action.stall, action.stops_in)
+            elif isinstance(action, Relieve):
+                who = f"rank {action.rank}" if action.rank is not None else "the job"
+                self._say(f"stoker: {who} makes progress again, after {span(action.silent_s)}")
+                self._record.event("relief", rank=action.rank, silent_s=round(action.silent_s, 1))
+            else:
+                rank = action.stall.rank
+                printed = self._run.output.tail(rank) if rank is not None else ""
+                attempt.trouble.append(hang.trouble(action.stall, attempt.label(rank), action.why, printed))
+        self._tell_stragglers()
+        self._tell_early()
+
+    def _suspect(self, stall: Stall, stops_in: float | None) -> None:
+        attempt, record = self._attempt, self._record
+        summary = hang.summary(stall, attempt.label(stall.rank))
+        attempt.suspected_s = stall.silent_s
+        seen = pick(stall, "rank", "ranks", "waiting", "where", "step", "silent_s", "proof", "evidence")
+        record.event("suspicion", attempt=attempt.number, cause=hang.cause_of(stall), summary=summary, **seen)
+        stacks = "\n".join(text for _, text in sorted(attempt.watch.text_of_stacks().items()))
+        record.save(layout.stacks(record.dir, attempt.number), stacks)
+        self._say(f"stoker: {summary} ({self._then(stall, stops_in)})")
+
+    def _then(self, stall: Stall, stops_in: float | None) -> str:
+        """What will happen, and when."""
+        if stall.proof:
+            return "it can't continue by itself" + ("; the job will be stopped" if stops_in is not None else "")
+        pid = self._attempt.up.get(stall.rank, 0) if stall.rank is not None and stall.kind == "stopped" else 0
+        again = f"`kill -CONT {pid}` continues it; " if pid else ""
+        if stops_in is None:
+            return f"{again}the job keeps running"
+        limit = f"--hang-timeout {span(self._run.options.hang_timeout)}"
+        return f"{again}the job keeps running; without progress it is stopped in {span(stops_in)}, by {limit}"
+
+    def _tell_stragglers(self) -> None:
+        found = self._attempt.watch.stragglers.found
+        while found:
+            one = found.pop(0)
+            cost = f"the others wait {one.wait_s:.2g} s of each {one.step_s:.2g} s step"
+            line = f"rank {one.rank} ({self._attempt.label(one.rank)}) is slow because {one.because}; {cost}"
+            self._attempt.notes.append(line)
+            self._say(f"stoker: {line}")
+            seen = pick(one, "cause", "rank", "step", "wait_s", "step_s", "where")
+            self._record.event("straggler", summary=line, **seen)
+
+    def _tell_early(self) -> None:
+        early = [rank for rank in self._attempt.left_early(time.time(), EARLY_S) if rank not in self._early]
+        if early:
+            self._early.update(early)
+            ranks = ", ".join(str(rank) for rank in early)
+            line = f"rank {ranks} ended with 0 more than {EARLY_S:.0f} s ago; the others still run"
+            self._say(f"stoker: {line}")
+            self._record.event("suspicion", cause="rank.early-exit", rank=early[0], ranks=early, summary=line)
+
+
+def give_up(attempt: Attempt, record: RunRecord, say: Callable[[str], None], problem: Exception) -> None:
+    """The watch room failed. A watcher must not end what it watches: it is said, recorded, and the job goes on without."""
+    import traceback
+
+    attempt.unwatched = True
+    record.event("watch-failed", traceback="".join(traceback.format_exception(problem)))
+    why = f"{type(problem).__name__}: {problem}"
+    say(f"stoker: watching failed ({why}): the job goes on unwatched; events.jsonl has the traceback")

@@ -21,8 +21,12 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 def torch_form(error: Mapping[str, Any]) -> dict[str, Any]:
     """The shim's report of an exception, as torch's @record would have written it."""
-    extra = {"py_callstack": error.get("traceback", ""), "timestamp": str(int(error.get("time_ns", 0)) // 10**9)}
-    return {"message": {"message": f"{error.get('type', '')}: {error.get('message', '')}", "extraInfo": extra}}
+    text = f"{error.get('type', '')}: {error.get('message', '')}"
+    return _message(text, error.get("traceback", ""), int(error.get("time_ns", 0)) // 10**9)
+
+
+def _message(text: str, stack: str, when: int) -> dict[str, Any]:
+    return {"message": {"message": text, "extraInfo": {"py_callstack": stack, "timestamp": str(when)}}}
 
 
 def rank_report(kept: Any) -> dict[str, Any] | None:
@@ -37,17 +41,9 @@ def rank_report(kept: Any) -> dict[str, Any] | None:
 
 def root_cause(verdict: Verdict, run_dir: str) -> dict[str, Any]:
     """The guilty rank's report with its exit code, or the verdict's own sentence. `run_dir`: empty where no run began."""
-    kept = (
-        read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank))
-        if run_dir and verdict.rank is not None
-        else None
-    )
-    report = rank_report(kept) or {
-        "message": {
-            "message": verdict.summary,
-            "extraInfo": {"py_callstack": "\n".join(verdict.evidence), "timestamp": str(int(time.time()))},
-        }
-    }
+    known = bool(run_dir) and verdict.rank is not None
+    kept = read_json(layout.rank_error(run_dir, verdict.attempt, verdict.rank or 0)) if known else None
+    report = rank_report(kept) or _message(verdict.summary, "\n".join(verdict.evidence), int(time.time()))
     if isinstance(report.get("message"), dict):
         code = verdict.exit_code
         report["message"]["errorCode"] = 128 - code if code > 128 else code  # torch counts signals below zero
@@ -61,9 +57,8 @@ def tell_launcher(verdict: Verdict, run_dir: str, say: Callable[[str], None]) ->
         return
     try:
         # In place: Kubernetes mounts /dev/termination-log as a file. A pipe that nobody reads is not waited for.
-        handle = os.open(
-            path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666
-        )
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+        handle = os.open(path, how, 0o666)
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
             json.dump(redact.data(root_cause(verdict, run_dir)), file)
     except OSError as problem:
@@ -76,9 +71,7 @@ _FILES = {1: "stdout.log", 2: "stderr.log"}
 
 
 class TorchrunLogs:
-    """`streams`, per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's, its local rank where all are on one
-    machine.
-    """
+    """`streams` per rank: 1 stdout, 2 stderr, 3 both. `folders`: each rank's; on one machine, its local rank."""
 
     def __init__(self, log_dir: str, run_id: str) -> None:
         self._log_dir = os.path.abspath(log_dir)
@@ -101,9 +94,8 @@ class TorchrunLogs:
                 import tempfile
 
                 self._folder = tempfile.mkdtemp(prefix=f"{self._run_id}_", dir=self._log_dir)
-            self._ranks = {
-                rank: os.path.join(self._folder, f"attempt_{self._restarts}", name) for rank, name in folders.items()
-            }
+            base = os.path.join(self._folder, f"attempt_{self._restarts}")
+            self._ranks = {rank: os.path.join(base, name) for rank, name in folders.items()}
             for rank, folder in self._ranks.items():
                 os.makedirs(folder, exist_ok=True)
                 for path in self._paths(rank).values():
@@ -112,11 +104,8 @@ class TorchrunLogs:
             raise _cannot_write(self._log_dir, problem) from problem
 
     def _paths(self, rank: int) -> dict[int, str]:
-        return {
-            stream: os.path.join(self._ranks[rank], name)
-            for stream, name in _FILES.items()
-            if self._streams.get(rank, 0) & stream
-        }
+        wanted = [stream for stream in _FILES if self._streams.get(rank, 0) & stream]
+        return {stream: os.path.join(self._ranks[rank], _FILES[stream]) for stream in wanted}
 
     def write(self, record: RunRecord, rank: int, stream: int, data: bytes) -> None:
         path = self._paths(rank).get(stream)

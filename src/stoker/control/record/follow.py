@@ -37,19 +37,15 @@ def rank_logs(run: Run) -> Iterator[tuple[int, int, str]]:
     for attempt in run.attempts:
         folder = layout.attempt_dir(run.dir, attempt)
         try:
-            found = [
-                match[1] for name in os.listdir(folder) if (match := re.fullmatch(r"rank-(0|[1-9]\d{0,6})\.log", name))
-            ]
+            matches = [re.fullmatch(r"rank-(0|[1-9]\d{0,6})\.log", name) for name in os.listdir(folder)]
         except OSError as problem:
             raise Refusal(f"{printable(folder)} can't be read: {problem.strerror}", EX_NOINPUT) from problem
-        ranks = sorted(map(int, found))
-        for rank in ranks:
+        for rank in sorted(int(match[1]) for match in matches if match):
             yield attempt, rank, layout.rank_log(run.dir, attempt, rank)
 
 
 def labels(run: Run, attempt: int) -> dict[int, str]:
     """Of the ranks that have started: a lost host or card gives them to others in the next attempt."""
     started = [event for event in events(run.dir) if event["event"] == "rank-up" and event.get("attempt") == attempt]
-    return {
-        event["rank"]: printable(str(event.get("label")), 80) for event in started if isinstance(event.get("rank"), int)
-    }
+    named = [event for event in started if isinstance(event.get("rank"), int)]
+    return {event["rank"]: printable(str(event.get("label")), 80) for event in named}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from typing import Any
@@ -14,9 +15,7 @@ from stoker.contract.wholefile import APPEND, write_whole
 
 def _number(value: Any) -> Any:
     """NaN and Infinity are not JSON: they are written as words."""
-    return (
-        str(value) if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))) else value
-    )
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Metrics:
@@ -39,17 +38,9 @@ class Metrics:
         write_whole(self._path, "".join(kept), durable=False)
 
     def write(self, **values: Any) -> None:
-        line = (
-            json.dumps(
-                {
-                    "schema": layout.SCHEMA,
-                    "time": round(time.time(), 4),
-                    **{name: _number(value) for name, value in values.items()},
-                }
-            )
-            + "\n"
-        )
-        os.write(self._handle, line.encode())
+        shown = {name: _number(value) for name, value in values.items()}
+        line = json.dumps({"schema": layout.SCHEMA, "time": round(time.time(), 4), **shown})
+        os.write(self._handle, line.encode() + b"\n")
 
     def close(self) -> None:
         os.close(self._handle)

@@ -1,6 +1,4 @@
-"""Whose a run is, and which process is its launcher. Several users may share a runs folder: each sees and stops the
-runs of their own.
-"""
+"""Whose a run is, and which process launched it. Users may share a runs folder: each sees their own runs."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ __all__ = ["cache_home", "is_mine", "own_folder", "private_cache", "user_name", 
 
 
 def own_folder(root: str, name: str) -> str:
-    """`name` in a folder that several may share; where that is another user's already, one with our number beside it.
-    Closed to others' writing.
-    """
+    """`name` in a folder that several may share; if another user has it, one with our number. Ours to write."""
     path = os.path.join(root, name)
     problem = why_not_ours_alone(root, sticky=True) if os.path.lexists(root) else ""
     if problem:
@@ -60,9 +56,7 @@ def private_cache(name: str, say: Callable[[str], None]) -> str:
 
 
 def writes_to(pid: int, path: str) -> bool | None:
-    """Has this process that file open for writing? A record can name any process, but can't make this true. None: we
-    may not look.
-    """
+    """Is that file open for writing in this process? No record can fake that. None: we may not look."""
     folder, name = os.path.split(path)
     folder = os.path.realpath(folder)
     try:

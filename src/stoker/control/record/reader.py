@@ -1,6 +1,4 @@
-"""Reads run directories back, while they are written or after a crash. Nothing in them is trusted: they may be damaged,
-or another user's.
-"""
+"""Reads run directories, while written or after a crash. They may be damaged or another's: nothing is trusted."""
 
 from __future__ import annotations
 
@@ -8,11 +6,10 @@ import errno
 import itertools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from stoker.contract import layout, names, untrusted
+from stoker.contract import layout, names, terminal, untrusted
 from stoker.contract.process import owner, process
 from stoker.contract.shape import replace, shape
 from stoker.contract.shapes import Verdict
@@ -134,9 +131,7 @@ def read(run_dir: str) -> Run | None:
 
 
 def _verdict_in_events(run_dir: str) -> Verdict | None:
-    """The last event of a run whose verdict.json could not be written. One before the newest attempt belongs to an
-    earlier start.
-    """
+    """Where verdict.json could not be written: the last event, unless a newer start or attempt follows it."""
     last: dict[str, Any] | None = None
     for event in events(run_dir, tail=1 << 16):
         if event["event"] in ("run", "attempt"):
@@ -145,25 +140,16 @@ def _verdict_in_events(run_dir: str) -> Verdict | None:
             last = event
     if last is None:
         return None
-    status, cause, summary, code, rank = (
-        last.get(name) for name in ("status", "cause", "summary", "exit_code", "rank")
-    )
-    if not (isinstance(status, str) and isinstance(cause, str) and isinstance(summary, str) and isinstance(code, int)):
+    fields = ("status", "cause", "summary", "exit_code", "rank")
+    try:
+        told = Verdict.from_json({name: last[name] for name in fields if name in last})
+    except TypeError:
         return None
-    return Verdict(
-        status,
-        cause,
-        summary,
-        code,
-        rank if isinstance(rank, int) else None,
-        evidence=("from events.jsonl: there is no verdict.json",),
-    )
+    return replace(told, evidence=("from events.jsonl: there is no verdict.json",))
 
 
 def open_in(run_dir: str, *names_: str) -> int:
-    """A descriptor of a regular file in the run directory, by no symbolic link below it: a record opens no file
-    elsewhere.
-    """
+    """A descriptor of a regular file in the run directory, by no symbolic link: a record opens no file elsewhere."""
     handle = os.open(run_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for folder in names_[:-1]:
@@ -181,17 +167,14 @@ def _part(run_dir: str, name: str, uid: int, most: int) -> Any:
         with os.fdopen(open_in(run_dir, name), "rb") as file:
             of = os.fstat(file.fileno()).st_uid
             if of != uid:
-                raise Damaged(
-                    f"{name} belongs to {ownership.user_name(of)}, and its folder to {ownership.user_name(uid)}"
-                )
+                theirs, folders = ownership.user_name(of), ownership.user_name(uid)
+                raise Damaged(f"{name} belongs to {theirs}, and its folder to {folders}")
             data = file.read(most + 1) if most else b""
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name) from None
     except OSError as problem:
-        link = problem.errno == errno.ELOOP
-        raise Damaged(
-            f"{name} is a symbolic link" if link else f"{name} {printable(problem.strerror or str(problem))}"
-        ) from problem
+        why = "is a symbolic link" if problem.errno == errno.ELOOP else printable(problem.strerror or str(problem))
+        raise Damaged(f"{name} {why}") from problem
     if not most:
         return None
     if len(data) > most:
@@ -213,34 +196,24 @@ def _check(data: Any) -> None:
     for where, name in ((data, "name"), (data, "config_hash"), (launcher, "host")):
         if not isinstance(where.get(name), (str, type(None))) or len(where.get(name) or "") > 255:
             raise Damaged(f"{layout.RUN}: {name} is not a short text")
-    for where, name, most in (
-        (data, "started", 1e11),
-        (launcher, "pid", 1 << 22),
-        (launcher, "start", 1 << 62),
-        (plan, "world_size", 1e7),
-    ):
+    of_launcher = ((launcher, "pid", 1 << 22), (launcher, "start", 1 << 62))
+    for where, name, most in ((data, "started", 1e11), (plan, "world_size", 1e7), *of_launcher):
         value = where.get(name)
         whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (
-            (whole or (name == "started" and isinstance(value, float))) and 0 <= value <= most
-        ):
+        fits = whole or (name == "started" and isinstance(value, float))
+        if value is not None and not (fits and 0 <= value <= most):
             raise Damaged(f"{layout.RUN}: {name} is not a number from 0 to {most:g}")
 
 
 def _checked_part(data: dict[str, Any]) -> dict[str, Any]:
     """What _check looked at: a listing of many users' runs keeps no more of each."""
-    launcher, plan = data.get("launcher") or {}, data.get("plan") or {}
-    return {
-        **{name: data.get(name) for name in ("name", "config_hash", "started")},
-        "launcher": {name: launcher.get(name) for name in ("pid", "start", "host")},
-        "plan": {"world_size": plan.get("world_size")},
-    }
+    known = {"launcher": ("pid", "start", "host"), "plan": ("world_size",)}
+    kept = {part: {name: (data.get(part) or {}).get(name) for name in fields} for part, fields in known.items()}
+    return {**kept, **{name: data.get(name) for name in ("name", "config_hash", "started")}}
 
 
 def events(run_dir: str, tail: int = 0) -> Iterator[dict[str, Any]]:
-    """Whole lines only: the last one may still be being written. Each has a kind and a time. `tail`: those of the last
-    so many bytes.
-    """
+    """Whole lines only, each with a kind and a time: the last may be half written. `tail`: of so many bytes."""
     try:
         handle = open_in(run_dir, layout.EVENTS)
     except OSError:
@@ -294,10 +267,8 @@ def look(root: str, everybody: bool = False) -> Listing:
     except FileNotFoundError:
         folders = []
     except OSError as problem:
-        raise names.Refusal(
-            f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir",
-            names.EX_NOINPUT,
-        ) from problem
+        line = f"the runs folder {printable(root)} can't be read: {problem.strerror}; name another with --runs-dir"
+        raise names.Refusal(line, names.EX_NOINPUT) from problem
     looked_at: dict[int, int] = {}  # uid -> how many of their folders
     for name in reversed(folders):
         try:
@@ -334,33 +305,24 @@ def all_runs(root: str) -> list[Run]:
     return list(look(root).runs)
 
 
-def _to_stderr(line: str) -> None:
-    print(f"stoker: {line}", file=sys.stderr)
-
-
-def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = _to_stderr) -> Run:
-    """By path, by id, by name (the newest of that name), by a beginning that fits one run only, or the newest of all.
-    Another user's by path only.
-    """
+def find(which: str | None, root: str, exact: bool = False, say: Callable[[str], None] = terminal.say) -> Run:
+    """By path, id, name (the newest), a beginning that fits one run only, or the newest. Others' by path only."""
     if which is None or which == layout.LATEST:
         return _newest(root, say)
     if os.path.basename(which) == layout.LATEST and os.path.islink(which):
         return _newest(os.path.dirname(which), say)
     by_path = os.sep in which
     for candidate in (which, os.path.join(root, which)):
-        if (
-            not by_path
-            and os.path.islink(candidate)
-            and not ownership.is_mine(os.lstat(candidate).st_uid, os.path.dirname(candidate) or ".")
-        ):
+        folder = os.path.dirname(candidate) or "."
+        link = os.path.islink(candidate) and not by_path
+        if link and not ownership.is_mine(os.lstat(candidate).st_uid, folder):
             continue
         try:
             run = read(os.path.realpath(candidate))
         except Damaged as problem:
             if by_path:
-                raise names.Refusal(
-                    f"the record of run {printable(which)} is damaged: {problem}", names.EX_DATAERR
-                ) from problem
+                line = f"the record of run {printable(which)} is damaged: {problem}"
+                raise names.Refusal(line, names.EX_DATAERR) from problem
             continue  # perhaps another run has this name
         if run is not None and (run.mine or by_path):
             return run
@@ -371,9 +333,8 @@ def find(which: str | None, root: str, exact: bool = False, say: Callable[[str],
     if match:
         return match[-1]
     begins = [run for run in listing.runs if run.id.startswith(which) or run.name.startswith(which)]
-    if (
-        len(begins) == 1 and not exact and not os.path.isdir(os.path.join(root, which))
-    ):  # that is another user's, whatever of ours begins like it
+    others = os.path.isdir(os.path.join(root, which))  # another user's, whatever of ours begins like it
+    if len(begins) == 1 and not exact and not others:
         return begins[0]
     raise _no_run(which, root, listing)
 
@@ -394,9 +355,8 @@ def _newest(root: str, say: Callable[[str], None]) -> Run:
         say(listing.skipped)
     if not listing.runs:
         others = f" of yours ({listing.others} of other users: `stoker runs --all`)" if listing.others else ""
-        raise names.Refusal(
-            f"no runs{others} in {printable(root)}; name another folder with --runs-dir", names.EX_NOINPUT
-        )
+        line = f"no runs{others} in {printable(root)}; name another folder with --runs-dir"
+        raise names.Refusal(line, names.EX_NOINPUT)
     return listing.runs[-1]
 
 
@@ -410,10 +370,8 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
         uid = os.lstat(path).st_uid
         if not ownership.is_mine(uid, root):
             user = ownership.user_name(uid)
-            return names.Refusal(
-                f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}",
-                names.EX_NOPERM,
-            )
+            line = f"run {shown} in {printable(root)} belongs to {user}: to read it give its path, {printable(path)}"
+            return names.Refusal(line, names.EX_NOPERM)
     hint = suggest(which, [*(run.name for run in listing.runs), *(run.id for run in listing.runs)])
     if not hint and listing.runs:
         hint = f"; `stoker runs` lists the {len(listing.runs)} there"
@@ -424,9 +382,7 @@ def _no_run(which: str, root: str, listing: Listing) -> names.Refusal:
 
 
 def alive(run: Run) -> bool | None:
-    """Is its launcher still there? The process that the record names, if it is ours and writes that very record. None
-    when it can't be told from here.
-    """
+    """Is its launcher there: the process in the record, if ours and writing that record. None: can't be told."""
     pid, start, host = run.launcher
     if not run.mine or (host and host != os.uname().nodename):
         return None
@@ -437,9 +393,7 @@ def alive(run: Run) -> bool | None:
 
 
 def over(run: Run) -> bool:
-    """Whether nothing more will come of it. Whether a launcher on another host lives nobody here knows: such a run is
-    over when it has a verdict.
-    """
+    """Nothing more will come of it. Of one on another host nobody here knows: it is over with its verdict."""
     said = status(run)
     if said == "unknown":
         said = status(load(run.dir) or run)

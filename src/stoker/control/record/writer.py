@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from stoker.contract import layout, names, redact
-from stoker.contract.shape import shape
+from stoker.contract.shape import pick, shape
 from stoker.contract.shapes import Verdict
 from stoker.contract.untrusted import printable
 from stoker.contract.wholefile import APPEND, temporary_name, write_json
@@ -22,9 +22,8 @@ from stoker.control.record import ownership
 FULL = (errno.ENOSPC, errno.EDQUOT)
 VERDICT_ROOM = 1 << 16
 EVENTS_ROOM = 1 << 16
-OURS = frozenset(
-    ("schema", "event", "run", "host", "status", "cause")
-)  # keys whose values are never a user's words: readers compare them
+# Keys whose values are never a user's words: readers compare them.
+OURS = frozenset(("schema", "event", "run", "host", "status", "cause"))
 
 
 @shape
@@ -33,13 +32,10 @@ class Lost:
 
     bytes: int
     why: str
-    full: bool  # the disk or the quota
 
 
 class RunRecord:
-    """The one writer of a run directory: the coordinator. What can't be written is counted and reported, and the run
-    continues.
-    """
+    """The run directory's one writer, the coordinator's. What can't be written is counted, and the run goes on."""
 
     def __init__(self, run_dir: str, host: str, reopened: bool) -> None:
         self.dir = run_dir
@@ -59,22 +55,17 @@ class RunRecord:
             raise cannot_write(root, problem) from problem
 
     def begin(self, run: dict[str, Any]) -> str:
-        """run.json, the first event, and the link to the newest run. The last chance to refuse: a full disk shows here.
-        Returns a notice.
-        """
+        """run.json, first event, link to the newest run. The last chance to refuse a full disk. Returns a notice."""
         try:
-            write_json(
-                os.path.join(self.dir, layout.RUN), {"schema": layout.SCHEMA, **redact.data(run, OURS)}, durable=False
-            )  # ranks wait for this one
+            data = {"schema": layout.SCHEMA, **redact.data(run, OURS)}
+            write_json(os.path.join(self.dir, layout.RUN), data, durable=False)  # ranks wait for this one
             os.write(self._events, self._line("run", {}))
         except OSError as problem:
             raise cannot_write(os.path.dirname(self.dir), problem) from problem
         return self._point_latest()
 
     def _point_latest(self) -> str:
-        """Why the link could not be set: another user's in a folder that several share, or a file system without links.
-        Nothing depends on it.
-        """
+        """Why the link was not set: another user's, or a file system without links. Nothing depends on it."""
         link = os.path.join(os.path.dirname(self.dir), layout.LATEST)
         temporary = temporary_name(link)
         try:
@@ -85,10 +76,8 @@ class RunRecord:
                 os.unlink(temporary)
                 raise
         except OSError as problem:
-            return (
-                f"{printable(link)} stays as it is: {problem.strerror}; commands without a RUN take your newest run all"
-                " the same"
-            )
+            newest = "commands without a RUN take your newest run all the same"
+            return f"{printable(link)} stays as it is: {problem.strerror}; {newest}"
         return ""
 
     def _put_verdict_aside(self) -> None:
@@ -98,13 +87,8 @@ class RunRecord:
             os.replace(old, os.path.join(self.dir, f"verdict-before-{int(time.time())}.json"))
 
     def _line(self, kind: str, more: dict[str, Any]) -> bytes:
-        event = {
-            "schema": layout.SCHEMA,
-            "time": round(time.time(), 6),
-            "event": kind,
-            "host": self._host,
-            **redact.data(more, OURS),
-        }
+        event = {"schema": layout.SCHEMA, "time": round(time.time(), 6), "event": kind, "host": self._host}
+        event |= redact.data(more, OURS)
         return json.dumps(event, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
 
     def event(self, kind: str, **more: Any) -> None:
@@ -123,12 +107,10 @@ class RunRecord:
     def attempt(self, number: int) -> None:
         """Its folder. Refused where ranks would find another run directory, and resume from what lies in that."""
         if not self._is_in_place():
-            raise names.Refusal(
-                f"somebody moved or replaced the run directory {printable(self.dir)} while the run was going on: no"
-                " ranks are started there; start the run again with --runs-dir and a folder that is yours alone",
-                names.EX_CANTCREAT,
-                cause="launch.runs-dir",
-            )
+            moved = f"somebody moved or replaced the run directory {printable(self.dir)} while the run was going on"
+            fix = "start the run again with --runs-dir and a folder that is yours alone"
+            line = f"{moved}: no ranks are started there; {fix}"
+            raise names.Refusal(line, names.EX_CANTCREAT, cause="launch.runs-dir")
         try:
             os.makedirs(layout.attempt_dir(self.dir, number), exist_ok=True)
         except OSError as problem:
@@ -163,10 +145,8 @@ class RunRecord:
                 return
 
     def _lose(self, name: str, count: int, problem: OSError) -> None:
-        before = self._lost.get(name)
-        self._lost[name] = Lost(
-            (before.bytes if before else 0) + count, problem.strerror or str(problem), problem.errno in FULL
-        )
+        before = self._lost[name].bytes if name in self._lost else 0
+        self._lost[name] = Lost(before + count, problem.strerror or str(problem))
 
     def _give_up_reserve(self) -> bool:
         """Frees the reserved space beyond the verdict's part, once: room for the last events."""
@@ -197,9 +177,8 @@ class RunRecord:
     def verdict(self, verdict: Verdict) -> None:
         """Into space that was reserved at the start: a disk that is full by now must not cost the run its ending."""
         path = os.path.join(self.dir, layout.VERDICT)
-        data = (json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False) + "\n").encode(
-            "utf-8", "backslashreplace"
-        )
+        text = json.dumps(redact.data(verdict.to_json(), OURS), indent=1, ensure_ascii=False)
+        data = text.encode("utf-8", "backslashreplace") + b"\n"
         if len(data) > VERDICT_ROOM:
             self.save(path, verdict.to_json())
         else:
@@ -210,14 +189,7 @@ class RunRecord:
                 os.rename(layout.RESERVE, layout.VERDICT, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             except OSError as problem:
                 self._lose(path, len(data), problem)
-        self.event(
-            "verdict",
-            status=verdict.status,
-            cause=verdict.cause,
-            rank=verdict.rank,
-            exit_code=verdict.exit_code,
-            summary=verdict.summary,
-        )
+        self.event("verdict", **pick(verdict, "status", "cause", "rank", "exit_code", "summary"))
 
 
 def _open_own(run_dir: str) -> int:
@@ -236,9 +208,7 @@ def _open_own(run_dir: str) -> int:
 
 
 def _reserve(path: str) -> int:
-    """A file whose blocks are allocated now, for the verdict and the last events. Where a file system can't allocate,
-    the disk's space is not reserved.
-    """
+    """With blocks allocated now, for the verdict and last events; where the file system can't, nothing is kept."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         os.posix_fallocate(handle, 0, VERDICT_ROOM + EVENTS_ROOM)
@@ -262,8 +232,5 @@ def make_private(root: str) -> None:
 def cannot_write(folder: str, problem: OSError) -> names.Refusal:
     full = problem.errno in FULL
     why = "its disk or quota is full" if full else problem.strerror or str(problem)
-    line = (
-        f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with"
-        " --runs-dir"
-    )
+    line = f"the runs folder {folder} can't be written: {why}; {'make room, or ' if full else ''}choose another with --runs-dir"
     return names.Refusal(line, names.EX_CANTCREAT, cause="launch.no-space" if full else "launch.runs-dir")
