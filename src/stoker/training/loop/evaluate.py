@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from stoker.contract.shape import shape
 from stoker.training.data.reader import IGNORED
 from stoker.training.loop.material import Rows
+from stoker.training.model.attention import Documents, documents
 from stoker.training.parallel.group import Group
 
 
@@ -39,8 +40,8 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     model.eval()
     for call in range(calls):
         ids = mine[call * micro : (call + 1) * micro]
-        inputs, targets, segments = padded(samples, ids, micro, group.device)
-        loss = model(inputs, targets, None, segments)
+        inputs, targets, packed = padded(samples, ids, micro, group.device)
+        loss = model(inputs, targets, None, packed)
         totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
     model.train(training)
     total, learned = group.sum(totals).tolist()
@@ -48,12 +49,13 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     return Validation(nats, nats / math.log(2) / samples.bytes_per_target, int(learned))
 
 
-def padded(samples: Rows, ids: np.ndarray, micro: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def padded(samples: Rows, ids: np.ndarray, micro: int, device: torch.device) -> tuple[Tensor, Tensor, Documents | None]:
     batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
     rows = batch.inputs.shape[0]
     more = ((0, micro - rows), (0, 0))
     targets = np.pad(batch.targets, more, constant_values=IGNORED)
     if not len(ids):
         targets[:] = IGNORED
-    segments = torch.from_numpy(np.pad(batch.segments, more)).to(device) if batch.segments is not None else None
-    return torch.from_numpy(np.pad(batch.inputs, more)).to(device), torch.from_numpy(targets).to(device), segments
+    segments = batch.segments
+    packed = documents(torch.from_numpy(np.pad(segments, more)), device) if segments is not None else None
+    return torch.from_numpy(np.pad(batch.inputs, more)).to(device), torch.from_numpy(targets).to(device), packed

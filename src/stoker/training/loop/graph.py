@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stoker.training.loop.feeder import MicroBatch
+from stoker.training.model.attention import documents
 from stoker.training.optim.optimizer import Optimizer
 
 WARM_UP = 3  # eager calls before the capture: compilation, cuBLAS and autograd must have settled
@@ -29,12 +30,12 @@ class MicroStep:
 
     def eager(self, micro: MicroBatch) -> Tensor:
         device = self._scale.device
-        segments = micro.segments.to(device, non_blocking=True) if micro.segments is not None else None
+        packed = documents(micro.segments, device) if micro.segments is not None else None
         loss = self._wrapped(
             micro.inputs.to(device, non_blocking=True),
             micro.targets.to(device, non_blocking=True),
             self._scale,
-            segments,
+            packed,
         )
         loss.backward()
         found: Tensor = loss.detach()
