@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from stoker.training.model import attention
 from stoker.training.model.attention import Documents, attend, documents, kernels, packed_kernel, seen_by
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
@@ -113,4 +112,3 @@ def test_a_compiled_block_takes_documents() -> None:
     for block in model.layers:
         block.compile(fullgraph=True, dynamic=False)
     assert model(inputs, inputs, None, packed).item() == pytest.approx(want, rel=1e-2)
-    assert attention._varlen_options()

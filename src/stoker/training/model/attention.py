@@ -24,6 +24,18 @@ _KERNELS = {
 _without_bias = True  # packed rows by a kernel that knows documents, where there is one
 
 
+def _varlen_options() -> frozenset[str]:
+    """The parameters of this torch's varlen_attn: is_causal in 2.10, window_size from 2.11; empty where it has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN = _varlen_options()  # known before anything is traced
+
+
 @contextmanager
 def kernels(which: str) -> Iterator[None]:
     """In this order; around everything that traces or runs the model."""
@@ -145,27 +157,17 @@ def packed_kernel(
         return "bias"
     if torch.cuda.get_device_capability(device)[0] < 8:
         return "bias"
-    known = _varlen_options()
+    known = _VARLEN
     if known and not cap and head_dim % 8 == 0 and head_dim <= 256 and (not window or "window_size" in known):
         return "varlen"
     return "flex" if head_dim & (head_dim - 1) == 0 else "bias"
-
-
-@cache
-def _varlen_options() -> frozenset[str]:
-    """The parameters of this torch's varlen_attn: is_causal in 2.10, window_size from 2.11; empty where it has none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None) -> Tensor:
     """[B, T, H, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
-    packed, known = seen.documents, _varlen_options()
+    packed, known = seen.documents, _VARLEN
     assert packed is not None
     options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]} if "enable_gqa" in known else {}
     if "scale" in known:
