@@ -29,6 +29,7 @@ from stoker.training.generate.engine import Engine
 from stoker.training.generate.graphed import Graphed
 from stoker.training.loop.resume import check as check_resume
 from stoker.training.model import families, hf
+from stoker.training.model.attention import documents
 from stoker.training.model.config import OPTIONS, ModelConfig, check_options, lacking
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.families import ConfigJson, Family, register
@@ -264,10 +265,10 @@ def test_logits_gradients_generation_and_export_agree(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize("folder", ["gemma2", "phi3", "qwen3 with windows and biases"], indirect=True)
 def test_packed_rows_compute_what_their_texts_compute_alone(folder: Path) -> None:
     model = opened(folder)
-    segments = torch.tensor([[0] * 11 + [1] * 29] * 2)
+    packed = documents(torch.tensor([[0] * 11 + [1] * 29] * 2), torch.device("cpu"))
     with torch.no_grad():
         alone = torch.cat([model(TOKENS[:, :11]), model(TOKENS[:, 11:])], dim=1)
-        torch.testing.assert_close(model(TOKENS, segments=segments), alone, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(TOKENS, packed=packed), alone, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("folder", ["gemma2", "olmo2", "llama with biases"], indirect=True)

@@ -715,6 +715,8 @@ def test_bad_input_is_one_line_and_a_code(forks: Forks, given: Path, tmp_path: P
             (("--grpo.prompts", str(tmp_path / "none.jsonl")), EX_NOINPUT, "none.jsonl can't be read"),
             (("--grpo.prompts", str(long)), EX_DATAERR, "1 of 1 rows longer than"),
             (("--generate.temperature", "0"), EX_USAGE, "generate.temperature 0"),
+            (("--generate.top_p", "0.9"), EX_USAGE, "generate.top_p 0.9"),
+            (("--generate.top_k", "20"), EX_USAGE, "generate.top_k 20"),
             (("--strategy", "fsdp"), EX_USAGE, "use ddp"),
             (("--generate.new_tokens", "48"), EX_USAGE, "leaves no room"),
             (("--grpo.updates", "49"), EX_USAGE, "more than the 48 answers"),

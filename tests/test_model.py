@@ -17,7 +17,7 @@ from torch import Tensor
 from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.training.model import loss, ready, swiglu
-from stoker.training.model.attention import attend, kernels, mask_of, rotary_table, rotate
+from stoker.training.model.attention import Seen, attend, documents, kernels, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.loss import IGNORED, chunk_rows, linear_cross_entropy
@@ -161,7 +161,10 @@ def test_attention_sees_the_past_of_its_own_segment_and_shares_grouped_heads() -
     q, k, v = drawn(2, 9, 4, 8, seed=1), drawn(2, 9, 2, 8, seed=2), drawn(2, 9, 2, 8, seed=3)
     segments = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9])
     with kernels("auto"):
-        plain, packed = attend(q, k, v, None), attend(q, k, v, mask_of(segments, 0, 9, q.device))
+        plain, packed = (
+            attend(q, k, v, Seen()),
+            attend(q, k, v, seen_by(documents(segments, q.device), 0, q, head_dim=8)),
+        )
     for row in range(2):
         for place in range(9):
             for head in range(4):
@@ -178,10 +181,10 @@ def test_a_packed_row_computes_what_its_texts_compute_alone(qk_norm: bool) -> No
     model = made(replace(SMALL, qk_norm=qk_norm))
     first, second, third = tokens(1, 11, seed=1), tokens(1, 1, seed=2), tokens(1, 20, seed=3)
     row = torch.cat([first, second, third], dim=1)
-    segments = torch.tensor([[0] * 11 + [1] + [2] * 20])
+    packed = documents(torch.tensor([[0] * 11 + [1] + [2] * 20]), torch.device("cpu"))
     with torch.no_grad():
         alone = torch.cat([model(one) for one in (first, second, third)], dim=1)
-        torch.testing.assert_close(model(row, segments=segments), alone, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(row, packed=packed), alone, rtol=1e-4, atol=1e-5)
         assert (model(row) - alone).abs().max() > 1e-2  # without segments the texts see each other
 
 
@@ -389,14 +392,14 @@ def test_fused_blocks_have_the_loss_and_gradients_of_plain_ones(
         model = Decoder(c, 128)
     model.start(0)
     inputs = tokens(4, 128, seed=1, below=512).to(device)
-    segments = (torch.arange(128, device=device) // 50).expand(4, 128).contiguous() if packed else None
+    rows = documents((torch.arange(128) // 50).expand(4, 128).contiguous(), device) if packed else None
     found = []
     for yes in (False, True):
         model.fuse(yes)
         for block in model.layers if yes and recompute != "off" else ():
             ready.checkpoint_block(block, recompute == "selective", False)
         model.zero_grad()
-        value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 512, device=device), segments)
+        value = model(inputs, inputs.roll(-1, 1), torch.tensor(1 / 512, device=device), rows)
         value.backward()
         found.append(
             {"loss": value.detach()}

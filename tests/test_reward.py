@@ -22,6 +22,7 @@ from stoker.training.config.resolve import recipe_settings
 from stoker.training.data.reader import IGNORED
 from stoker.training.generate.exporting import export
 from stoker.training.generate.finding import Found
+from stoker.training.model.attention import documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.recipes.reward import calibration
@@ -56,8 +57,8 @@ def nothing(line: str) -> None:
 def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
     words = bytes_tokenizer()
     pairs = read_pairs(rows(20), words, 160, "pairs", nothing)
-    packed = PairRows(pairs, 160, 0)
-    batch = packed.batch(np.arange(len(packed), dtype=np.int64))
+    pair_rows = PairRows(pairs, 160, 0)
+    batch = pair_rows.batch(np.arange(len(pair_rows), dtype=np.int64))
     seen = []
     assert batch.segments is not None
     for inputs, targets, segments in zip(batch.inputs, batch.targets, batch.segments, strict=True):
@@ -68,8 +69,8 @@ def test_a_row_holds_whole_pairs_side_by_side_and_says_where_they_end() -> None:
                 targets[place] == np.flatnonzero(segments == worse).max()
                 and place == np.flatnonzero(segments == better).max()
             )
-    assert seen == [(pair.better, pair.worse) for pair in pairs] and 1 < len(packed) < 20
-    assert packed.digest() != PairRows(pairs[::-1], 160, 0).digest()
+    assert seen == [(pair.better, pair.worse) for pair in pairs] and 1 < len(pair_rows) < 20
+    assert pair_rows.digest() != PairRows(pairs[::-1], 160, 0).digest()
 
 
 @pytest.mark.parametrize("likelihood", [True, False])
@@ -77,7 +78,7 @@ def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -
     words = bytes_tokenizer()
     made = rows(7)
     pairs = read_pairs(made, words, 200, "pairs", nothing)
-    packed = PairRows(pairs, 200, 0)
+    pair_rows = PairRows(pairs, 200, 0)
     model = learner(likelihood).kind(SMALL, 200)
     assert isinstance(model, RewardModel) and hasattr(model, "trust") == likelihood
     model.start(1)
@@ -85,9 +86,10 @@ def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -
         model.score.normal_(generator=torch.Generator().manual_seed(1))
         if likelihood:
             model.trust.fill_(0.3)
-    batch = packed.batch(np.arange(len(packed), dtype=np.int64))
+    batch = pair_rows.batch(np.arange(len(pair_rows), dtype=np.int64))
     inputs, targets, segments = (torch.from_numpy(one) for one in (batch.inputs, batch.targets, batch.segments))
-    got = model(inputs, targets, torch.tensor(0.5), segments)
+    packed = documents(segments, torch.device("cpu"))
+    got = model(inputs, targets, torch.tensor(0.5), packed)
     alone = scores(
         model,
         words,
@@ -97,7 +99,7 @@ def test_the_loss_is_bradley_and_terrys_of_each_answer_alone(likelihood: bool) -
     )
     want = sum(F.softplus(torch.tensor(alone[at + 1] - alone[at])) for at in range(0, len(alone), 2)) * 0.5
     torch.testing.assert_close(got, torch.as_tensor(want), rtol=1e-4, atol=1e-4)
-    found = margins(model(inputs, None, None, segments), targets)[targets != IGNORED]
+    found = margins(model(inputs, None, None, packed), targets)[targets != IGNORED]
     torch.testing.assert_close(found, torch.tensor(alone[::2]) - torch.tensor(alone[1::2]), rtol=1e-3, atol=1e-3)
     if likelihood:  # by hand: the vector at the end, and the answer's tokens alone
         ids, begun = torch.tensor([pairs[0].better]), len(asked(words, made[0]["prompt"]))

@@ -15,7 +15,7 @@ from torch import Tensor
 from stoker.contract.names import EX_UNAVAILABLE, Refusal
 from stoker.contract.shape import shape
 from stoker.training.generate import plain
-from stoker.training.model.attention import attend, mask_of
+from stoker.training.model.attention import attend, seen_by
 from stoker.training.model.decoder import Block, Decoder, Linear, RMSNorm
 from stoker.training.model.loss import capped
 from stoker.training.model.swiglu import activation
@@ -199,13 +199,14 @@ class Blocks:
 
     def _prefill(self, ids: Tensor, lengths: Tensor, angles: Angles, kv: Tensor) -> Tensor:
         rows, tokens = ids.shape
-        c = self._weights.config
-        masks = [mask_of(None, window, tokens, ids.device) for window in self._weights.windows]
+        c, windows = self._weights.config, self._weights.windows
 
         def attention(q: Tensor, cached: Tensor, view: int) -> Tensor:
             k, v = (part[:, :, :tokens].transpose(1, 2) for part in cached)
             queries = q.view(rows, tokens, -1, q.shape[-1])
-            y = attend(queries, k, v, masks[view], 0.0, c.attention_scale or None, c.attention_cap)
+            # Prompts have any length: nothing is compiled for it.
+            seen = seen_by(None, windows[view], queries, head_dim=c.head_dim, cap=c.attention_cap, compiled=False)
+            y = attend(queries, k, v, seen, 0.0, c.attention_scale or None, c.attention_cap)
             return y.reshape(rows * tokens, -1)
 
         spread = [(cos[:tokens].repeat(rows, 1), sin[:tokens].repeat(rows, 1)) for cos, sin in angles]

@@ -119,15 +119,18 @@ class Feeder:
 def padded(
     samples: Rows, ids: NDArray[np.int64], rows: int, device: torch.device = HOST, *, pinned: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned."""
+    """(inputs, targets, segments), `rows` of each: behind those of `ids` is padding, of which nothing is learned.
+    Segments stay on the host: see `documents`.
+    """
 
     def table(array: NDArray[Any], filling: int) -> Tensor:
         found = torch.full((rows, array.shape[1]), filling, dtype=torch.from_numpy(array).dtype, pin_memory=pinned)
         found[: len(array)] = torch.from_numpy(array)
-        return found.to(device)
+        return found
 
     batch = samples.batch(ids if len(ids) else np.zeros(1, dtype=np.int64))
     targets = table(batch.targets, IGNORED)
     if not len(ids):
         targets.fill_(IGNORED)
-    return table(batch.inputs, 0), targets, table(batch.segments, 0) if batch.segments is not None else None
+    segments = table(batch.segments, 0) if batch.segments is not None else None
+    return table(batch.inputs, 0).to(device), targets.to(device), segments

@@ -17,6 +17,7 @@ from stoker.training.data.reader import IGNORED
 from stoker.training.loop.feeder import padded
 from stoker.training.loop.material import Rows
 from stoker.training.model import hf
+from stoker.training.model.attention import documents
 from stoker.training.model.decoder import Decoder
 from stoker.training.parallel.group import Group
 
@@ -48,7 +49,7 @@ def validate(model: nn.Module, samples: Rows, group: Group, *, tokens: int, micr
     for call in range(calls):
         ids = mine[call * micro : (call + 1) * micro]
         inputs, targets, segments = padded(samples, ids, micro, group.device)
-        loss = model(inputs, targets, None, segments)
+        loss = model(inputs, targets, None, documents(segments, group.device))
         totals += torch.stack([loss.double(), (targets != IGNORED).sum().double()])
     model.train(training)
     total, learned = group.sum(totals).tolist()

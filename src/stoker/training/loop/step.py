@@ -18,6 +18,7 @@ from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.loop.feeder import MicroBatch, StepBatch
 from stoker.training.loop.run import Answers
+from stoker.training.model.attention import documents
 from stoker.training.optim.optimizer import Optimizer, gradient_norm
 from stoker.training.parallel.group import Group, no_sync
 
@@ -84,12 +85,11 @@ class MicroStep:
 
     def eager(self, micro: MicroBatch) -> Tensor:
         device = self._scale.device
-        segments = micro.segments.to(device, non_blocking=True) if micro.segments is not None else None
         loss = self._wrapped(
             micro.inputs.to(device, non_blocking=True),
             micro.targets.to(device, non_blocking=True),
             self._scale,
-            segments,
+            documents(micro.segments, device),
         )
         loss.backward()
         found: Tensor = loss.detach()

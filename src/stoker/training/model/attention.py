@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,13 +21,31 @@ _KERNELS = {
     "deterministic": [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
     "auto": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }  # fmt: skip
+_without_bias = True  # packed rows by a kernel that knows documents, where there is one
+
+
+def _varlen_options() -> frozenset[str]:
+    """The parameters of this torch's varlen_attn: is_causal in 2.10, window_size from 2.11; empty where it has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN = _varlen_options()  # known before anything is traced
 
 
 @contextmanager
 def kernels(which: str) -> Iterator[None]:
     """In this order; around everything that traces or runs the model."""
-    with sdpa_kernel(_KERNELS[which], set_priority=True):
-        yield
+    global _without_bias
+    before, _without_bias = _without_bias, which != "math"
+    try:
+        with sdpa_kernel(_KERNELS[which], set_priority=True):
+            yield
+    finally:
+        _without_bias = before
 
 
 def rotary_table(length: int, c: ModelConfig, theta: float = 0.0) -> tuple[Tensor, Tensor]:
@@ -56,38 +77,169 @@ def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_BTHD.dtype)
 
 
-def mask_of(segments: Tensor | None, window: int, length: int, device: torch.device) -> Tensor | None:
-    """[B or 1, 1, T, T]: a token sees what comes before it in its own segment, at most `window` tokens with itself (0:
-    all). None: plain causal attention.
-    """
-    if segments is None and not 0 < window < length:
-        return None
-    causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    if 0 < window < length:
-        causal = causal.triu(1 - window)
+class Documents(NamedTuple):
+    """Where the documents of packed rows lie. Made on the host, so that no kernel is waited for."""
+
+    segments: Tensor  # [B, T]: which document of its row a token belongs to
+    offsets: Tensor  # [N + 1], int32: where each begins in the flattened batch; those that are left over are empty
+    longest: int  # tokens, rounded up
+
+
+def documents(segments: Tensor | None, device: torch.device) -> Documents | None:
+    """Sizes are rounded up to powers of two: a compiled model meets few of them. None: a row is one."""
     if segments is None:
-        return causal[None, None]
-    return (causal & (segments[:, :, None] == segments[:, None, :]))[:, None]
+        return None
+    starts = begins(segments).flatten().nonzero().flatten()
+    total = segments.numel()
+    longest = int(torch.diff(starts, append=starts.new_tensor([total])).max())
+    offsets = torch.full((1 + (1 << len(starts).bit_length()),), total, dtype=torch.int32, device=starts.device)
+    offsets[: len(starts)] = starts
+    rounded = min(segments.shape[1], 1 << (longest - 1).bit_length())
+    return Documents(segments.to(device, non_blocking=True), offsets.to(device, non_blocking=True), rounded)
+
+
+def begins(segments: Tensor) -> Tensor:
+    """[B, T]: whether a token is the first of its document."""
+    return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+
+
+class Seen(NamedTuple):
+    """What tokens see: all before them (every field empty); or those in the window; or those of their document, by
+    offsets, by a block mask or by a bias that all layers share.
+    """
+
+    window: int = 0
+    documents: Documents | None = None
+    blocks: Any = None  # flex attention's
+    bias: Tensor | None = None  # [B or 1, 1, T, T]
+
+
+def seen_by(
+    packed: Documents | None,
+    window: int,
+    x_BTD: Tensor,
+    *,
+    head_dim: int,
+    dropout: float = 0.0,
+    cap: float = 0.0,
+    compiled: bool = True,
+) -> Seen:
+    """A token sees what comes before it in its own document, at most `window` tokens with itself (0: all). `compiled`:
+    kernels that are compiled for these lengths may be used.
+    """
+    rows, length, device = x_BTD.shape[0], x_BTD.shape[1], x_BTD.device
+    window = window if 0 < window < length else 0
+    if packed is None and not window and not cap:
+        return Seen()
+    kernel = packed_kernel(device, x_BTD.dtype, head_dim, window=window, dropout=dropout, cap=cap)
+    if kernel == "varlen":
+        return Seen(window, packed or _whole_rows(rows, length, device))
+    if kernel == "flex" and compiled:
+        return Seen(window, packed, blocks=_block_mask(packed, window, length, device))
+    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    allowed = (allowed.triu(1 - window) if window else allowed)[None, None]
+    if packed is not None:
+        allowed = allowed & (packed.segments[:, :, None] == packed.segments[:, None, :])[:, None]
+    bias = torch.zeros(allowed.shape, dtype=x_BTD.dtype, device=device)
+    return Seen(window, bias=bias.masked_fill_(~allowed, float("-inf")))
+
+
+def _whole_rows(rows: int, length: int, device: torch.device) -> Documents:
+    offsets = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=device)
+    return Documents(torch.zeros(rows, length, dtype=torch.int32, device=device), offsets, length)
+
+
+def packed_kernel(
+    device: torch.device, dtype: torch.dtype, head_dim: int, *, window: int = 0, dropout: float = 0.0, cap: float = 0.0
+) -> str:
+    """Which one attends within documents: varlen (flash, by offsets), flex (caps, and windows where varlen has none), or
+    a bias: T x T numbers per row.
+    """
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or dropout or not _without_bias:
+        return "bias"
+    if torch.cuda.get_device_capability(device)[0] < 8:
+        return "bias"
+    known = _VARLEN
+    if known and not cap and head_dim % 8 == 0 and head_dim <= 256 and (not window or "window_size" in known):
+        return "varlen"
+    return "flex" if head_dim & (head_dim - 1) == 0 else "bias"
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float | None) -> Tensor:
+    """[B, T, H, D]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    packed, known = seen.documents, _VARLEN
+    assert packed is not None
+    options: dict[str, Any] = {"enable_gqa": q.shape[2] != k.shape[2]} if "enable_gqa" in known else {}
+    if "scale" in known:
+        options["scale"] = scale
+    elif scale is not None:  # the kernel's own is 1 / sqrt(D)
+        q = q * (scale * q.shape[-1] ** 0.5)
+    if "window_size" in known:
+        options["window_size"] = (seen.window - 1 if seen.window else -1, 0)
+    else:
+        options["is_causal"] = True
+    q_, k_, v_ = (x.flatten(0, 1) for x in (q, k, v))
+    call: Any = varlen_attn
+    found: Tensor = call(q_, k_, v_, packed.offsets, packed.offsets, packed.longest, packed.longest, **options)
+    return found.view_as(q)
+
+
+def _block_mask(packed: Documents | None, window: int, length: int, device: torch.device) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def allowed(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = query >= key
+        if window:
+            seen = seen & (query - key < window)
+        if packed is not None:
+            seen = seen & (packed.segments[batch, query] == packed.segments[batch, key])
+        return seen
+
+    rows = None if packed is None else packed.segments.shape[0]
+    return create_block_mask(allowed, rows, None, length, length, device=str(device))
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)  # not compiled it computes all of T x T
+
+
+def _flex(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float | None, cap: float) -> Tensor:
+    """[B, H, T, D]."""
+
+    def capped(score: Tensor, *place: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    found: Tensor = _compiled_flex()(
+        q, k, v, block_mask=blocks, scale=scale, score_mod=capped if cap else None, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return found
 
 
 def attend(
     q_BTHD: Tensor,
     k_BTHD: Tensor,
     v_BTHD: Tensor,
-    mask: Tensor | None,
+    seen: Seen,
     dropout: float = 0.0,
     scale: float | None = None,
     cap: float = 0.0,
 ) -> Tensor:
-    """[B, T, H, D], causal, or by `mask`. Grouped heads stay grouped: no copies of keys and values."""
+    """[B, T, H, D]. Grouped heads stay grouped: no copies of keys and values."""
+    if seen.documents is not None and seen.blocks is None:
+        return _varlen(q_BTHD, k_BTHD, v_BTHD, seen, scale)
     grouped = q_BTHD.shape[2] != k_BTHD.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BTHD, v_BTHD))
+    if seen.blocks is not None:
+        return _flex(q, k, v, seen.blocks, scale, cap).transpose(1, 2)
     if cap:
-        if mask is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-        return capped_attention(q, k, v, mask, dropout, scale, cap).transpose(1, 2)
+        return capped_attention(q, k, v, seen.bias, dropout, scale, cap).transpose(1, 2)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, dropout_p=dropout, scale=scale
+        q, k, v, attn_mask=seen.bias, is_causal=seen.bias is None, enable_gqa=grouped, dropout_p=dropout, scale=scale
     ).transpose(1, 2)
 
 

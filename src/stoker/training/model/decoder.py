@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stoker.training.forensics.scopes import scope
-from stoker.training.model.attention import attend, mask_of, rotary_table, rotate
+from stoker.training.model.attention import Documents, Seen, attend, begins, rotary_table, rotate, seen_by
 from stoker.training.model.config import ModelConfig, check_options
 from stoker.training.model.fp8 import fp8_linear
 from stoker.training.model.loss import capped, linear_cross_entropy
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(queries if self.whole else c.head_dim, c) if c.qk_norm else None
         self.k_norm = RMSNorm(keys if self.whole else c.head_dim, c) if c.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen) -> Tensor:
         B, T, _ = x.shape
         parts = self.qkv(x).view(B, T, -1, self.head_dim)
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
@@ -72,7 +72,7 @@ class Attention(nn.Module):
             else:
                 q, k = self.q_norm(q), self.k_norm(k)
         dropout = self.dropout if self.training else 0.0
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask, dropout, self.scale, self.cap)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, seen, dropout, self.scale, self.cap)
         out: Tensor = self.out(y.reshape(B, T, -1))
         return out
 
@@ -92,7 +92,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """`view`: which of the model's (angles, mask) it looks through."""
+    """`view`: which of the model's (angles, what is seen) it looks through."""
 
     def __init__(self, c: ModelConfig, view: int = 0) -> None:
         super().__init__()
@@ -107,13 +107,13 @@ class Block(nn.Module):
         self.fused = False  # our own kernels, see fused.py
         self.products_kept = False  # by selective recomputation
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, delta: Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, seen: Seen, delta: Tensor | None = None) -> Any:
         """Fused: takes and gives (residual stream, what is still to be added to it)."""
         if self.fused:
             from stoker.training.model import fused  # Triton: on GPUs only
 
-            return fused.block(self, x, delta, cos, sin, mask)
-        y = self.attention(x if self.attention_norm is None else self.attention_norm(x), cos, sin, mask)
+            return fused.block(self, x, delta, cos, sin, seen)
+        y = self.attention(x if self.attention_norm is None else self.attention_norm(x), cos, sin, seen)
         x = x + self._drop(y if self.attention_post_norm is None else self.attention_post_norm(y))
         y = self.mlp(x if self.mlp_norm is None else self.mlp_norm(x))
         return x + self._drop(y if self.mlp_post_norm is None else self.mlp_post_norm(y))
@@ -182,13 +182,13 @@ class Decoder(nn.Module):
             whole = torch.empty(parameter.shape, device=device).normal_(0.0, std, generator=generator)
             parameter.copy_(like(whole, parameter))
 
-    def hidden(self, inputs: Tensor, segments: Tensor | None = None) -> Tensor:
+    def hidden(self, inputs: Tensor, packed: Documents | None = None) -> Tensor:
         x = self.embed(inputs).to(self.dtype)
         if self.embedding_scale != 1.0:
             x = x * self.embedding_scale
         if self.config.dropout:
             x = F.dropout(x, self.config.dropout, self.training)
-        views = self._views(inputs.shape[1], segments, inputs.device)  # once, not in each block
+        views = self._views(x, packed)  # once, not in each block
         if self.fused:
             return self._fused(x, views)
         for block in self.layers:
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
         for block in self.layers:
             block.fused = yes  # type: ignore[assignment]
 
-    def _fused(self, x: Tensor, views: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
+    def _fused(self, x: Tensor, views: list[tuple[Tensor, Tensor, Seen]]) -> Tensor:
         from stoker.training.model import fused
 
         delta: Tensor | None = None
@@ -214,25 +214,31 @@ class Decoder(nn.Module):
         assert delta is not None
         return fused.add_norm(x, delta, self.norm)
 
-    def _views(
-        self, length: int, segments: Tensor | None, device: torch.device
-    ) -> list[tuple[Tensor, Tensor, Tensor | None]]:
-        """(cos, sin, mask) of each kind of layer."""
-        masks = {window: mask_of(segments, window, length, device) for window in dict.fromkeys(self.windows)}
+    def _views(self, x: Tensor, packed: Documents | None) -> list[tuple[Tensor, Tensor, Seen]]:
+        """(cos, sin, what is seen) of each kind of layer."""
+        c, length = self.config, x.shape[1]
+        dropout = c.dropout if self.training else 0.0
+        seen = {
+            window: seen_by(packed, window, x, head_dim=c.head_dim, dropout=dropout, cap=c.attention_cap)
+            for window in dict.fromkeys(self.windows)
+        }
         places: Any = slice(length)
-        if segments is not None:  # each conversation of a packed row counts its positions from 0
-            place = torch.arange(length, device=segments.device).expand_as(segments)
-            new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
-            places = place - torch.where(new, place, 0).cummax(dim=1).values
+        if packed is not None:  # each document of a packed row counts its positions from 0
+            place = torch.arange(length, device=x.device).expand_as(packed.segments)
+            places = place - torch.where(begins(packed.segments), place, 0).cummax(dim=1).values
         return [
-            (cos[places], sin[places], masks[window])
+            (cos[places], sin[places], seen[window])
             for (cos, sin), window in zip(self.tables, self.windows, strict=True)
         ]
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        scale: Tensor | None = None,
+        packed: Documents | None = None,
     ) -> Tensor:
-        x, cap = self.hidden(inputs, segments), self.config.final_cap
+        x, cap = self.hidden(inputs, packed), self.config.final_cap
         if targets is None:
             return capped(F.linear(x, self.head_weight.to(x.dtype)), cap)
         with scope("loss"):

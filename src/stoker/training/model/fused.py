@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from stoker.training.model import fused_kernel as kernel
-from stoker.training.model.attention import attend
+from stoker.training.model.attention import Seen, attend
 
 
 def _weight_gradient(g: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -147,9 +147,7 @@ def add_norm(x: Tensor, delta: Tensor, norm: Any) -> Tensor:
     return normed.view_as(x)
 
 
-def block(
-    module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def block(module: Any, x: Tensor, delta: Tensor | None, cos: Tensor, sin: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
     """Block.forward on rows [B·T, D]: (residual stream, what is still to be added to it)."""
     attention, mlp = module.attention, module.mlp
     heads, kv_heads, head_dim = attention.heads, attention.kv_heads, attention.head_dim
@@ -169,7 +167,7 @@ def block(
         qk, v = _NormRotate.apply(qkv, cos, sin, *norms, heads, kv_heads, attention.q_norm.eps)  # type: ignore[no-untyped-call]
         q, k = torch.split(qk, [heads * head_dim, kv_heads * head_dim], dim=1)
     q, k, v = (part.view(B, T, -1, head_dim) for part in (q, k, v))
-    y = attend(q, k, v, mask, attention.dropout if module.training else 0.0, attention.scale)
+    y = attend(q, k, v, seen, attention.dropout if module.training else 0.0, attention.scale)
     out = module._drop(_Linear.apply(y.reshape(B * T, -1), attention.out.weight))  # type: ignore[no-untyped-call]
     rows, wide = _NormLinear.apply(rows, out, second.weight, mlp.gate_up.weight, second.eps)  # type: ignore[no-untyped-call]
     return rows.view(B, T, -1), module._drop(_SwigluLinear.apply(wide, mlp.down.weight))  # type: ignore[no-untyped-call]

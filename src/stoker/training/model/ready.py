@@ -169,7 +169,9 @@ def _keep_products_only(yes: bool) -> None:
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = str(operation)
-    kept = any(word in name for word in ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._scaled_dot_product"))
+    kept = any(
+        word in name for word in ("aten.mm", "aten.addmm", "aten._scaled_mm", "aten._scaled_dot_product", "varlen_attn")
+    )
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 

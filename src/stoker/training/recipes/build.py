@@ -26,6 +26,7 @@ from stoker.training.loop.material import Material
 from stoker.training.loop.say import Voice
 from stoker.training.loop.supervised import Parts, Start
 from stoker.training.model import hf_config, hf_hub, ready
+from stoker.training.model.attention import documents, packed_kernel
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder
 from stoker.training.model.rows import with_rows
@@ -111,6 +112,18 @@ def balanced(c: Config, group: Group) -> bool:
     return c.parallel.balance == "auto" and group.world > 1
 
 
+def _announce_mask(model: Decoder, context: int, device: torch.device, voice: Voice) -> None:
+    """Packed rows without a kernel that knows where documents begin: memory grows with the square of the context."""
+    shape = model.config
+    kernel = packed_kernel(device, model.dtype, shape.head_dim, dropout=shape.dropout, cap=shape.attention_cap)
+    size = context * context * model.dtype.itemsize
+    if kernel == "bias" and (device.type == "cuda" or size > 1 << 24):
+        voice.say_once(
+            f"packed rows: attention uses a mask of {context} x {context} numbers per row ({size / 1e6:.0f} MB); without"
+            " one: a GPU from Ampere on, torch 2.10, bf16 and no dropout"
+        )
+
+
 def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, voice: Voice, *, chat: bool) -> int:
     """Before DDP is around the model: a trial that runs out of memory would leave its exchange half done."""
     tokens, micro = c.batch.tokens, c.batch.micro
@@ -119,6 +132,8 @@ def micro_batch(c: Config, model: Decoder, optimizer: Optimizer, group: Group, v
     )
     halvings = int(os.environ.get(names.MICRO_BATCH_HALVINGS, "0"))
     sharded = group.strategy == "fsdp"
+    if chat:
+        _announce_mask(model, c.data.context_length, group.device, voice)
     if not micro:
         again = halvings if sharded else 0
         micro = largest_micro(c, model, optimizer, group, voice, share=share, chat=chat, halvings=again)
@@ -194,10 +209,10 @@ def largest_micro(
 def random_micro_batch(c: Config, model: Decoder, device: torch.device, micro: int, *, chat: bool) -> None:
     """Forward and backward."""
     inputs = torch.randint(0, model.config.vocab_size, (micro, c.data.context_length), device=device)
-    segments = torch.zeros_like(inputs, dtype=torch.int32) if chat else None
+    packed = documents(torch.zeros(inputs.shape, dtype=torch.int32) if chat else None, device)
     # None is left out, and a reward model's targets are places in their row.
     targets = inputs % inputs.shape[1]
-    model(inputs, targets, torch.zeros((), device=device), segments).backward()
+    model(inputs, targets, torch.zeros((), device=device), packed).backward()
 
 
 def _trial(c: Config, model: Decoder, optimizer: Optimizer, device: torch.device, micro: int, *, chat: bool) -> int:

@@ -26,6 +26,7 @@ from stoker.training.loop.feeder import padded
 from stoker.training.loop.learner import Learner, Say, Validation
 from stoker.training.loop.material import Rows
 from stoker.training.model import hf, hf_config, hf_hub, ready
+from stoker.training.model.attention import Documents, begins, documents
 from stoker.training.model.config import ModelConfig
 from stoker.training.model.decoder import Decoder, like
 from stoker.training.model.hf_write import SCORE as HEAD
@@ -63,29 +64,33 @@ class RewardModel(Decoder):
         """Names of what no decoder has."""
         return _OWN if self.likelihood else _OWN[:1]
 
-    def parts(self, inputs: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def parts(self, inputs: Tensor, packed: Documents | None) -> tuple[Tensor, Tensor | None]:
         """[B, T] each: w · h of an answer that ends there, and log p of its segment up to there."""
-        x = self.hidden(inputs, segments)
+        x = self.hidden(inputs, packed)
         read = x.float() @ self.score.float()
-        return read, self._told(x, inputs, segments) if self.likelihood else None
+        return read, self._told(x, inputs, packed) if self.likelihood else None
 
-    def _told(self, x: Tensor, inputs: Tensor, segments: Tensor | None) -> Tensor:
+    def _told(self, x: Tensor, inputs: Tensor, packed: Documents | None) -> Tensor:
         rows, length = inputs.shape
         x, cap = x[:, :-1].flatten(0, 1), self.config.final_cap
         found, _ = token_logprobs(x, self.head_weight, inputs[:, 1:].flatten(), 1.0, cap)
         told = F.pad(found.view(rows, length - 1), (1, 0))
-        if segments is None:
+        if packed is None:
             return told.cumsum(1)
-        new = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        new = begins(packed.segments)
         running = told.masked_fill(new, 0.0).cumsum(1)
-        place = torch.arange(length, device=inputs.device).expand_as(segments)
+        place = torch.arange(length, device=inputs.device).expand_as(packed.segments)
         return running - running.gather(1, torch.where(new, place, 0).cummax(dim=1).values)
 
     def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, scale: Tensor | None = None, segments: Tensor | None = None
+        self,
+        inputs: Tensor,
+        targets: Tensor | None = None,
+        scale: Tensor | None = None,
+        packed: Documents | None = None,
     ) -> Tensor:
         """Scores; with targets the pairs' losses × `scale`. The prompt's likelihood is the same in both answers."""
-        read, told = self.parts(inputs, segments)
+        read, told = self.parts(inputs, packed)
         scores = read if told is None else read + self.trust * told
         if targets is None:
             return scores
@@ -117,7 +122,10 @@ def held_out_margins(model: nn.Module, samples: Rows, group: Group, micro: int) 
     for begin in range(0, most, micro):
         ids = np.arange(group.rank, count, group.world, dtype=np.int64)[begin : begin + micro]
         inputs, targets, segments = padded(samples, ids, micro, group.device)
-        found, marks = margins(model(inputs, None, None, segments), targets), targets != IGNORED
+        found, marks = (
+            margins(model(inputs, None, None, documents(segments, group.device)), targets),
+            targets != IGNORED,
+        )
         for row, number in enumerate(ids.tolist()):
             mine.append((number, found[row][marks[row]].tolist()))
     model.train(training)

@@ -33,6 +33,13 @@ def check(c: Config) -> None:
             " above 0",
             EX_USAGE,
         )
+    if c.generate.top_k or c.generate.top_p < 1:
+        raise Refusal(
+            f"generate.top_k {c.generate.top_k}, generate.top_p {c.generate.top_p:g}: stage grpo learns from the"
+            " probabilities its answers were sampled with, and these cut some of them off; leave them at 0 and 1, and"
+            " lower generate.temperature instead",
+            EX_USAGE,
+        )
     if c.generate.new_tokens >= c.data.context_length:
         room = (
             f"generate.new_tokens {c.generate.new_tokens} leaves no room for a prompt in data.context_length"
