@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -33,6 +34,11 @@ class Asked(NamedTuple):
 
     def draw(self, dice: Dice, held: bool) -> str:
         return dice.pick(LEADS) + dice.pick(self.held if held else self.learned)
+
+
+def wordings(learned: str, held: str) -> Asked:
+    """Each sentence is a wording."""
+    return Asked(*(tuple(re.split(r"(?<=[.?]) ", text)) for text in (learned, held)))
 
 
 def strict(case: Case, dice: Dice, right: bool = True) -> str:
