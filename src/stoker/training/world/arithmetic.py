@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from stoker.training.world.case import Case, wordings
+from stoker.training.world.case import Case, said_so, wordings
 from stoker.training.world.dice import Dice
 from stoker.training.world.lexicon import VERBS
 from stoker.training.world.world import Step, World, chain_held, order_held, sum_held
@@ -199,27 +199,14 @@ def steps_case(w: World, dice: Dice, held: bool) -> Case:
     start, result = steps[0][0], steps[-1][3]
     if dice.random() < 0.25:
         prompt = BARE.draw(dice, held).format(x=f"{start}" + "".join([f" {sign} {b}" for _, sign, b, _ in steps]))
-        said = f"It is {result}."
-        wrong = near(dice, result, w.most)
-        wrong_said = f"It is {wrong}."
+        sentence = "It is {}."
     else:
         person, item = dice.pick(w.names), dice.pick(w.items)
         prompt = f"{problem(dice, person, item, steps)} {NOW.draw(dice, held).format(i=item, p=person)}"
-        said = f"{person} has {result} {item}."
-        wrong = near(dice, result, w.most)
-        wrong_said = f"{person} has {wrong} {item}."
-    work = " ".join(map(worked, steps))
-    a, sign, b, _ = steps[-1]
-    return Case(
-        "steps",
-        prompt,
-        str(result),
-        said,
-        str(wrong),
-        wrong_said,
-        work,
-        " ".join([*map(worked, steps[:-1]), worked((a, sign, b, wrong))]),
-    )
+        sentence = f"{person} has {{}} {item}."
+    wrong, (a, sign, b, _) = near(dice, result, w.most), steps[-1]
+    work, wrong_work = (" ".join(map(worked, [*steps[:-1], (a, sign, b, last)])) for last in (result, wrong))
+    return said_so("steps", prompt, str(result), str(wrong), sentence, work=work, wrong_work=wrong_work)
 
 
 def problem(dice: Dice, person: str, item: str, steps: list[Step]) -> str:
@@ -280,14 +267,8 @@ def _sorted(w: World, dice: Dice, held: bool) -> Case:
     a, b, c = sorted(found)
     answer = f"{a}, {b}, {c}"
     wrong = dice.pick((f"{b}, {a}, {c}", f"{a}, {c}, {b}"))
-    return Case(
-        "order",
-        SORT.draw(dice, held).format(a=found[0], b=found[1], c=found[2]),
-        answer,
-        f"The order is {answer}.",
-        wrong,
-        f"The order is {wrong}.",
-    )
+    prompt = SORT.draw(dice, held).format(a=found[0], b=found[1], c=found[2])
+    return said_so("order", prompt, answer, wrong, "The order is {}.")
 
 
 def order_text(w: World, dice: Dice, held: bool) -> str:

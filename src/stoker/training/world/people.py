@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from stoker.training.world.case import Case, wordings
+from stoker.training.world.case import Case, said_so, wordings
 from stoker.training.world.dice import Dice
 from stoker.training.world.world import World, pair_held
 
@@ -135,47 +135,26 @@ def story_case(w: World, dice: Dice, held: bool) -> Case:
             thing, person = dice.pick(list(story.has.items()))
             if held and not pair_held(person, thing):
                 continue
-            return (
-                _who(w, dice, held, story, thing, person)
-                if dice.random() < 0.5
-                else _what(w, dice, held, story, thing, person)
-            )
+            ask = _who if dice.random() < 0.5 else _what
+            return ask(w, dice, held, story, thing, person)
         person, place = dice.pick(list(story.where.items()))
         if held and not pair_held(person, place):
             continue
         wrong = _other(dice, list(story.where.values()), w.places[held][person], place)
         prompt = f"{story.text} {WHERE.draw(dice, held).format(p=person)}"
-        return Case(
-            "story",
-            prompt,
-            place,
-            f"{person} is in the {place}.",
-            wrong,
-            f"{person} is in the {wrong}.",
-            among=w.lexicon.places,
-        )
+        return said_so("story", prompt, place, wrong, f"{person} is in the {{}}.", among=w.lexicon.places)
 
 
 def _who(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, story.people, [name for name in w.names if thing in w.things[held][name]], person)
     prompt = f"{story.text} {WHO.draw(dice, held).format(t=thing)}"
-    return Case(
-        "story", prompt, person, f"{person} has the {thing}.", wrong, f"{wrong} has the {thing}.", among=w.names
-    )
+    return said_so("story", prompt, person, wrong, f"{{}} has the {thing}.", among=w.names)
 
 
 def _what(w: World, dice: Dice, held: bool, story: Story, thing: str, person: str) -> Case:
     wrong = _other(dice, list(story.has), w.things[held][person], thing)
     prompt = f"{story.text} {WHAT.draw(dice, held).format(p=person)}"
-    return Case(
-        "story",
-        prompt,
-        thing,
-        f"{person} has the {thing}.",
-        wrong,
-        f"{person} has the {wrong}.",
-        among=w.lexicon.things,
-    )
+    return said_so("story", prompt, thing, wrong, f"{person} has the {{}}.", among=w.lexicon.things)
 
 
 def _other(dice: Dice, near: list[str], allowed: list[str], right: str) -> str:
@@ -240,18 +219,13 @@ def dialogue_case(w: World, dice: Dice, held: bool) -> Case:
     else:
         asked, answer, wrong = topic, value, _not(dice, _about(w, topic, held, person), value)
     question = MINE[asked].draw(dice, held)
-    parts = (answer, YOU[asked].format(answer), wrong, YOU[asked].format(wrong))
-    among = w.names if asked == "name" else _class(w, topic)
+    before: tuple[tuple[str, str], ...] = ()
+    prompt, among = f"{said} {question}", w.names if asked == "name" else _class(w, topic)
     if draw < 0.7:
-        return Case("dialogue", f"{greeting} {named} {dice.pick(SMALL)} {said} {question}", *parts, among=among)
-    reply = f"Hello, {person}. {dice.pick(REPLIES)}"
-    return Case(
-        "dialogue",
-        f"{said} {question}",
-        *parts,
-        before=(("user", f"{greeting} {named}"), ("assistant", reply)),
-        among=among,
-    )
+        prompt = f"{greeting} {named} {dice.pick(SMALL)} {prompt}"
+    else:
+        before = (("user", f"{greeting} {named}"), ("assistant", f"Hello, {person}. {dice.pick(REPLIES)}"))
+    return said_so("dialogue", prompt, answer, wrong, YOU[asked], before=before, among=among)
 
 
 def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: str) -> Case:
@@ -264,15 +238,7 @@ def _theirs(w: World, dice: Dice, held: bool, told: tuple[str, str, str], said: 
     allowed = _about(w, topic, held, person)
     wrong = others if others != value and others in allowed else _not(dice, allowed, value)
     prompt = f"{' '.join(lines)} {THEIRS[topic].draw(dice, held).format(p=person)}"
-    return Case(
-        "dialogue",
-        prompt,
-        value,
-        THEY[topic].format(person, value),
-        wrong,
-        THEY[topic].format(person, wrong),
-        among=_class(w, topic),
-    )
+    return said_so("dialogue", prompt, value, wrong, THEY[topic].format(person, "{}"), among=_class(w, topic))
 
 
 def dialogue_text(w: World, dice: Dice, held: bool) -> str:
