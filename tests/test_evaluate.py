@@ -548,7 +548,12 @@ def test_the_recipe_writes_numbers_and_every_answer(
         "--evaluate.texts",
         held,
     )
+    loads = []
+    monkeypatch.setattr(
+        hf, "load", lambda model, folder, say, load=hf.load: (loads.append(folder), load(model, folder, say))
+    )
     result, completions = evaluated(model_folder, tmp_path, monkeypatch, *words)
+    assert loads == [str(model_folder)], "questions, choices and texts share one load of the model"
     metrics = result["metrics"]
     assert (result["schema"], result["stage"], result["model"], set(metrics)) == (
         1,

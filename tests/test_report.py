@@ -442,7 +442,7 @@ def test_what_a_stage_forgot_is_named_at_the_top_and_marked_in_the_table(tmp_pat
     (row,) = [line for line in text.splitlines() if line.startswith("| facts questions |")]
     cells = [cell.strip() for cell in row.split("|")[2:-1]]
     assert [cell.startswith("▼") for cell in cells] == [False, True, True, True, False] and "below Base" in cells[2]
-    page = report.html.page(report.TITLE, tuple(report.contents(gather.gather(str(tmp_path)))), {})
+    page = report.page(report.TITLE, tuple(report.contents(gather.gather(str(tmp_path)))), {})
     assert '<td class="bad">▼ 21.0&nbsp;%<small>' in page
 
 

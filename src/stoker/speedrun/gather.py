@@ -16,12 +16,19 @@ from stoker.contract.untrusted import lines_of, parse_json
 from stoker.control.record import reader
 from stoker.speedrun.stages import REPORT
 from stoker.speedrun.state import CHAIN, RESULT
-from stoker.training.stages.evaluate import PROMPTS
-from stoker.training.stages.registry import STAGES
+from stoker.training.stages.evaluate import PROMPTS, QUESTIONS
+from stoker.training.stages.registry import STAGES, links
 from stoker.training.stages.significance import Marks, marks
+from stoker.training.stages.stage import From, Link, Metrics
+
+MODELS = {link.name: link.title for link, _ in links() if link.title}  # what makes a model, in the chain's order
+_LOADED = [
+    (link, kind, begun.stage) for link, kind in links() if isinstance(begun := link.keys.get("model.load"), From)
+]
+BEFORE = {link.name: model for link, _, model in _LOADED if link.name in MODELS}  # the model that a stage began with
+_EVALUATIONS = {model: link.name for link, kind, model in reversed(_LOADED) if kind.measures}
 
 COMPLETIONS = "completions.jsonl"
-QUESTIONS = "questions"  # a file, as evaluation names it
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
 _TOLD = (
     "restart",
@@ -111,8 +118,18 @@ class Chain:
 
     def evaluation(self, name: str) -> Evaluation | None:
         """Of the model that stage `name` made."""
-        found = self.result(f"eval-{name}")
+        found = self.result(_EVALUATIONS.get(name, ""))
         return found.evaluation if found else None
+
+    @property
+    def evaluations(self) -> dict[str, Evaluation]:
+        """Of the models that there are, in the chain's order."""
+        return {name: found for name in MODELS if (found := self.evaluation(name)) is not None}
+
+    def given(self, link: Link) -> dict[str, Metrics]:
+        """Key -> metrics of the done link that its value comes from."""
+        made = {key: self.result(value.stage) for key, value in link.keys.items() if isinstance(value, From)}
+        return {key: found.metrics for key, found in made.items() if found is not None}
 
 
 def gather(folder: str) -> Chain:
@@ -256,7 +273,7 @@ def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Itera
         said.append(f"what to do: {_text(fix[0])}")
     stopped = _text(metrics.get("stopped"))
     if stopped and not any(stopped in line for line in said):  # the verdict of a run that ended so has its line, too
-        said.append(f"stopped by GRPO's stop rule: {stopped}")
+        said.append(f"stopped by its stop rule: {stopped}")
     yield from dict.fromkeys(line for line in said if line)
 
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from stoker.contract.quantities import number_at, span
-from stoker.speedrun.gather import Chain, StageRecord
-from stoker.speedrun.report_results import MODELS
+from stoker.speedrun.gather import MODELS, Chain, StageRecord
 from stoker.training.stages.blocks import Block, Bullets, Cell, Code, Figure, Heading, Table, Text
 from stoker.training.stages.registry import links
 from stoker.training.stages.significance import ABSENT, number

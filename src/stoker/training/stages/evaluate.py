@@ -12,7 +12,8 @@ from stoker.training.stages.stage import RUN_KEYS, RUNS, From, Link, Metrics, Ro
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
 
-PROMPTS = "prompts-held-out"  # the task that GRPO is measured by
+QUESTIONS, PROMPTS = "questions", "prompts-held-out"
+TASKS = {QUESTIONS: "questions of all kinds", PROMPTS: "prompts like GRPO's"}  # as the report calls them
 
 
 def lengths(c: Config, words: Tokenizer) -> list[tuple[str, list[int]]]:

@@ -9,9 +9,11 @@ from typing import Any
 
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
+from stoker.training.stages.blocks import Cell, tone_of
 
 Z = 1.959964  # 95 %, two-sided
 ABSENT = "n/a"
+Row = tuple[Cell, ...]  # of the table "Did each stage help?"
 
 
 @shape
@@ -138,6 +140,25 @@ def number_and_interval(measured: Measured) -> tuple[str, str]:
     largest = max(abs(value), abs(low), abs(high))
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
     return f"{value:,.{decimals}f}", f"{low:,.{decimals}f} to {high:,.{decimals}f}"
+
+
+def random_guess(metrics: Any) -> float | None:
+    """Bits per byte of a model to which all tokens of this tokenizer are equally likely."""
+    size, packed = number_at(metrics, "vocab_size"), number_at(metrics, "bytes_per_token")
+    return math.log2(size) / packed if size and size > 0 and packed else None
+
+
+def untested_row(stage: str, what: str, before: float | None, after: float | None, *, higher_is_better: bool) -> Row:
+    """Two numbers without intervals."""
+    verdict = judged(change(Measured(before), Measured(after)), higher_is_better)
+    return Cell(stage, what), Cell(f"{number(before)} → {number(after)}"), Cell(verdict, tone=tone_of(verdict))
+
+
+def shares_row(stage: str, what: str, before: Measured, after: Measured) -> Row:
+    found = change(before, after)
+    verdict = judged(found)
+    shares = Cell(f"{percent(before.value)} → {percent(after.value)}")
+    return Cell(stage, what), shares, Cell(verdict, points(found), tone_of(verdict))
 
 
 @shape
