@@ -5,9 +5,9 @@ anything.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from stoker.contract import layout
@@ -18,9 +18,8 @@ from stoker.control.machine.model import Machine
 from stoker.control.record.writer import make_private
 from stoker.speedrun import overrides
 from stoker.speedrun.checks import check_options, check_stages
-from stoker.speedrun.code import Code
 from stoker.speedrun.estimate import estimates, pace_of
-from stoker.speedrun.keys import keys_of
+from stoker.speedrun.keys import Code, keys_of
 from stoker.speedrun.options import SpeedrunOptions
 from stoker.speedrun.presets import Preset, choose, what_it_lacks
 from stoker.speedrun.stages import OUR_WORLD, REPORT, Data, File, Stage, chain, selected
@@ -114,43 +113,40 @@ def settle(options: SpeedrunOptions, machine: Machine, gpus: bool, environment: 
     )
     pace = pace_of([gpu.name for gpu in machine.gpus], machine.cores, ranks, not on_cpu)
     return Course(
-        folder,
-        preset,
-        options,
-        machine,
-        stages,
-        keys,
-        wanted,
-        found,
-        estimates(stages, pace, ranks),
-        f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
-        (line, *data.lines),
-        prepare,
-        not on_cpu,
-        str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
-        options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
-        lacking.line if lacking else "",
+        folder=folder,
+        preset=preset,
+        options=options,
+        machine=machine,
+        stages=stages,
+        keys=keys,
+        selected=wanted,
+        entries=found,
+        estimates=estimates(stages, pace, ranks),
+        estimated_for=f"{ranks} rank{'s' if ranks > 1 else ''}, {pace.words}",
+        lines=(line, *data.lines),
+        prepare=prepare,
+        gpus=not on_cpu,
+        nproc_per_node=str(ranks) if on_cpu and options.nproc_per_node is None else options.nproc_per_node,
+        as_recorded=options.only == REPORT and not options.says_what and recorded_otherwise(folder, keys),
+        refused=lacking.line if lacking else "",
     )
 
 
 def _data(options: SpeedrunOptions, folder: str) -> tuple[Data, Callable[[], None]]:
     if options.data is None:
         return OUR_WORLD, lambda: None
-    from stoker.speedrun.material import Digests, material
+    from stoker.speedrun.material import material
 
-    cache = own_cache(CACHE, _say)
-    found = material(options.data, folder, Digests(cache), cache)
-    return found.data, found.make_copies
+    return material(options.data, folder, own_cache(CACHE, _say))
 
 
 def _with_settings(stages: Sequence[Stage], options: SpeedrunOptions) -> tuple[Stage, ...]:
     if not options.set:
         return tuple(stages)
-    from stoker.speedrun.material import Digests
+    from stoker.speedrun.material import digest_of
 
-    return overrides.apply(
-        stages, [overrides.parse(text, stages) for text in options.set], Digests(own_cache(CACHE, _say)).of
-    )
+    digest = partial(digest_of, cache=own_cache(CACHE, _say))
+    return overrides.apply(stages, [overrides.parse(text, stages) for text in options.set], digest)
 
 
 def _say(line: str) -> None:
@@ -159,22 +155,3 @@ def _say(line: str) -> None:
 
 def _ranks(asked: str | None, usual: int) -> int:
     return int(asked) if asked is not None and is_count(asked) and int(asked) > 0 else max(usual, 1)
-
-
-def command(argv: Sequence[str], *choice: str) -> str:
-    """As it was typed, for other stages and to be run."""
-    return shlex.join(["stoker", "speedrun", *_without_choice(argv), *choice])
-
-
-def _without_choice(argv: Sequence[str]) -> list[str]:
-    kept: list[str] = []
-    skip = False
-    for word in argv:
-        name = word.partition("=")[0]
-        if skip:
-            skip = False
-        elif name in ("--from", "--begin", "--until", "--only"):
-            skip = "=" not in word
-        elif name not in ("--plan", "--json"):
-            kept.append(word)
-    return kept

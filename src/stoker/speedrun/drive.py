@@ -14,11 +14,12 @@ from stoker.contract.quantities import span
 from stoker.contract.shape import replace, shape
 from stoker.contract.wholefile import write_json
 from stoker.control.record import reader
-from stoker.speedrun import energy, saying, state
+from stoker.speedrun import energy, state
 from stoker.speedrun.child import Children
-from stoker.speedrun.course import Course, command
+from stoker.speedrun.course import Course
 from stoker.speedrun.estimate import left
 from stoker.speedrun.keys import run_name
+from stoker.speedrun.options import command
 from stoker.speedrun.stages import REPORT, WORLD, File, Stage, config_of_stage, dependents
 from stoker.speedrun.state import DONE, FAILED, PARTIAL, RUNNING, STOPPED, Entry
 from stoker.training.config.keys import KEYS
@@ -219,18 +220,16 @@ class Drive:
             self._note(name, status=DONE)
             self._took[name] = self.entries[name].seconds
             estimated = {one: about.seconds for one, about in self.course.estimates.items()}
-            told = (
-                STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else "",
-                saying.rest(left(estimated, self._took, after)),
-            )
-            self.say(
-                " | ".join(part for part in (f"{number} {name} ✓ {span(self.entries[name].seconds)}", *told) if part)
-            )
+            headline = STAGES[stage.stage].headline(result.get("metrics") or {}) if stage.stage in STAGES else ""
+            rest = left(estimated, self._took, after)
+            parts = [f"{number} {name} ✓ {span(self.entries[name].seconds)}", *([headline] if headline else [])]
+            parts += [f"the rest takes about {span(rest)}"] if rest >= 1 else []
+            self.say(" | ".join(parts))
             return 0
         if stopped:
             self._note(name, status=STOPPED)
             return code or 128 + stopped
-        line, fix = saying.trouble(run if stage.stage != REPORT else None, code, log, log_from)
+        line, fix = state.trouble(run if stage.stage != REPORT else None, code, log, log_from)
         if code == 0:
             line, fix = f"it ended with 0 and left no {state.RESULT}", ""
         self._note(name, status=FAILED, trouble=line)
@@ -323,7 +322,7 @@ class Drive:
                 self._report_command(), self._environment, None if options.verbose else log, lambda: None
             )
         told = (
-            f"✗ {saying.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}"
+            f"✗ {state.trouble(None, code, log, log_from)[0]}; log: {_shown(log)}"
             if code
             else f"✓ {os.path.join(_shown(folder), 'report.md')}"
         )
@@ -379,7 +378,7 @@ class Drive:
         run = state.run_of(self.course.folder, stage, self.course.keys) if stage.stage != REPORT else None
         steps = stage.keys.get("train.max_steps", 0)
         line = " | ".join(
-            part for part in (f"  {stage.name} {span(time.monotonic() - began)}", saying.progress(run, steps)) if part
+            part for part in (f"  {stage.name} {span(time.monotonic() - began)}", state.progress(run, steps)) if part
         )
         terminal.draw(line)
 
