@@ -19,9 +19,8 @@ from stoker.contract.names import EX_DATAERR, EX_NOINPUT, EX_USAGE, Refusal  # n
 from stoker.training.evaluate.answering import Marker, Written, put, sample, write  # noqa: E402
 from stoker.training.evaluate.asking import Manner, answer_text, prompt_ids, stop_ids  # noqa: E402
 from stoker.training.evaluate.confidence import holm, p_value, wilson, wilson_of_draws  # noqa: E402
-from stoker.training.evaluate.content import Alternatives, alternatives, right  # noqa: E402
 from stoker.training.evaluate.likelihood import bits_per_byte, log_likelihoods, windows  # noqa: E402
-from stoker.training.evaluate.marking import in_form, right_in_form, stated  # noqa: E402
+from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, right, right_in_form, stated  # noqa: E402  # noqa: E402
 from stoker.training.evaluate.tasks import prompts_of, read_tasks, spread  # noqa: E402
 from stoker.training.generate.config import GenerateConfig  # noqa: E402
 from stoker.training.model import hf  # noqa: E402

@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stoker.contract.shape import shape
-from stoker.training.density.gini import evenness, gini
-from stoker.training.density.points import Vectors
+from stoker.training.density.points import Vectors, evenness, gini
 
 # How varied answers are by their words. Pure.
 

@@ -9,9 +9,8 @@ from typing import Protocol
 
 from stoker.contract.shape import shape
 from stoker.training.evaluate.asking import Manner, answer_text, as_asked, choice_ids, lettered, refuse_long, stop_ids
-from stoker.training.evaluate.content import Alternatives, alternatives, phrases, right
 from stoker.training.evaluate.likelihood import log_likelihoods
-from stoker.training.evaluate.marking import in_form, right_in_form, words
+from stoker.training.evaluate.marking import Alternatives, alternatives, in_form, phrases, right, right_in_form, words
 from stoker.training.evaluate.questions import Question
 from stoker.training.evaluate.tasks import Task
 from stoker.training.generate.config import GenerateConfig

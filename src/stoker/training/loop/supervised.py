@@ -13,10 +13,10 @@ import stoker
 from stoker.contract import layout
 from stoker.contract.shape import shape
 from stoker.contract.wholefile import APPEND, write_whole
-from stoker.training.balance.balancer import Balancer
 from stoker.training.balance.clock import StepClock
 from stoker.training.balance.comm import Meeting
 from stoker.training.balance.plan import Plans
+from stoker.training.balance.rule import Balancer
 from stoker.training.checkpoint.saver import Saver
 from stoker.training.forensics.inject import Drill
 from stoker.training.loop import resume, trip
