@@ -90,9 +90,6 @@ class StageRecord:
     troubles: tuple[str, ...]
     versions: dict[str, Any]
 
-    def number(self, *path: str) -> float | None:
-        return number_at(self.metrics, *path)
-
     def curve(self, key: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Steps and values of one metric, where it was logged."""
         found = [

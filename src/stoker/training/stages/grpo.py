@@ -25,7 +25,8 @@ from stoker.training.stages.stage import (
     Rows,
     Stage,
     joined,
-)  # fmt: skip
+    keys_of,
+)
 
 if TYPE_CHECKING:
     from stoker.training.tokenizer.tokenizer import Tokenizer
@@ -122,15 +123,8 @@ STAGE = Stage(
     outputs=("hf",),
     common=(
         "model.load",
-        "grpo.prompts",
-        "grpo.weights",
-        "grpo.reward_model",
-        "grpo.prompts_per_step",
-        "grpo.group",
-        "grpo.kl",
-        "generate.new_tokens",
-        "generate.temperature",
-        "generate.system",
+        *keys_of("grpo", "prompts weights reward_model prompts_per_step group kl"),
+        *keys_of("generate", "new_tokens temperature system"),
         *(key for key in LEARN_KEYS if key != "batch.tokens"),
         *RUN_KEYS,
     ),

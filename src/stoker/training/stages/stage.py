@@ -20,6 +20,12 @@ Metrics = Mapping[str, Any]  # of a stage's result.json
 # The sections of the configuration that a stage reads.
 RUNS = frozenset(("data", "batch", "parallel", "compute", "train"))
 LEARNS = RUNS | {"optim", "checkpoint", "nan"}
+
+
+def keys_of(section: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{section}.{name}" for name in names.split())
+
+
 # The keys people set most, first in --help.
 RUN_KEYS = ("compute.dtype", "train.seed")
 LEARN_KEYS = (

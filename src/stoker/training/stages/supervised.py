@@ -20,7 +20,7 @@ from stoker.training.stages.stage import (
     Rows,
     Stage,
     joined,
-)  # fmt: skip
+)
 from stoker.training.stages.tokenizer import SHARE_HELD_OUT
 
 LOSSES = Curves("losses", "Training", "Loss of base, midtraining and SFT")
