@@ -460,24 +460,6 @@ def test_a_first_table_has_five_numbers_at_most_and_comes_before_everything_else
     assert head.startswith("| After stage |") and head.count("|") - 2 <= 5 and lines.index(head) < 8
 
 
-def test_results_of_before_the_rename_are_still_read(tmp_path: Path) -> None:
-    folder = speedrun(tmp_path)
-    path = folder / "stages" / "eval-sft-1a2b3c4d" / "result.json"
-    told = json.loads(path.read_text())
-    old = {
-        key.replace("sampled_", "drawn_"): value
-        for key, value in told["metrics"]["all"].items()
-        if not key.startswith(("form", "strict", "cut", "sampled_cut"))
-    }
-    put(path, {**told, "metrics": {**told["metrics"], "all": old}})
-    found = gather.gather(str(folder)).evaluation("sft")
-    assert (
-        found is not None
-        and found.everything.sampled.value == pytest.approx(0.5825)
-        and found.everything.cut.value is None
-    )
-
-
 def test_the_report_shows_as_many_measures_as_the_verdict_counts(tmp_path: Path) -> None:
     """Both from the same table of measures, by the real comparison."""
     counted = Counted(

@@ -30,16 +30,8 @@ _EVALUATIONS = {model: link.name for link, kind, model in reversed(_LOADED) if k
 
 COMPLETIONS = "completions.jsonl"
 SAMPLES_OF_A_KIND = 2  # where result.json has none and the completions are looked at instead
-_TOLD = (
-    "restart",
-    "gpu-left-out",
-    "straggler",
-    "suspicion",
-    "numbers",
-    "stop",
-    "verdict",
-    "watch-failed",
-)  # events worth a line in a report
+# Events worth a line in a report.
+_REPORTED = ["restart", "gpu-left-out", "straggler", "suspicion", "numbers", "stop", "verdict", "watch-failed"]
 
 
 @shape
@@ -254,7 +246,7 @@ def _first_of_each_kind(where: str) -> Iterator[dict[str, Any]]:
 def _troubles(where: str, row: dict[str, Any], metrics: dict[str, Any]) -> Iterator[str]:
     """What went wrong on the way, in order, each once: events, what the chain noted, how it ended, what stopped it."""
     events = list(reader.events(where)) if where else []
-    said = [_event(event) for event in events if event.get("event") in _TOLD]
+    said = [_event(event) for event in events if event.get("event") in _REPORTED]
     again = sum(event.get("event") == "run" for event in events) - 1
     if again > 0:
         said.append(f"the command was run again {'once' if again == 1 else f'{again} times'}, and the stage resumed")

@@ -57,11 +57,12 @@ def runs_root(folder: str) -> str:
 
 
 def run_of(folder: str, stage: Stage, keys: Mapping[str, str]) -> str | None:
-    """The newest run directory of this stage with this key; one with a result before one without."""
-    name = run_name(stage.name, keys)
+    """The newest run directory of this stage with this key; one with a result before one without. The report has
+    none.
+    """
+    name, root = run_name(stage.name, keys), runs_root(folder)
     if stage.stage == REPORT:
-        return folder
-    root = runs_root(folder)
+        return None
     if stage.stage == WORLD:
         return os.path.join(root, name)
     pattern = re.compile(rf"(\d{{8}}-\d{{6}})-{re.escape(name)}(?:-(\d+))?")
@@ -107,11 +108,13 @@ def entries(folder: str, stages: Sequence[Stage], keys: Mapping[str, str]) -> di
         if done:
             status = DONE
         noted = entry.status == status
-        entry = replace(
-            entry, status=status, run=os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""
-        )
+        entry = replace(entry, status=status, run=relative(run, folder))
         found[stage.name] = entry if noted else seen(folder, entry)
     return found
+
+
+def relative(run: str | None, folder: str) -> str:
+    return os.path.relpath(run, folder) if run is not None and os.path.isdir(run) else ""
 
 
 def recorded_otherwise(folder: str, keys: Mapping[str, str]) -> bool:

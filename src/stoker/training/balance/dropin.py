@@ -10,7 +10,6 @@ Each step's samples are the same for every number of ranks and every plan; a pla
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import stoker
 from stoker.contract.shape import shape
 from stoker.contract.untrusted import printable
+from stoker.training.balance.clock import now
 from stoker.training.balance.plan import Plan, Plans, apportion
 from stoker.training.balance.rule import Rule
 
@@ -199,7 +199,7 @@ class _Exchange:
     def begin(self, model: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled() or not model.training:
             return
-        self._begin = self._now()
+        self._begin = now(self._device)
         given = self._sampler.coming()
         if self._rows and given is not None and args and isinstance(args[0], Tensor) and args[0].dim():
             share = given.shares[self._sampler.rank]
@@ -217,7 +217,7 @@ class _Exchange:
         buffer.mul_(self._weight)
         summed, total = dist.all_reduce(buffer, async_op=True).get_future(), self._total
         if bucket.is_last():
-            self._times.append((self._given, self._begin, self._now()))
+            self._times.append((self._given, self._begin, now(self._device)))
             self._begin = self._total = None
         # Gloo's operations end in any order; NCCL's in that of their stream.
         both = torch.futures.collect_all([total[0], summed]) if buffer.device.type == "cpu" else summed
@@ -285,13 +285,6 @@ class _Exchange:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return host, event
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _between(self, begin: Any, end: Any) -> float:
         if self._device.type != "cuda":

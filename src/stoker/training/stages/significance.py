@@ -172,9 +172,7 @@ class Marks:
 
 
 def marks(data: Any) -> Marks:
-    """Runs before the rename have `drawn_` for `sampled_`."""
-    sampled = "sampled_" if isinstance(data, dict) and "sampled_total" in data else "drawn_"
-    return Marks(*(_measured(data, prefix) for prefix in ("", sampled, "strict_", "form_", "cut_", "sampled_cut_")))
+    return Marks(*(_measured(data, prefix) for prefix in ("", "sampled_", "strict_", "form_", "cut_", "sampled_cut_")))
 
 
 def _measured(data: Any, prefix: str) -> Measured:
