@@ -22,6 +22,7 @@ from stoker.speedrun.report_chain import hardware_lines
 from stoker.training.diversity import report as comparing
 from stoker.training.diversity.metrics import METRICS, Counted
 from stoker.training.diversity.report import report as diversity_report
+from stoker.training.evaluate.confidence import wilson
 from stoker.training.stages.significance import (
     Measured,
     change,
@@ -31,7 +32,6 @@ from stoker.training.stages.significance import (
     points,
     share,
     share_with_interval,
-    wilson,
 )
 
 KINDS = ("facts", "stories", "sums", "dialogue")

@@ -28,7 +28,7 @@ from stoker.contract.names import (
     Refusal,
 )
 from stoker.contract.shape import replace
-from stoker.speedrun import checks, estimate, overrides, presets, rows, state
+from stoker.speedrun import course, estimate, overrides, presets, rows, state
 from stoker.speedrun.drive import TooLong, Tools, too_long
 from stoker.speedrun.energy import cards_of, watt_hours
 from stoker.speedrun.keys import Code, keys_of
@@ -168,7 +168,7 @@ def speedrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Speedrun:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STOKER_MACHINE", str(machine))
     monkeypatch.delenv("STOKER_RUNS", raising=False)
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Disk(free=10**13))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=10**13))
     return Speedrun(tmp_path)
 
 
@@ -446,15 +446,15 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     plan = json.loads(capsys.readouterr().out)
     needed = plan["about"]["disk"]
     assert plan["refused"] is None
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.7 * needed)))
     assert speedrun("--plan") == 0
     line = f"about {needed / 1e6:.0f} MB of disk are needed, {0.7 * needed / 1e6:.0f} MB are free in {speedrun.home}"
     assert f"here it would be refused: {line}" in capsys.readouterr().out
     assert speedrun() == EX_CANTCREAT and line in capsys.readouterr().out and not speedrun.folder.parent.exists()
     assert speedrun("--until", "tokenizer") == 0, "room for these"
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(0.85 * needed)))
     assert speedrun() == 0, "an estimate may be a little too high"
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Disk(free=0))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=0))
     assert speedrun() == 0 and speedrun("--only", "report") == 0, "nothing more is needed"
 
 
@@ -464,7 +464,7 @@ def test_what_a_stopped_stage_has_written_needs_no_room_again(
     speedrun.order(base={"fail": 3})
     assert speedrun("--until", "base") == 3
     base = estimate.estimates(STAGES, estimate.pace_of([], 1, 1, False), 1)["base"]
-    monkeypatch.setattr(checks.shutil, "disk_usage", lambda path: Disk(free=int(base.spare)))
+    monkeypatch.setattr(course.shutil, "disk_usage", lambda path: Disk(free=int(base.spare)))
     speedrun.order()
     assert speedrun("--until", "base") == EX_CANTCREAT
     (speedrun.folder / speedrun.entries["base"]["run"] / "step-1").write_bytes(bytes(int(base.disk)))

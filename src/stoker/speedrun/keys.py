@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import stoker
@@ -76,45 +77,33 @@ class Code:
 
     def __init__(self, root: str = ROOT) -> None:
         self._root = root
-        self._sums: dict[str, str] = {}
-        self._imports: dict[str, tuple[str, ...]] = {}
-        self._files: dict[str, str | None] = {}
-        self._digests: dict[str, str] = {}
+        self.digest, self._read, self._file = cache(self._digest), cache(self._read_file), cache(self._file_of)
 
-    def digest(self, recipe: str) -> str:
+    def _digest(self, recipe: str) -> str:
         """Everything of `training` where there is no such recipe: rather too much is run again than too little."""
-        if recipe not in self._digests:
-            start = self._file(_module(recipe))
-            found = self._reached(start) if start is not None else self._all("training")
-            told = "".join(f"{path}\0{self._sum(path)}\n" for path in sorted(found)) + _script(recipe)
-            self._digests[recipe] = hashlib.sha256(told.encode()).hexdigest()
-        return self._digests[recipe]
+        start = self._file(_module(recipe))
+        found = self._reached(start) if start is not None else self._all("training")
+        text = "".join(f"{path}\0{self._read(path)[0]}\n" for path in sorted(found)) + _script(recipe)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def _reached(self, first: str) -> set[str]:
         found = {first}
         waiting = [first]
         while waiting:
-            fresh = set(self._imported(waiting.pop())) - found
+            fresh = self._read(waiting.pop())[1] - found
             found |= fresh
             waiting += fresh
         return found
 
-    def _imported(self, path: str) -> tuple[str, ...]:
-        """The files that a file's imports name, wherever in it they stand."""
-        if path not in self._imports:
-            with open(os.path.join(self._root, path), "rb") as file:
-                data = file.read()
-            self._sums[path] = hashlib.sha256(data).hexdigest()
-            text = data.decode("utf-8", "replace")
-            names = {name[1:] for name in _NAMES.findall(text)}
-            for package, words in _IMPORTED.findall(text):
-                names |= {f"{package}.{word}"[1:] for word in re.findall(r"\w+", words)}
-            self._imports[path] = tuple({found for name in names if (found := self._file(name)) is not None})
-        return self._imports[path]
-
-    def _sum(self, path: str) -> str:
-        self._imported(path)
-        return self._sums[path]
+    def _read_file(self, path: str) -> tuple[str, set[str]]:
+        """A file's digest, and the files that its imports name, wherever in it they stand."""
+        with open(os.path.join(self._root, path), "rb") as file:
+            data = file.read()
+        text = data.decode("utf-8", "replace")
+        names = {name[1:] for name in _NAMES.findall(text)}
+        for package, words in _IMPORTED.findall(text):
+            names |= {f"{package}.{word}"[1:] for word in re.findall(r"\w+", words)}
+        return hashlib.sha256(data).hexdigest(), {found for name in names if (found := self._file(name)) is not None}
 
     def _all(self, package: str) -> set[str]:
         return {
@@ -124,19 +113,10 @@ class Code:
             if name.endswith(".py")
         }
 
-    def _file(self, module: str) -> str | None:
+    def _file_of(self, module: str) -> str | None:
         """Of a module, or of the one that a name is inside of; None outside the packages that matter."""
         if not module or module.partition(".")[0] not in PACKAGES:
             return None
-        if module not in self._files:
-            base = module.replace(".", "/")
-            own = next(
-                (
-                    path
-                    for path in (base + ".py", base + "/__init__.py")
-                    if os.path.isfile(os.path.join(self._root, path))
-                ),
-                None,
-            )
-            self._files[module] = own or self._file(module.rpartition(".")[0])
-        return self._files[module]
+        base = module.replace(".", "/")
+        own = (path for path in (f"{base}.py", f"{base}/__init__.py") if os.path.isfile(os.path.join(self._root, path)))
+        return next(own, None) or self._file(module.rpartition(".")[0])

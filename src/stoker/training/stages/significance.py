@@ -9,9 +9,9 @@ from typing import Any
 
 from stoker.contract.quantities import number_at
 from stoker.contract.shape import shape
+from stoker.training.evaluate.confidence import wilson
 from stoker.training.stages.blocks import Cell, tone_of
 
-Z = 1.959964  # 95 %, two-sided
 ABSENT = "n/a"
 Row = tuple[Cell, ...]  # of the table "Did each stage help?"
 
@@ -45,22 +45,11 @@ class Change:
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
-def wilson(correct: float, total: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share: honest at 0, at 1 and with few questions, where ± 1.96 standard errors is not."""
-    if total <= 0:
-        return 0.0, 1.0
-    share, z2 = correct / total, Z * Z
-    middle = (share + z2 / (2 * total)) / (1 + z2 / total)
-    half = Z * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total)) / (1 + z2 / total)
-    return max(0.0, middle - half), min(1.0, middle + half)
-
-
 def share(correct: float, total: float) -> Measured:
     """Counts that can't be, as a damaged file may have them, measure nothing."""
     if total <= 0 or not 0 <= correct <= total:
         return Measured()
-    low, high = wilson(correct, total)
-    return Measured(correct / total, low, high, int(total))
+    return Measured(correct / total, *wilson(correct, total), int(total))
 
 
 def change(before: Measured, after: Measured) -> Change:
