@@ -19,9 +19,9 @@ from stoker.contract.names import Refusal
 from stoker.contract.shape import replace
 from stoker.speedrun import gather, plots, report
 from stoker.speedrun.report_chain import hardware_lines
-from stoker.training.diversity import report as comparing
+from stoker.training.diversity import metrics as comparing
 from stoker.training.diversity.metrics import METRICS, Counted
-from stoker.training.diversity.report import report as diversity_report
+from stoker.training.diversity.metrics import report as diversity_report
 from stoker.training.evaluate.confidence import wilson
 from stoker.training.stages.significance import (
     Measured,

@@ -21,8 +21,7 @@ from stoker.contract.wholefile import write_whole
 from stoker.training.config.schema import Config
 from stoker.training.density.embed import embed_shared
 from stoker.training.density.points import Vectors, centred, clusters
-from stoker.training.diversity.metrics import Counted
-from stoker.training.diversity.report import compare, report, told
+from stoker.training.diversity.metrics import Counted, compare, report, told
 from stoker.training.evaluate.answering import sample
 from stoker.training.evaluate.asking import Manner, prompt_ids, refuse_long
 from stoker.training.evaluate.questions import Question
